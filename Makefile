@@ -1,0 +1,74 @@
+# The commands of a working day. Everything happens in .venv and build/; `make clean` removes both.
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD := build/dev
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+NATIVE := $(shell find csrc tests/native cmake -type f 2>/dev/null)
+CPP := $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
+
+# Our own builds hold all variants, emulated where this CPU lacks one, and take no warnings.
+DEFINES := -C cmake.define.KT_TESTS=ON -C cmake.define.KT_EMULATE=ON -C cmake.define.KT_WERROR=ON
+
+# Stop a test run that hangs in native code with the traces of all threads.
+export PYTHONFAULTHANDLER := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help build check test test-slow soak bench demo wheel asan tsan clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# torch first and exactly: the other packages accept any recent one and would pick the largest build.
+$(VENV)/.installed: constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -r constraints.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt src/ktransformers/__init__.py $(NATIVE)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps -C build-dir=$(BUILD) $(DEFINES) -e .
+	@touch $@
+
+build: $(VENV)/.built  ## venv, pinned packages, the extension with all variants (editable install)
+
+check: $(VENV)/.installed  ## ruff, mypy, clang-format, the layer rule
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP)
+	$(PY) -m pytest -q tests/test_layers.py
+
+test: build  ## everything but the slow tests: native, then Python
+	$(BUILD)/kt_tests
+	$(PY) -m pytest -q
+
+test-slow: build  ## the tests marked slow
+	$(PY) -m pytest -q -m slow
+
+soak: build  ## the tests marked soak
+	$(PY) -m pytest -q -m soak
+
+bench: build  ## speed against the roof of this machine
+	$(PY) bench/moe.py
+
+demo: build  ## the expert kernel at work on a small shape
+	$(PY) examples/kernel_demo.py
+
+wheel: $(VENV)/.installed  ## one wheel with all variants, in dist/
+	$(PY) -m build --wheel --no-isolation --outdir dist -C build-dir=build/wheel -C cmake.define.KT_WERROR=ON .
+
+# The native tests under a sanitizer, all variants; no Python involved.
+asan tsan: sanitizer = $(if $(filter asan,$@),address,thread)
+asan:  ## native tests under Address and UndefinedBehavior sanitizers
+tsan:  ## native tests under ThreadSanitizer
+asan tsan:
+	cmake -S . -B build/$@ -DCMAKE_BUILD_TYPE=Debug -DKT_SANITIZE=$(sanitizer) -DKT_TESTS=ON -DKT_EMULATE=ON -DKT_WERROR=ON
+	cmake --build build/$@ --parallel $(JOBS) --target kt_tests
+	build/$@/kt_tests
+
+clean:  ## remove .venv, build/ and dist/
+	rm -rf $(VENV) build dist

@@ -1,0 +1,150 @@
+"""How a bench talks to those it measures, itself included: JSON requests, JSON answers.
+
+    {"do": "hello"}                                                         ->  {"version": ..., "threads": ...}
+    {"do": "load", "shape": "qwen3-30b", "layers": 2, "max_tokens": 8192}   ->  {"ms": [...]}
+    {"do": "round", "tokens": 512, "seconds": 0.2}                          ->  {"ms": [...], "foreign": ..., ...}
+
+A contender is a class with `facts`, `load` and `bind`. `Runner` answers requests with one in this process; `serve` does
+so over stdin and stdout, one line each, and `Peer` is the other end of that pipe, for contenders that need another
+interpreter or would disturb ours with their threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shapes import SHAPES, Shape, Weights, make_weights, make_work
+from timing import Stopwatch
+
+if TYPE_CHECKING:
+    import torch
+    from shapes import Work
+
+BENCH = Path(__file__).resolve().parent.parent
+MODULES = {"kt": "peers.kt", "torch": "peers.torch_loop"}
+PATIENCE = 180.0  # seconds for one answer; a peer that hangs must not cost the run
+
+
+class Contender(Protocol):
+    def facts(self) -> dict[str, Any]:
+        """Versions and threads, for the record."""
+
+    def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
+        """Takes the weights in, once for each layer; the seconds that each took, empty where nothing is prepared."""
+
+    def bind(self, work: Work) -> Callable[[int], torch.Tensor]:
+        """A function that computes step i and returns the output [T, H]."""
+
+
+class Runner:
+    """Answers requests with a contender in this process; the work of one token count is held at a time."""
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+        self._tokens = 0
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "hello":
+            return self._contender.facts()
+        if request["do"] == "load":
+            return self._load(SHAPES[request["shape"]], request["layers"], request["max_tokens"])
+        return self._round(request["tokens"], request["seconds"])
+
+    def _load(self, shape: Shape, layers: int, max_tokens: int) -> dict[str, Any]:
+        self._shape, self._layers, self._tokens = shape, layers, 0
+        seconds = self._contender.load(shape, make_weights(shape), layers, max_tokens)
+        return {"ms": [1e3 * taken for taken in seconds]}
+
+    def prepare(self, tokens: int) -> Stopwatch:
+        """Makes the work of a cell unless it is at hand."""
+        if self._tokens != tokens:
+            work = make_work(self._shape, tokens, self._layers)
+            call = self._contender.bind(work)
+            self._check = {
+                "unique_experts": work.unique_experts,
+                "routes": work.routes,
+                "norm": float(call(0).float().norm()),
+            }
+            self._stopwatch, self._tokens = Stopwatch(call), tokens
+        return self._stopwatch
+
+    def _round(self, tokens: int, seconds: float) -> dict[str, Any]:
+        taken = self.prepare(tokens).round(seconds)
+        return {"ms": taken.ms, "foreign": taken.foreign, **self._check}
+
+
+def serve(make: Callable[[], Contender]) -> None:
+    """Answers requests until stdin ends. Whatever the contender prints goes to stderr, away from the answers."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    runner = Runner(make())
+    for line in sys.stdin:
+        answers.write(json.dumps(runner.ask(json.loads(line))) + "\n")
+        answers.flush()
+
+
+class PeerGone(RuntimeError):
+    """A peer died or gave no answer in time; the message ends with what it said last."""
+
+
+class Peer:
+    """A contender in a process of its own."""
+
+    def __init__(self, name: str, python: str, options: list[str], env: dict[str, str]) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        # Found from where the user stands, not from the folder that the peer runs in; a venv's link is kept.
+        program = shutil.which(python)
+        if program is None:
+            raise PeerGone(f"{name}: {python} is not a program; give --peers {name}=/path/to/python")
+        self._process = subprocess.Popen(
+            [os.path.abspath(program), "-m", MODULES[name], *options],
+            cwd=BENCH,
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerGone(self._last_words("ended early")) from None
+        if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
+            raise PeerGone(self._last_words(f"gave no answer in {PATIENCE:.0f} s"))
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerGone(self._last_words("ended early"))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self, what: str) -> str:
+        self._log.seek(0)
+        tail = [line.rstrip() for line in self._log.read().splitlines() if line.strip()][-5:]
+        return f"{self.name}: {what}" + "".join(f"\n    {line}" for line in tail)
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()

@@ -1,0 +1,96 @@
+# kt_isa(name source flags...) compiles one CPU variant into objects of its own and checks what they export.
+#
+# Where a variant goes:
+#   x86-64              built with its flags
+#   elsewhere           only `generic` is built
+#   KT_EMULATE=ON       all are built; those that this machine cannot run are compiled for the baseline against
+#                       csrc/emulate/immintrin.h, which spells the intrinsics in plain C++, so tests cover every variant
+#
+# The check: an object may export its table, kt::kernels_<name>, and nothing else. An inline function or a template
+# compiled with -mavx512f that another file instantiates too is one symbol to the linker, and it may keep the AVX-512
+# copy for everybody, on every CPU.
+
+set(KT_ISA_ROWS "")
+set(KT_ISA_EMULATED_ROWS "")
+set(KT_ISA_CHECKS "")
+
+string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" kt_processor)
+if(kt_processor MATCHES "^(x86_64|amd64)$")
+  set(KT_X86 ON)
+else()
+  set(KT_X86 OFF)
+endif()
+
+set(kt_host_flags " ")
+if(EXISTS /proc/cpuinfo AND NOT CMAKE_CROSSCOMPILING)
+  file(STRINGS /proc/cpuinfo kt_cpuinfo REGEX "^flags" LIMIT_COUNT 1)
+  string(REGEX REPLACE "^flags[^:]*:(.*)$" "\\1 " kt_host_flags "${kt_cpuinfo}")
+endif()
+
+# Does the machine that builds also run code compiled with these flags? -mamx-tile is amx_tile in /proc/cpuinfo.
+function(kt_host_runs result)
+  set(runs ${KT_X86})
+  foreach(flag IN LISTS ARGN)
+    string(REGEX REPLACE "^-m" "" feature "${flag}")
+    string(REPLACE "-" "_" feature "${feature}")
+    string(REPLACE "avx512bf16" "avx512_bf16" feature "${feature}")
+    if(NOT kt_host_flags MATCHES " ${feature} ")
+      set(runs OFF)
+    endif()
+  endforeach()
+  set(${result} ${runs} PARENT_SCOPE)
+endfunction()
+
+function(kt_isa name source)
+  set(flags ${ARGN})
+  set(emulated OFF)
+  if(flags)
+    if(KT_EMULATE)
+      kt_host_runs(native ${flags})
+      if(NOT native)
+        set(emulated ON)
+      endif()
+    elseif(NOT KT_X86)
+      return()
+    endif()
+  endif()
+
+  set(target kt_isa_${name})
+  add_library(${target} OBJECT csrc/kernels/${source})
+  target_include_directories(${target} PRIVATE csrc)
+  target_link_libraries(${target} PRIVATE kt_flags)
+  # Products contract to FMA, in every compiler. No -ffast-math: NaN and infinity keep their meaning and sums keep the
+  # order in which they are written.
+  target_compile_options(${target} PRIVATE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fno-exceptions)
+  if(NOT KT_SANITIZE)
+    target_compile_options(${target} PRIVATE -O3)
+  endif()
+  if(emulated)
+    target_include_directories(${target} BEFORE PRIVATE csrc/emulate)
+    target_compile_definitions(${target} PRIVATE KT_EMULATE)
+    target_compile_options(${target} PRIVATE -Wno-psabi)
+    message(STATUS "variant ${name}: emulated")
+  else()
+    target_compile_options(${target} PRIVATE ${flags})
+    message(STATUS "variant ${name}: native")
+  endif()
+
+  target_sources(kt_core PRIVATE $<TARGET_OBJECTS:${target}>)
+  set(KT_ISA_ROWS "${KT_ISA_ROWS}KT_ISA_ROW(${name})\n" PARENT_SCOPE)
+  if(emulated)
+    set(KT_ISA_EMULATED_ROWS "${KT_ISA_EMULATED_ROWS}KT_ISA_EMULATED(${name})\n" PARENT_SCOPE)
+  endif()
+
+  # Sanitizers add symbols of their own to every object.
+  if(CMAKE_NM AND NOT KT_SANITIZE)
+    set(stamp ${CMAKE_CURRENT_BINARY_DIR}/exports_${name}.checked)
+    add_custom_command(
+      OUTPUT ${stamp}
+      COMMAND ${CMAKE_COMMAND} -DNM=${CMAKE_NM} -DNAME=${name} -DOBJECT=$<TARGET_OBJECTS:${target}> -DSTAMP=${stamp}
+              -P ${CMAKE_CURRENT_SOURCE_DIR}/cmake/check_exports.cmake
+      DEPENDS ${target} $<TARGET_OBJECTS:${target}> cmake/check_exports.cmake
+      COMMENT "Checking that ${name} exports only its table"
+      VERBATIM)
+    set(KT_ISA_CHECKS ${KT_ISA_CHECKS} ${stamp} PARENT_SCOPE)
+  endif()
+endfunction()

@@ -1,0 +1,207 @@
+// Reads CPUID, XCR0 and the AMX permission, and holds the one table that says which feature belongs to which variant.
+//
+// Everything here is compiled for the baseline, XGETBV included (inline assembly behind the OSXSAVE bit), so looking at
+// a CPU never executes what it lacks. The table is data: a rung of the ladder is the list of rows that carry its name.
+#include "cpu.h"
+
+#include <sys/syscall.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace kt {
+namespace {
+
+// Bits of XCR0: the registers that the OS saves on a context switch.
+constexpr uint64_t kYmm = 0x6;            // SSE and the upper halves of YMM
+constexpr uint64_t kZmm = kYmm | 0xe0;    // opmask, upper halves of ZMM 0-15, ZMM 16-31
+constexpr uint64_t kTiles = 0x60000;      // tile configuration, tile data
+
+struct Feature {
+  const char* name;
+  const char* variant;             // the lowest variant that needs it
+  uint32_t CpuState::*word;
+  int bit;
+  uint64_t registers;              // XCR0 bits without which it faults
+};
+
+constexpr Feature kFeatures[] = {
+    {"avx2", "avx2", &CpuState::leaf7_ebx, 5, kYmm},
+    {"fma", "avx2", &CpuState::leaf1_ecx, 12, kYmm},
+    {"f16c", "avx2", &CpuState::leaf1_ecx, 29, kYmm},
+    {"avx512f", "avx512", &CpuState::leaf7_ebx, 16, kZmm},
+    {"avx512bw", "avx512", &CpuState::leaf7_ebx, 30, kZmm},
+    {"avx512vl", "avx512", &CpuState::leaf7_ebx, 31, kZmm},
+    {"avx512dq", "avx512", &CpuState::leaf7_ebx, 17, kZmm},
+    {"avx512_bf16", "avx512_bf16", &CpuState::leaf7_1_eax, 5, kZmm},
+    {"amx_tile", "amx", &CpuState::leaf7_edx, 24, kTiles},
+    {"amx_bf16", "amx", &CpuState::leaf7_edx, 22, kTiles},
+    {"amx_int8", "amx", &CpuState::leaf7_edx, 25, kTiles},
+};
+
+struct Alias {
+  const char* theirs;
+  const char* ours;
+};
+
+// kt-kernel builds six variants where we have four; its three in the middle differ in instructions we do not use.
+constexpr Alias kAliases[] = {
+    {"amx", "amx"},
+    {"avx512_bf16", "avx512_bf16"},
+    {"avx512_vbmi", "avx512"},
+    {"avx512_vnni", "avx512"},
+    {"avx512_base", "avx512"},
+    {"avx2", "avx2"},
+};
+
+enum class Presence { usable, kept_by_os, absent };
+
+Presence presence(const Feature& feature, const CpuState& cpu) {
+  if (!(cpu.*feature.word >> feature.bit & 1)) return Presence::absent;
+  const bool saved = (cpu.xcr0 & feature.registers) == feature.registers;
+  const bool granted = feature.registers != kTiles || cpu.tiles_granted;
+  return saved && granted ? Presence::usable : Presence::kept_by_os;
+}
+
+int rung_of(const std::string& variant) {
+  const auto& names = variant_names();
+  for (size_t i = 0; i < names.size(); ++i)
+    if (names[i] == variant) return static_cast<int>(i);
+  return -1;
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text;
+}
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+
+[[noreturn]] void refuse(const std::string& origin, const std::string& value, const std::vector<std::string>& names) {
+  throw std::runtime_error(origin + "=" + value + " names no CPU variant; expected one of " + joined(names) +
+                           ", or leave " + origin + " unset to have the best one chosen");
+}
+
+#if defined(__x86_64__)
+uint64_t read_xcr0() {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+
+// Linux 5.16 keeps tile data from a process until it asks; the answer holds for all its threads.
+bool request_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+CpuState read_cpu() {
+  constexpr uint32_t kOsXsave = 1u << 27, kAmxTile = 1u << 24;
+  CpuState cpu;
+  cpu.x86_64 = true;
+  uint32_t a, b, c, d;
+  if (__get_cpuid(1, &a, &b, &c, &d)) cpu.leaf1_ecx = c;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    const uint32_t last_subleaf = a;
+    cpu.leaf7_ebx = b;
+    cpu.leaf7_edx = d;
+    if (last_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu.leaf7_1_eax = a;
+  }
+  if (cpu.leaf1_ecx & kOsXsave) cpu.xcr0 = read_xcr0();
+  if ((cpu.leaf7_edx & kAmxTile) && (cpu.xcr0 & kTiles) == kTiles) cpu.tiles_granted = request_tiles();
+  return cpu;
+}
+#else
+CpuState read_cpu() { return {}; }
+#endif
+
+}  // namespace
+
+const CpuState& cpu_state() {
+  static const CpuState state = read_cpu();
+  return state;
+}
+
+const std::vector<std::string>& variant_names() {
+  static const std::vector<std::string> names{"generic", "avx2", "avx512", "avx512_bf16", "amx"};
+  return names;
+}
+
+std::string missing_features(const std::string& variant, const CpuState& cpu) {
+  const int rung = rung_of(variant);
+  if (rung < 0)
+    throw std::runtime_error("no CPU variant is called \"" + variant + "\"; expected one of " +
+                             joined(variant_names()));
+  if (rung == 0) return {};
+  if (!cpu.x86_64) return "x86-64";
+  std::vector<std::string> missing;
+  for (const Feature& feature : kFeatures) {
+    if (rung_of(feature.variant) > rung) continue;
+    const Presence found = presence(feature, cpu);
+    if (found == Presence::absent) missing.push_back(feature.name);
+    if (found == Presence::kept_by_os) missing.push_back(std::string(feature.name) + " (OS)");
+  }
+  return joined(missing);
+}
+
+std::string requested_variant() {
+  const std::string ours = environment("KT_ISA");
+  if (!ours.empty()) {
+    if (rung_of(ours) < 0) refuse("KT_ISA", ours, variant_names());
+    return ours;
+  }
+  const std::string theirs = environment("KT_KERNEL_CPU_VARIANT");
+  if (theirs.empty()) return {};
+  std::vector<std::string> known;
+  for (const Alias& alias : kAliases) {
+    if (theirs == alias.theirs) return alias.ours;
+    known.push_back(alias.theirs);
+  }
+  refuse("KT_KERNEL_CPU_VARIANT", theirs, known);
+}
+
+std::vector<std::string> feature_report(const CpuState& cpu) {
+  if (!cpu.x86_64) return {"x86-64: no"};
+  std::vector<std::string> lines;
+  for (const Feature& feature : kFeatures) {
+    const Presence found = presence(feature, cpu);
+    lines.push_back(std::string(feature.name) + ": " +
+                    (found == Presence::usable       ? "yes"
+                     : found == Presence::kept_by_os ? "in the CPU, kept by the operating system"
+                                                     : "no"));
+  }
+  return lines;
+}
+
+std::string cpu_name() {
+#if defined(__x86_64__)
+  uint32_t words[12] = {};
+  bool known = true;
+  for (uint32_t i = 0; i < 3; ++i) {
+    uint32_t* w = words + 4 * i;
+    known = known && __get_cpuid(0x80000002u + i, w, w + 1, w + 2, w + 3);
+  }
+  char brand[sizeof words + 1] = {};
+  std::memcpy(brand, words, sizeof words);
+  const std::string name = brand;
+  const size_t first = name.find_first_not_of(' '), last = name.find_last_not_of(' ');
+  if (known && first != std::string::npos) return name.substr(first, last - first + 1);
+#endif
+  utsname machine{};
+  return uname(&machine) == 0 ? machine.machine : "unknown CPU";
+}
+
+bool debug_log() { return environment("KT_LOG") == "debug" || environment("KT_KERNEL_DEBUG") == "1"; }
+
+}  // namespace kt

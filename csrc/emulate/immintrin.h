@@ -1,0 +1,98 @@
+// Software versions of the few intrinsics that the AVX-512 BF16 and AMX kernels use, for machines that lack them.
+//
+// The kernels are otherwise written in the compiler's portable vectors, so with this file in place of the compiler's
+// <immintrin.h> every variant runs on every CPU: slowly, but with the same loops, layouts and edges. Test builds only
+// (KT_EMULATE); an emulated variant is never chosen unless it is asked for by name. The arithmetic follows Intel's
+// description: operands are bf16, denormals count as zero, products are accumulated in f32 with one rounding per step.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef float __m512 __attribute__((vector_size(64)));
+typedef uint16_t __m512bh __attribute__((vector_size(64)));
+
+namespace {
+
+struct EmulatedTile {
+  uint8_t bytes[16][64];
+};
+
+struct EmulatedTiles {
+  EmulatedTile tile[8];
+  uint8_t rows[8];
+  uint16_t colsb[8];
+  bool on;
+};
+
+thread_local EmulatedTiles emulated_tiles;
+
+inline float emulated_bf16(uint16_t half) {
+  uint32_t bits = (uint32_t)half << 16;
+  if ((bits & 0x7f800000u) == 0) bits &= 0x80000000u;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float emulated_pair(float sum, const uint8_t* a, const uint8_t* b) {
+  uint16_t x[2], y[2];
+  __builtin_memcpy(x, a, 4);
+  __builtin_memcpy(y, b, 4);
+  sum = __builtin_fmaf(emulated_bf16(x[1]), emulated_bf16(y[1]), sum);
+  return __builtin_fmaf(emulated_bf16(x[0]), emulated_bf16(y[0]), sum);
+}
+
+inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+  for (int i = 0; i < 16; i++) sum[i] = emulated_pair(sum[i], (const uint8_t*)&a + 4 * i, (const uint8_t*)&b + 4 * i);
+  return sum;
+}
+
+// Using tiles before configuring them faults on real hardware; here it ends the program as surely.
+inline EmulatedTile& emulated_tile(int i) {
+  if (!emulated_tiles.on) __builtin_trap();
+  return emulated_tiles.tile[i];
+}
+
+inline void _tile_loadconfig(const void* config) {
+  const uint8_t* c = (const uint8_t*)config;
+  __builtin_memset(&emulated_tiles, 0, sizeof emulated_tiles);
+  emulated_tiles.on = c[0] == 1;
+  for (int i = 0; i < 8; i++) {
+    __builtin_memcpy(&emulated_tiles.colsb[i], c + 16 + 2 * i, 2);
+    emulated_tiles.rows[i] = c[48 + i];
+    if (emulated_tiles.rows[i] > 16 || emulated_tiles.colsb[i] > 64) __builtin_trap();
+  }
+}
+
+inline void _tile_release() { emulated_tiles.on = false; }
+
+inline void _tile_zero(int t) { __builtin_memset(&emulated_tile(t), 0, sizeof(EmulatedTile)); }
+
+inline void _tile_loadd(int t, const void* base, size_t stride) {
+  EmulatedTile& tile = emulated_tile(t);
+  __builtin_memset(&tile, 0, sizeof tile);
+  for (int r = 0; r < emulated_tiles.rows[t]; r++)
+    __builtin_memcpy(tile.bytes[r], (const char*)base + r * stride, emulated_tiles.colsb[t]);
+}
+
+inline void _tile_stored(int t, void* base, size_t stride) {
+  for (int r = 0; r < emulated_tiles.rows[t]; r++)
+    __builtin_memcpy((char*)base + r * stride, emulated_tile(t).bytes[r], emulated_tiles.colsb[t]);
+}
+
+inline void _tile_dpbf16ps(int c, int a, int b) {
+  EmulatedTile &tc = emulated_tile(c), &ta = emulated_tile(a), &tb = emulated_tile(b);
+  for (int m = 0; m < emulated_tiles.rows[c]; m++) {
+    for (int k = 0; k < emulated_tiles.colsb[a] / 4; k++) {
+      for (int n = 0; n < emulated_tiles.colsb[c] / 4; n++) {
+        float sum;
+        __builtin_memcpy(&sum, &tc.bytes[m][4 * n], 4);
+        sum = emulated_pair(sum, &ta.bytes[m][4 * k], &tb.bytes[k][4 * n]);
+        __builtin_memcpy(&tc.bytes[m][4 * n], &sum, 4);
+      }
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,71 @@
+// Waiting, from the cheapest to the most patient: a pause, a spin with a time limit, a spinlock, a futex.
+//
+// All on std::atomic, so that ThreadSanitizer sees what orders what; a futex system call only puts threads to sleep and
+// wakes them, and every sleeper looks at its word again.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace kt {
+
+using Word = std::atomic<uint32_t>;
+static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is four bytes");
+
+inline void futex_wait(Word& word, uint32_t seen) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+
+// The kernel takes the address as a name and does not read it, so the word may be gone already.
+inline void futex_wake(Word* word, int threads) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Spins until `ready` or until the time is over; the clock is read once in 16 looks.
+template <class Ready>
+bool spin_until(Ready ready, std::chrono::microseconds limit) {
+  if (ready()) return true;
+  if (limit.count() <= 0) return false;
+  const auto end = std::chrono::steady_clock::now() + limit;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      relax();
+      if (ready()) return true;
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
+// Held for a few instructions; yields in case the holder was preempted.
+class SpinLock {
+ public:
+  void lock() {
+    for (int looks = 0; held_.exchange(true, std::memory_order_acquire);)
+      do {
+        if (++looks < 1000)
+          relax();
+        else
+          sched_yield();
+      } while (held_.load(std::memory_order_relaxed));
+  }
+  void unlock() { held_.store(false, std::memory_order_release); }
+
+ private:
+  std::atomic<bool> held_{false};
+};
+
+}  // namespace kt

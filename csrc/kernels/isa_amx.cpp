@@ -1,0 +1,126 @@
+// AMX: two token tiles against two weight tiles, four accumulators, one tile load for each product.
+//
+// Activations are the A operand, their rows as they are; weights are the B operand as they lie in memory. A tile of
+// fewer than 16 token rows takes proportionally less time, so a panel is cut into tiles of equal height instead of
+// leaving a short one at the end: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
+#include <immintrin.h>
+
+#include "kernels/rate.h"
+
+namespace kt {
+namespace {
+
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t colsb[16];
+  uint8_t rows[16];
+};
+
+// Tiles 0-3 accumulate [token tile][weight tile], 4 and 5 hold activations, 6 and 7 weights.
+inline void configure(int rows) {
+  TileConfig c = {};
+  c.palette = 1;
+  for (int i = 0; i < 8; i++) {
+    c.colsb[i] = 64;
+    c.rows[i] = (uint8_t)(i < 6 ? rows : 16);
+  }
+  _tile_loadconfig(&c);
+}
+
+inline void multiply_two(const Product& p) {
+  const char* a0 = p.s.a + p.tile * p.s.a_tile;
+  const char* a1 = a0 + p.s.a_tile;
+  const char* b = p.s.b;
+  float* c1 = p.c + p.rows * kBlockN;
+  int64_t step = p.rows * 64;
+  Ahead ahead = p.ahead;
+  if (p.accumulate) {
+    _tile_loadd(0, p.c, 128);
+    _tile_loadd(1, p.c + 16, 128);
+    _tile_loadd(2, c1, 128);
+    _tile_loadd(3, c1 + 16, 128);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int k = 0; k < p.s.k_tiles; k++, a0 += step, a1 += step, b += 2 * kTileBytes) {
+    prefetch(ahead);
+    _tile_loadd(6, b, 64);
+    _tile_loadd(4, a0, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + kTileBytes, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a1, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, p.c, 128);
+  _tile_stored(1, p.c + 16, 128);
+  _tile_stored(2, c1, 128);
+  _tile_stored(3, c1 + 16, 128);
+}
+
+inline void multiply_one(const Product& p) {
+  const char* a = p.s.a + p.tile * p.s.a_tile;
+  const char* b = p.s.b;
+  int64_t step = p.rows * 64;
+  Ahead ahead = p.ahead;
+  if (p.accumulate) {
+    _tile_loadd(0, p.c, 128);
+    _tile_loadd(1, p.c + 16, 128);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  for (int k = 0; k < p.s.k_tiles; k++, a += step, b += 2 * kTileBytes) {
+    prefetch(ahead);
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + kTileBytes, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  _tile_stored(0, p.c, 128);
+  _tile_stored(1, p.c + 16, 128);
+}
+
+struct Amx {
+  static constexpr int width = 16, elem = 2, max_rows = kMaxRows;
+  static void enter(int rows) { configure(rows); }
+  static void leave() { _tile_release(); }
+  static Tiling tiling(int32_t live) {
+    int32_t tiles = (live + kMaxRows - 1) / kMaxRows;
+    return {tiles ? (live + tiles - 1) / tiles : 1, tiles};
+  }
+  static void multiply(const Product& p) { p.tiles == 2 ? multiply_two(p) : multiply_one(p); }
+  static double registers(double seconds) {
+    configure(16);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    double rate = per_second(seconds, [&] {
+      for (int i = 0; i < 1000; i++) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      return 1000.0 * 4 * 2 * 16 * 16 * 32;
+    });
+    _tile_release();
+    return rate;
+  }
+};
+
+}  // namespace
+
+extern const KernelTable kernels_amx;
+const KernelTable kernels_amx = table_of<Amx>("amx");
+}  // namespace kt

@@ -1,0 +1,41 @@
+// AVX-512 with VDPBF16PS: activations stay bf16, and one instruction takes a pair of k for 16 outputs.
+#include <immintrin.h>
+
+#include "kernels/rate.h"
+#include "kernels/rows.h"
+
+namespace kt {
+namespace {
+
+struct PairProduct {
+  static constexpr int elem = 2;
+  static U32<16> open(const char* w) { return load<U32<16>>(w); }
+  static F32<16> step(F32<16> acc, const char* x, const U32<16>& w) {
+    U32<16> pair = U32<16>{} + load<uint32_t>(x);
+    return (F32<16>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)pair);
+  }
+};
+
+struct Avx512Bf16 : RowIsa<PairProduct, 16, 2, 12> {
+  static double registers(double seconds) {
+    constexpr int chains = 24;
+    F32<16> acc[chains] = {};
+    U32<16> x = U32<16>{} + 0x3f803f80u;
+    double rate = per_second(seconds, [&] {
+      for (int n = 0; n < 4096; n++) {
+        asm volatile("" : "+m"(n));
+        for (int i = 0; i < chains; i++) acc[i] = (F32<16>)_mm512_dpbf16_ps((__m512)acc[i], (__m512bh)x, (__m512bh)x);
+      }
+      return 4096.0 * chains * 64;
+    });
+    for (int i = 1; i < chains; i++) acc[0] += acc[i];
+    asm volatile("" : : "g"(acc[0][0]) : "memory");
+    return rate;
+  }
+};
+
+}  // namespace
+
+extern const KernelTable kernels_avx512_bf16;
+const KernelTable kernels_avx512_bf16 = table_of<Avx512Bf16>("avx512_bf16");
+}  // namespace kt

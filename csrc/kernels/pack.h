@@ -1,0 +1,117 @@
+// From the checkpoint's rows to weight tiles, and from token rows to activation panels.
+//
+// Packing a weight tile is a transpose of 16 x 16 dwords (a dword is two neighbours along K), done as sixteen 4 x 4
+// transposes that every ISA has. The source may lie in any strides and in bf16, f16 or f32: 16 outputs x 32 of K are
+// first brought into a small bf16 square, so layouts are a matter of two strides and nothing else.
+#pragma once
+
+#include "kernels/elementwise.h"
+
+namespace kt {
+namespace {
+
+inline uint16_t one_bf16(const void* base, int64_t index, DType type) {
+  if (type == DType::bf16) return ((const uint16_t*)base)[index];
+  float x;
+  if (type == DType::f32) {
+    x = ((const float*)base)[index];
+  } else {
+    uint16_t four[4] = {((const uint16_t*)base)[index], 0, 0, 0};
+    x = from_f16<4>(four)[0];
+  }
+  return (uint16_t)bf16_bits<4>(splat<4>(x))[0];
+}
+
+// square[n][k] = source(n0 + n, k0 + k) as bf16, zero outside n_valid and k_valid.
+template <int W>
+inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0, int k_valid) {
+  __builtin_memset(square, 0, sizeof square);
+  int ns = n_valid - n0 < kTileN ? n_valid - n0 : kTileN;
+  int ks = k_valid - k0 < kTileK ? k_valid - k0 : kTileK;
+  if (s.k_stride == 1 && ks == kTileK) {
+    for (int n = 0; n < ns; n++) {
+      int64_t at = (n0 + n) * s.n_stride + k0;
+      if (s.dtype == DType::bf16) {
+        __builtin_memcpy(square[n], (const uint16_t*)s.data + at, sizeof square[n]);
+      } else {
+        for (int k = 0; k < kTileK; k += W) to_bf16<W>(&square[n][k], load_as_f32<W>(s.data, at + k, s.dtype));
+      }
+    }
+    return;
+  }
+  for (int k = 0; k < ks; k++)
+    for (int n = 0; n < ns; n++)
+      square[n][k] = one_bf16(s.data, (n0 + n) * s.n_stride + (k0 + k) * s.k_stride, s.dtype);
+}
+
+inline void square_to_tile(const uint16_t (&square)[kTileN][kTileK], char* tile) {
+  using Four = U32<4>;
+  for (int n = 0; n < kTileN; n += 4) {
+    for (int p = 0; p < kTileK / 2; p += 4) {
+      Four r0 = load<Four>(&square[n][2 * p]), r1 = load<Four>(&square[n + 1][2 * p]);
+      Four r2 = load<Four>(&square[n + 2][2 * p]), r3 = load<Four>(&square[n + 3][2 * p]);
+      Four a = __builtin_shuffle(r0, r1, Four{0, 4, 1, 5}), b = __builtin_shuffle(r2, r3, Four{0, 4, 1, 5});
+      Four c = __builtin_shuffle(r0, r1, Four{2, 6, 3, 7}), d = __builtin_shuffle(r2, r3, Four{2, 6, 3, 7});
+      char* out = tile + p * 64 + n * 4;
+      store(out, __builtin_shuffle(a, b, Four{0, 1, 4, 5}));
+      store(out + 64, __builtin_shuffle(a, b, Four{2, 3, 6, 7}));
+      store(out + 128, __builtin_shuffle(c, d, Four{0, 1, 4, 5}));
+      store(out + 192, __builtin_shuffle(c, d, Four{2, 3, 6, 7}));
+    }
+  }
+}
+
+template <int W>
+void pack_block(const Pack& p) {
+  alignas(64) uint16_t square[kTileN][kTileK];
+  for (int kt = 0; kt < p.k_tiles; kt++) {
+    for (int half = 0; half < 2; half++) {
+      fetch_square<W>(square, p.half[half], p.n0[half], p.n_valid, kt * kTileK, p.k);
+      square_to_tile(square, p.out + (kt * 2 + half) * (int64_t)kTileBytes);
+    }
+  }
+}
+
+// One token's 32 columns into a panel row of bf16 (elem 2) or f32 (elem 4).
+template <int W, int elem>
+inline void put_columns(char* out, const Gather& g, int64_t at, int valid) {
+  if (valid >= kTileK) {
+    if (elem == 2 && g.dtype == DType::bf16) {
+      __builtin_memcpy(out, (const uint16_t*)g.x + at, kTileK * 2);
+      return;
+    }
+    for (int k = 0; k < kTileK; k += W) {
+      F32<W> v = load_as_f32<W>(g.x, at + k, g.dtype);
+      if (elem == 2) {
+        to_bf16<W>(out + k * 2, v);
+      } else {
+        store(out + k * 4, v);
+      }
+    }
+    return;
+  }
+  alignas(64) char tail[kTileK * 4] = {};
+  if (valid > 0) __builtin_memcpy(tail, (const char*)g.x + at * (int64_t)size_of(g.dtype), valid * size_of(g.dtype));
+  Gather whole = g;
+  whole.x = tail;
+  put_columns<W, elem>(out, whole, 0, kTileK);
+}
+
+template <int W, int elem>
+void gather_panel(const Gather& g) {
+  int64_t row_bytes = kTileK * elem;
+  int64_t step = row_bytes * g.tiling.rows;
+  for (int r = 0; r < g.tiling.rows * g.tiling.tiles; r++) {
+    char* out = g.out + (r / g.tiling.rows) * step * g.k_tiles + (r % g.tiling.rows) * row_bytes;
+    if (r >= g.live) {
+      for (int kt = 0; kt < g.k_tiles; kt++) __builtin_memset(out + kt * step, 0, row_bytes);
+      continue;
+    }
+    int64_t at = g.token[r] * g.x_stride + g.k0;
+    for (int kt = 0; kt < g.k_tiles; kt++)
+      put_columns<W, elem>(out + kt * step, g, at + kt * kTileK, g.width - g.k0 - kt * kTileK);
+  }
+}
+
+}  // namespace
+}  // namespace kt

@@ -1,0 +1,88 @@
+// `multiply` for CPUs without tiles: a few token rows at a time in vector registers, weights widened on the way.
+//
+// A weight vector holds, for W outputs, the neighbours k and k + 1 as bf16. Where the CPU has no bf16 product, a shift
+// and a mask make two f32 vectors of it (exactly), and each meets the broadcast activation of its k. NV vectors and MR
+// rows fill the register file; a block of 32 outputs takes 32 / (NV * W) walks over K.
+#pragma once
+
+#include "kernels/gemm.h"
+
+namespace kt {
+namespace {
+
+// acc[m] += x[m][k] * w[k] + x[m][k + 1] * w[k + 1] in plain f32, activations f32.
+template <int W>
+struct WidenToF32 {
+  static constexpr int elem = 4;
+  struct Pair {
+    F32<W> low, high;
+  };
+  static Pair open(const char* w) {
+    U32<W> u = load<U32<W>>(w);
+    return {(F32<W>)(u << 16), (F32<W>)(u & 0xffff0000u)};
+  }
+  static F32<W> step(F32<W> acc, const char* x, const Pair& w) {
+    acc = acc + load<float>(x) * w.low;
+    return acc + load<float>(x + 4) * w.high;
+  }
+};
+
+template <class Arith, int W, int NV, int rows>
+inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate, Ahead ahead,
+                            float* c) {
+  F32<W> acc[rows][NV];
+  for (int m = 0; m < rows; m++)
+    for (int v = 0; v < NV; v++) acc[m][v] = accumulate ? load<F32<W>>(c + m * kBlockN + v * W) : F32<W>{};
+  for (int kt = 0; kt < k_tiles; kt++) {
+    prefetch(ahead);
+    for (int p = 0; p < kTileK / 2; p++) {
+      decltype(Arith::open(b)) w[NV];
+      // Columns past the first tile of the block lie one tile further on.
+      for (int v = 0; v < NV; v++) w[v] = Arith::open(b + p * 64 + (v * W / kTileN) * kTileBytes + (v * W % kTileN) * 4);
+      for (int m = 0; m < rows; m++) {
+        const char* x = a + m * kTileK * Arith::elem + p * 2 * Arith::elem;
+        for (int v = 0; v < NV; v++) acc[m][v] = Arith::step(acc[m][v], x, w[v]);
+      }
+    }
+    a += tile_rows * kTileK * Arith::elem;
+    b += 2 * kTileBytes;
+  }
+  for (int m = 0; m < rows; m++)
+    for (int v = 0; v < NV; v++) store(c + m * kBlockN + v * W, acc[m][v]);
+}
+
+// One tile with `live` rows, 1 ... rows: the instance for exactly that many.
+template <class Arith, int W, int NV, int rows>
+inline void tile_by_block(int live, const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate,
+                          Ahead ahead, float* c) {
+  if (live == rows) {
+    for (int column = 0; column < kBlockN; column += NV * W) {
+      const char* at = b + (column / kTileN) * kTileBytes + (column % kTileN) * 4;
+      rows_by_columns<Arith, W, NV, rows>(a, tile_rows, at, k_tiles, accumulate, ahead, c + column);
+      ahead.lines = 0;
+    }
+  } else if constexpr (rows > 1) {
+    tile_by_block<Arith, W, NV, rows - 1>(live, a, tile_rows, b, k_tiles, accumulate, ahead, c);
+  }
+}
+
+// An ISA that works on rows: W floats a vector, MR rows by NV vectors in registers.
+template <class Arith, int W, int NV, int MR>
+struct RowIsa {
+  static constexpr int width = W, elem = Arith::elem, max_rows = MR;
+  static void enter(int) {}
+  static void leave() {}
+  static Tiling tiling(int32_t live) { return {MR, (live + MR - 1) / MR}; }
+  static void multiply(const Product& p) {
+    for (int t = 0; t < p.tiles; t++) {
+      int live = p.live - t * p.rows < p.rows ? p.live - t * p.rows : p.rows;
+      Ahead ahead = p.ahead;
+      if (t > 0) ahead.lines = 0;
+      tile_by_block<Arith, W, NV, MR>(live, p.s.a + (p.tile + t) * p.s.a_tile, p.rows, p.s.b, p.s.k_tiles, p.accumulate,
+                                      ahead, p.c + t * p.rows * kBlockN);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace kt

@@ -1,0 +1,78 @@
+// A job that starts when enough threads have come, which is against the grain of the pool: there a thread that comes
+// late is simply not needed. So nobody leaves before everybody is there, and waiting ends after a while.
+#include "measure.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "futex.h"
+#include "memory.h"
+
+namespace kt {
+namespace {
+
+constexpr std::chrono::seconds kPatience{10};
+
+size_t scratch_bytes(const Measurement& m) {
+  if (m.bytes) return m.bytes;
+  return m.what == Rate::read ? size_t{64} << 20 : size_t{640} << 10;
+}
+
+class MeasureJob final : public Job {
+ public:
+  MeasureJob(const KernelTable& kernels, const Measurement& m, int threads) : kernels_(kernels), m_(m), rates_(threads) {
+    for (int i = 0; i < threads; i++) scratch_.emplace_back(scratch_bytes(m));
+  }
+
+  void work(const Worker& worker) override {
+    size_t index = (size_t)worker.index;
+    bool measures = index < rates_.size();
+    if (measures) {
+      std::memset(scratch_[index].data(), 1, scratch_[index].size());
+      arrived_.fetch_add(1);
+    }
+    if (assembled() && measures)
+      rates_[index] = kernels_.rate(m_.what, m_.seconds, scratch_[index].data(), scratch_[index].size());
+  }
+
+  size_t arrived() const { return arrived_.load(); }
+  double sum() const {
+    double all = 0;
+    for (double rate : rates_) all += rate;
+    return all;
+  }
+
+ private:
+  // Everybody waits, those who do not measure too: the first to leave closes the job for all who are still to come.
+  bool assembled() {
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (arrived_.load() < rates_.size()) {
+      if (std::chrono::steady_clock::now() > end) return false;
+      sched_yield();
+    }
+    return true;
+  }
+
+  const KernelTable& kernels_;
+  const Measurement& m_;
+  std::vector<double> rates_;
+  std::vector<Buffer> scratch_;
+  std::atomic<size_t> arrived_{0};
+};
+
+}  // namespace
+
+double measure(Pool& pool, const KernelTable& kernels, const Measurement& m) {
+  int threads = m.threads ? m.threads : pool.threads();
+  MeasureJob job(kernels, m, threads);
+  pool.run(job);
+  if (job.arrived() < (size_t)threads)
+    throw std::runtime_error("only " + std::to_string(job.arrived()) + " of " + std::to_string(threads) +
+                             " threads were free within 10 s; measure while nothing else runs on this pool");
+  if (job.sum() <= 0)
+    throw std::invalid_argument(std::to_string(scratch_bytes(m)) + " bytes are too few for one block of this variant");
+  return job.sum();
+}
+
+}  // namespace kt

@@ -1,0 +1,75 @@
+// Maps, aligns, advises and binds.
+//
+// The policy is "preferred", not "bind": with the latter a node that runs full ends in the OOM killer while the other
+// nodes have memory to spare, and a slice on the wrong node is merely slow.
+#include "memory.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <new>
+#include <utility>
+
+namespace kt {
+namespace {
+
+constexpr size_t kHuge = size_t{2} << 20;
+
+size_t mapped_bytes(size_t bytes) {
+  const size_t unit = bytes >= kHuge ? kHuge : static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return (bytes + unit - 1) / unit * unit;
+}
+
+char* map(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<char*>(p);
+}
+
+// mmap aligns to pages only: map 2 MB more, cut off both ends.
+char* map_huge(size_t bytes) {
+  char* p = map(bytes + kHuge);
+  const size_t before = (kHuge - reinterpret_cast<uintptr_t>(p) % kHuge) % kHuge, after = kHuge - before;
+  if (before) munmap(p, before);
+  if (after) munmap(p + before + bytes, after);
+  madvise(p + before, bytes, MADV_HUGEPAGE);  // a wish; kernels without it give small pages
+  return p + before;
+}
+
+void prefer_node(char* data, size_t bytes, int node) {
+  constexpr int kPreferred = 1;  // MPOL_PREFERRED
+  constexpr size_t bits = 8 * sizeof(unsigned long), words = 16;
+  unsigned long mask[words] = {};
+  const size_t n = static_cast<size_t>(node);
+  if (n + 1 >= words * bits) return;  // the kernel reads one bit less than it is told
+  mask[n / bits] = 1ul << n % bits;
+  syscall(SYS_mbind, data, bytes, kPreferred, mask, words * bits, 0);
+}
+
+}  // namespace
+
+Buffer::Buffer(size_t bytes, int node) : size_(bytes) {
+  if (bytes == 0) return;
+  if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
+  const size_t length = mapped_bytes(bytes);
+  data_ = bytes >= kHuge ? map_huge(length) : map(length);
+  if (node >= 0) prefer_node(data_, length, node);
+}
+
+Buffer::~Buffer() {
+  if (data_) munmap(data_, mapped_bytes(size_));
+}
+
+Buffer::Buffer(Buffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  Buffer taken(std::move(other));  // what this one held is unmapped with it
+  std::swap(data_, taken.data_);
+  std::swap(size_, taken.size_);
+  return *this;
+}
+
+}  // namespace kt

@@ -1,0 +1,28 @@
+// Anonymous memory for weights and workspaces: 2 MB aligned, huge pages asked for, bound to a NUMA node on request.
+//
+// Binding uses the mbind system call directly (no libnuma); where the kernel refuses, memory is still given, unbound.
+// Less than 2 MB is given in plain pages.
+#pragma once
+
+#include <cstddef>
+
+namespace kt {
+
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes, int node = -1);  // zero-filled lazily by the kernel; throws std::bad_alloc
+  ~Buffer();
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+
+  char* data() const { return data_; }           // null for 0 bytes
+  size_t size() const { return size_; }          // as asked for
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace kt

@@ -1,0 +1,127 @@
+// Sizes, in the order in which they are chosen: token tiles per unit and the chunk of K (so that the gathered rows stay
+// in L2), blocks per unit (large at first, smaller towards the end, so that all threads finish together), columns per
+// lane (wide enough to reuse the hidden rows, narrow enough to keep every thread busy).
+#include "moe/plan.h"
+
+#include <algorithm>
+
+#include "topology.h"
+
+namespace kt {
+namespace {
+
+constexpr int64_t kScratchFloats = 2 * kMaxRows * kBlockN;
+
+// What a block costs relative to one pass of two token tiles over it: fetching its weights is worth about six.
+int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }
+
+// Token tiles of one segment in pieces of about `most`, none of them much smaller than the others.
+int32_t pieces_of(int32_t tiles, int32_t most) { return tiles <= most + most / 4 ? 1 : (int32_t)ceil_div(tiles, most); }
+
+struct UpCutter {
+  const Weights& weights;
+  int threads;
+  Plan& plan;
+  int32_t most_tiles, most_blocks;
+
+  // Blocks [begin, end) of every segment, cut for one group of threads.
+  void cut(const std::vector<Segment>& segments, int group) {
+    int32_t begin = weights.up().begin(group), end = weights.up().end(group), step = weights.shape().gated ? 2 : 1;
+    if (begin == end) return;  // more groups than blocks
+    int64_t left = 0;
+    for (const Tiling& t : plan.tilings) left += (end - begin) * block_cost(t.tiles);
+    for (size_t s = 0; s < segments.size(); s++) {
+      int32_t tiles = plan.tilings[s].tiles, pieces = pieces_of(tiles, most_tiles);
+      int64_t cost = (end - begin) * block_cost(tiles);
+      int64_t fair = std::max<int64_t>(left / (2 * threads), 1);
+      int64_t parts = std::clamp<int64_t>(ceil_div(cost / pieces, fair), 1, (end - begin) / step);
+      int32_t per_part = (int32_t)std::min<int64_t>(round_up(ceil_div(end - begin, parts), step), most_blocks);
+      // Neighbours in the queue share weights: the pieces of one block range follow each other.
+      for (int32_t b = begin; b < end; b += per_part)
+        for (int32_t p = 0; p < pieces; p++)
+          plan.up[(size_t)group].push_back({(int32_t)s, (int32_t)((int64_t)tiles * p / pieces),
+                                            (int32_t)((int64_t)tiles * (p + 1) / pieces), b, std::min(b + per_part, end)});
+      left -= cost;
+    }
+    for (const UpUnit& u : plan.up[(size_t)group]) plan.units_of[(size_t)u.segment]++;
+  }
+};
+
+// Blocks per lane. A lane reads its own weights once and every hidden row once, the latter from a shared cache: count
+// those bytes half. Ending with a partly filled round of lanes costs as much as a full one.
+int32_t lane_width(int32_t blocks, int threads, double weight_bytes, double hidden_bytes) {
+  int32_t best = 1;
+  double best_cost = 0;
+  for (int32_t width = 1; width <= std::max(1, (int32_t)ceil_div(blocks, threads)); width++) {
+    int64_t rounds = ceil_div(ceil_div(blocks, width), threads);
+    double cost = (double)rounds * (width * weight_bytes + 0.5 * hidden_bytes);
+    if (width == 1 || cost < best_cost * 0.98) best = width, best_cost = cost;
+  }
+  return best;
+}
+
+}  // namespace
+
+Budget budget_of_machine() {
+  const Topology& t = topology();
+  int64_t l2 = t.l2 ? (int64_t)t.l2 : 1 << 20;
+  int64_t share = l2 / std::max(1, t.l2_sharers);
+  // Guests hide siblings: an L2 of 2 MB is taken to have two threads at it even where the guest shows one.
+  if (t.hypervisor && t.l2_sharers == 1) share = l2 / 2;
+  share = std::max<int64_t>(share, 256 << 10);
+  return {share / 2, share / 4};
+}
+
+void make_plan(const Routing& routing, const Weights& weights, const KernelTable& kernels, int32_t tokens, int threads,
+               int groups, const Budget& budget, Plan& plan) {
+  const auto& segments = routing.segments;
+  const BlockStore &up = weights.up(), &down = weights.down();
+  int64_t elem_tile = (int64_t)kTileK * kernels.elem;
+
+  // The rows of a full unit and the K that they take are chosen together: about 128 rows by 2048.
+  int64_t tile_rows = kernels.tiling(1 << 20).rows;
+  int32_t chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16) / 64);
+  plan.up_chunk = (int32_t)ceil_div(up.k_tiles(), chunks);
+  int32_t most_tiles = (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * elem_tile * tile_rows) / 2 * 2);
+  int64_t most_rows = (most_tiles + most_tiles / 4 + 1) * tile_rows;
+  int32_t most_blocks = up.blocks();
+  if (chunks > 1)
+    most_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / (most_rows * kBlockN * (int64_t)sizeof(float)) / 2 * 2);
+  int32_t down_chunks = (int32_t)std::max<int64_t>(1, (down.k_tiles() + 32) / 96);
+  plan.down_chunk = (int32_t)ceil_div(down.k_tiles(), down_chunks);
+
+  plan.tilings.clear();
+  plan.hidden_at.clear();
+  plan.units_of.assign(segments.size(), 0);
+  plan.up.assign((size_t)groups, {});
+  plan.lanes.assign((size_t)groups, {});
+  int64_t hidden_bytes = 0;
+  int64_t largest_rows = 0;
+  for (const Segment& s : segments) {
+    Tiling t = kernels.tiling(s.count);
+    plan.tilings.push_back(t);
+    plan.hidden_at.push_back(hidden_bytes);
+    hidden_bytes += round_up((int64_t)t.tiles * t.rows * elem_tile * down.k_tiles(), 64);
+    largest_rows = std::max(largest_rows, std::min<int64_t>((int64_t)t.tiles * t.rows, most_rows));
+  }
+  UpCutter cutter{weights, std::max(1, threads / groups), plan, most_tiles, most_blocks};
+  double weight_bytes = (double)segments.size() * (double)down.block_bytes();
+  for (int g = 0; g < groups; g++) {
+    cutter.cut(segments, g);
+    int32_t begin = down.begin(g), end = down.end(g);
+    int32_t width = lane_width(end - begin, cutter.threads, weight_bytes, (double)hidden_bytes);
+    for (int32_t b = begin; b < end; b += width) plan.lanes[(size_t)g].push_back({b, std::min(b + width, end)});
+  }
+
+  plan.sums_at = round_up(hidden_bytes, 4096);
+  int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * (int64_t)sizeof(float);
+  plan.panel_bytes = round_up(std::max(largest_rows * plan.up_chunk * elem_tile,
+                                       std::min<int64_t>(largest_rows * up.k_tiles() * elem_tile, budget.panel_bytes * 5 / 4)),
+                              4096);
+  plan.partial_bytes = chunks > 1 ? round_up(largest_rows * most_blocks * kBlockN * (int64_t)sizeof(float), 4096) : 0;
+  plan.thread_bytes = plan.panel_bytes + plan.partial_bytes + kScratchFloats * (int64_t)sizeof(float);
+  plan.threads_at = plan.sums_at + round_up(sums, 4096);
+  plan.total_bytes = plan.threads_at + threads * plan.thread_bytes;
+}
+
+}  // namespace kt

@@ -1,0 +1,49 @@
+// From expert ids per token to rows per expert.
+//
+// Rows are sorted by expert, then by adapter, then by token: an expert's tokens lie together, and tokens of one adapter
+// lie together inside them. A row knows whether it is the first or the last contribution to its token in that order,
+// which is the order in which sums are formed, so a token's result does not depend on who else is in the batch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "types.h"
+
+namespace kt {
+
+// What a call brings. Ids outside [0, E) and experts with skip[e] != 0 are computed elsewhere, or nowhere.
+struct Batch {
+  int32_t tokens = 0, top_k = 0;
+  const void* hidden = nullptr;   // [T, H]
+  DType hidden_dtype = DType::bf16;
+  int64_t hidden_stride = 0;      // elements from row to row, as all strides here
+  const void* ids = nullptr;      // [T, k] int32 or int64
+  bool ids_64 = false;
+  int64_t ids_stride = 0;
+  const void* weights = nullptr;  // [T, k]
+  DType weights_dtype = DType::f32;
+  int64_t weights_stride = 0;
+  const int32_t* adapter = nullptr;  // [T], -1 for none; null: none for all
+  const uint8_t* skip = nullptr;     // [E]
+  void* out = nullptr;            // [T, H]
+  DType out_dtype = DType::bf16;
+  int64_t out_stride = 0;
+};
+
+// The rows of one expert.
+struct Segment {
+  int32_t expert, begin, count;
+};
+
+struct Routing {
+  std::vector<Segment> segments;  // experts that have rows, ascending
+  std::vector<int32_t> token;     // [rows]
+  std::vector<float> weight;      // [rows]
+  std::vector<uint8_t> mark;      // [rows] kFirst | kLast of kernels/table.h
+  std::vector<int32_t> idle;      // tokens without any row: their output is zero
+};
+
+void route(const Batch& batch, int32_t experts, Routing& routing);
+
+}  // namespace kt

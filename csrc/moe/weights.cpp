@@ -1,0 +1,183 @@
+// Packing runs on the pool, one unit per block, each on the node that will read it, so first touch puts pages in place.
+#include "moe/weights.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace kt {
+
+BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t step, const Pool& pool)
+    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_((size_t)k_tiles * 2 * kTileBytes) {
+  int groups = pool.groups();
+  for (int g = 0; g <= groups; g++) first_.push_back((int32_t)((int64_t)(blocks / step) * g / groups) * step);
+  first_.back() = blocks;
+  for (int g = 0; g < groups; g++)
+    part_.emplace_back((size_t)experts * (size_t)(end(g) - begin(g)) * block_bytes_, pool.node_of(g));
+}
+
+int BlockStore::group_of(int32_t block) const {
+  int g = 0;
+  while (block >= first_[g + 1]) g++;
+  return g;
+}
+
+const char* BlockStore::at(int32_t expert, int32_t block) const {
+  int g = group_of(block);
+  size_t index = (size_t)expert * (size_t)(end(g) - begin(g)) + (size_t)(block - begin(g));
+  return part_[g].data() + index * block_bytes_;
+}
+
+size_t BlockStore::bytes() const {
+  size_t sum = 0;
+  for (const Buffer& b : part_) sum += b.size();
+  return sum;
+}
+
+namespace {
+int32_t up_blocks(const LayerShape& s) {
+  int32_t tiles = (int32_t)ceil_div(s.intermediate, kBlockN);
+  return s.gated ? 2 * tiles : tiles;
+}
+
+// All blocks of the call's experts, taken one by one; gate/up first, then down.
+class PackJob : public Job {
+ public:
+  PackJob(const SourceLayer& source, const LayerShape& shape, const KernelTable& kernels, BlockStore& up, BlockStore& down)
+      : source_(source), shape_(shape), kernels_(kernels), up_(up), down_(down), next_(up.parts()) {}
+
+  void work(const Worker& worker) override {
+    int groups = (int)next_.size();
+    for (int i = 0; i < groups; i++) {
+      int g = (worker.group + i) % groups;
+      int64_t ups = up_.end(g) - up_.begin(g), per_expert = ups + down_.end(g) - down_.begin(g);
+      for (int64_t n; (n = next_[g]++) < per_expert * source_.count;) {
+        int32_t expert = (int32_t)(n / per_expert), block = (int32_t)(n % per_expert);
+        if (block < ups) {
+          pack_up(expert, up_.begin(g) + block);
+        } else {
+          pack_down(expert, down_.begin(g) + block - (int32_t)ups);
+        }
+      }
+    }
+  }
+
+ private:
+  static Source of_expert(const SourceMatrix& m, int32_t expert) {
+    Source s = m.source;
+    s.data = (const char*)s.data + expert * m.expert_stride * (int64_t)size_of(s.dtype);
+    return s;
+  }
+
+  void pack_up(int32_t expert, int32_t block) {
+    Source up = of_expert(source_.up, expert);
+    Pack p;
+    if (shape_.gated) {
+      p = {{of_expert(source_.gate, expert), up}, {block * kTileN, block * kTileN}, 0, 0, 0, nullptr};
+    } else {
+      p = {{up, up}, {block * kBlockN, block * kBlockN + kTileN}, 0, 0, 0, nullptr};
+    }
+    p.n_valid = shape_.intermediate;
+    p.k = shape_.hidden;
+    p.k_tiles = up_.k_tiles();
+    p.out = up_.at(source_.first + expert, block);
+    kernels_.pack(p);
+  }
+
+  void pack_down(int32_t expert, int32_t block) {
+    Source down = of_expert(source_.down, expert);
+    kernels_.pack({{down, down},
+                   {block * kBlockN, block * kBlockN + kTileN},
+                   shape_.hidden,
+                   shape_.intermediate,
+                   down_.k_tiles(),
+                   down_.at(source_.first + expert, block)});
+  }
+
+  const SourceLayer& source_;
+  const LayerShape& shape_;
+  const KernelTable& kernels_;
+  BlockStore& up_;
+  BlockStore& down_;
+  std::vector<std::atomic<int64_t>> next_;
+};
+
+// Biases are not rounded: they join the f32 sums. An absent one is zero.
+float bias_at(const SourceMatrix& m, int32_t expert, int32_t n) {
+  if (!m.source.data) return 0.0f;
+  int64_t index = expert * m.expert_stride + n * m.source.n_stride;
+  if (m.source.dtype == DType::f32) return ((const float*)m.source.data)[index];
+  return to_float(((const uint16_t*)m.source.data)[index], m.source.dtype);
+}
+}  // namespace
+
+Weights::Weights(const LayerShape& shape, const KernelTable& kernels, Pool& pool)
+    : shape_(shape),
+      kernels_(kernels),
+      pool_(pool),
+      up_(shape.experts, up_blocks(shape), (int32_t)ceil_div(shape.hidden, kTileK), shape.gated ? 2 : 1, pool),
+      down_(shape.experts, (int32_t)ceil_div(shape.hidden, kBlockN), (int32_t)ceil_div(shape.intermediate, kTileK), 1, pool),
+      present_((size_t)shape.experts) {}
+
+void Weights::pack(const SourceLayer& source) {
+  std::lock_guard lock(packing_);
+  int32_t readers = 0;
+  if (!readers_.compare_exchange_strong(readers, -1, std::memory_order_acquire))
+    throw std::runtime_error("experts cannot be packed while " + std::to_string(readers) +
+                             " calls read them; wait for those calls first");
+  struct Open {
+    std::atomic<int32_t>& readers;
+    ~Open() { readers.store(0, std::memory_order_release); }
+  } open{readers_};
+  PackJob job(source, shape_, kernels_, up_, down_);
+  pool_.run(job);
+  pack_biases(source);
+  std::fill_n(present_.begin() + source.first, source.count, (uint8_t)1);
+}
+
+void Weights::enter() const {
+  int32_t readers = readers_.load(std::memory_order_relaxed);
+  do {
+    if (readers < 0) throw std::runtime_error("experts cannot be used while another thread packs them; wait for pack()");
+  } while (!readers_.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire));
+  int32_t missing = first_missing();
+  if (missing < 0) return;
+  leave();
+  throw std::runtime_error("expert " + std::to_string(missing) + " of " + std::to_string(shape_.experts) +
+                           " is not packed; pack() every expert before the first call");
+}
+
+void Weights::pack_biases(const SourceLayer& s) {
+  // An expert without a bias of its own has zeros where others have one.
+  bool up = s.gate_bias.source.data || s.up_bias.source.data || !up_bias_.empty();
+  bool down = s.down_bias.source.data || !down_bias_.empty();
+  size_t up_row = (size_t)up_.blocks() * kBlockN, down_row = (size_t)down_.blocks() * kBlockN;
+  if (up) up_bias_.resize((size_t)shape_.experts * up_row);
+  if (down) down_bias_.resize((size_t)shape_.experts * down_row);
+  for (int32_t e = 0; e < s.count; e++) {
+    for (int32_t i = 0; up && i < shape_.intermediate; i++) {
+      float* row = up_bias_.data() + (size_t)(s.first + e) * up_row;
+      int32_t at = shape_.gated ? (i / kTileN) * kBlockN + i % kTileN : i;
+      if (shape_.gated) row[at] = bias_at(s.gate_bias, e, i);
+      row[shape_.gated ? at + kTileN : at] = bias_at(s.up_bias, e, i);
+    }
+    for (int32_t h = 0; down && h < shape_.hidden; h++)
+      down_bias_[(size_t)(s.first + e) * down_row + (size_t)h] = bias_at(s.down_bias, e, h);
+  }
+}
+
+int32_t Weights::first_missing() const {
+  auto it = std::find(present_.begin(), present_.end(), 0);
+  return it == present_.end() ? -1 : (int32_t)(it - present_.begin());
+}
+
+const float* Weights::up_bias(int32_t expert) const {
+  return up_bias_.empty() ? nullptr : up_bias_.data() + (size_t)expert * (size_t)up_.blocks() * kBlockN;
+}
+
+const float* Weights::down_bias(int32_t expert) const {
+  return down_bias_.empty() ? nullptr : down_bias_.data() + (size_t)expert * (size_t)down_.blocks() * kBlockN;
+}
+
+}  // namespace kt

@@ -1,0 +1,359 @@
+// The pool: a queue of open jobs under a short spinlock, and two bells on which idle threads sleep.
+//
+// A job lives in the queue from submission until the first thread comes back from work(), which means that all its
+// units are taken. Threads join under the lock and only jobs that are in the queue, so a thread that wakes late never
+// touches a job that its owner may already have destroyed. Waking is a tree: the submitter wakes two, each woken thread
+// wakes two more while a job is open, so a submitter pays for one system call however many threads sleep, and for none
+// when they are still spinning. The surprising one is thread 0: run() brings its caller as index 0, submit() brings
+// nobody, so a stand-in sleeps on a bell of its own and takes seat 0 of submitted jobs only.
+#include "threads.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "futex.h"
+#include "kernels/table.h"
+#include "memory.h"
+
+namespace kt {
+namespace {
+
+enum JobState : uint32_t { kIdle, kQueued, kAwaited, kDone };  // awaited: queued, and somebody sleeps on it
+
+// Where idle threads look and sleep. A sleeper counts itself before it looks at `open` for the last time, a submitter
+// raises `open` before it looks at `sleepers`; both are sequentially consistent, so one of the two sees the other.
+struct alignas(64) Bell {
+  Word open{0};      // jobs that a thread of this bell may join
+  Word sleepers{0};
+  Word rings{0};     // the futex
+
+  void ring(int threads) {
+    if (sleepers.load() == 0) return;
+    rings.fetch_add(1);
+    futex_wake(&rings, threads);
+  }
+};
+
+// Raised in the child by fork(), where a pool has lost its threads; cheaper to compare than a getpid() per job.
+std::atomic<uint32_t> forks{0};
+
+uint32_t watch_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  (void)registered;
+  return forks.load();
+}
+
+bool set_affinity(pthread_t thread, const std::vector<int>& cpus) {
+  const int limit = *std::max_element(cpus.begin(), cpus.end()) + 1;
+  cpu_set_t* set = CPU_ALLOC(limit);
+  const size_t bytes = CPU_ALLOC_SIZE(limit);
+  CPU_ZERO_S(bytes, set);
+  for (int cpu : cpus) CPU_SET_S(cpu, bytes, set);
+  const bool done = pthread_setaffinity_np(thread, bytes, set) == 0;
+  CPU_FREE(set);
+  return done;
+}
+
+// Threads started in its scope take no signals: handlers belong to the program's own threads. Faults stay deliverable,
+// so that a crash report names the worker that crashed.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+struct Pool::Impl {
+  Impl(Seating where, int spin_us, bool pin);
+  ~Impl() { stop(); }
+
+  void check_process(const char* what) const;
+  void enqueue(Job& job, bool with_caller);
+  Job* join(bool stand_in);
+  void participate(Job& job, const Worker& me) noexcept;
+  void finish(Job& job);
+  void await(Job& job, std::chrono::microseconds spin);
+  bool rest(Bell& bell);
+  void serve(const Worker& me, Bell& bell);
+  void stop();
+
+  Seating seating;
+  std::vector<int> cpus, groups;
+  std::chrono::microseconds spin;
+  const uint32_t born = watch_forks();
+
+  SpinLock lock;
+  Job* first = nullptr;   // the queue, oldest first: exactly the open jobs
+  Job** end = &first;
+  Bell workers, stand_in;
+  std::atomic<bool> stopping{false};
+  std::vector<std::thread> threads;
+};
+
+Pool::Impl::Impl(Seating where, int spin_us, bool pin)
+    : seating(std::move(where)), spin(seating.crowded ? 0 : spin_us) {
+  for (const Seat& seat : seating.seats) {
+    groups.push_back(seat.group);
+    cpus.push_back(pin ? seat.cpu : -1);
+  }
+  const SignalsBlocked quiet;
+  try {
+    for (size_t i = 0; i < cpus.size(); ++i) {
+      const Worker me{static_cast<int>(i), groups[i]};
+      threads.emplace_back([this, me] { serve(me, me.index == 0 ? stand_in : workers); });
+      const pthread_t thread = threads.back().native_handle();
+      pthread_setname_np(thread, ("kt-" + std::to_string(i)).c_str());
+      const std::vector<int>& around = seating.cpus_of[static_cast<size_t>(me.group)];
+      if (!pin || around.empty()) continue;
+      if (cpus[i] >= 0 && !set_affinity(thread, {cpus[i]})) cpus[i] = -1;
+      if (cpus[i] < 0) set_affinity(thread, around);
+    }
+  } catch (const std::system_error& error) {
+    const size_t started = threads.size();
+    stop();
+    throw std::runtime_error("a pool of " + std::to_string(cpus.size()) + " threads: only " + std::to_string(started) +
+                             " could be started (" + error.what() + "); ask for fewer (KT_THREADS) or raise ulimit -u");
+  }
+}
+
+void Pool::Impl::stop() {
+  stopping.store(true);
+  for (Bell* bell : {&workers, &stand_in}) {
+    bell->rings.fetch_add(1);
+    futex_wake(&bell->rings, INT_MAX);
+  }
+  for (std::thread& thread : threads) thread.join();
+  threads.clear();
+}
+
+void Pool::Impl::check_process(const char* what) const {
+  if (forks.load(std::memory_order_relaxed) != born)
+    throw std::runtime_error(std::string(what) + " on a pool that was made before fork(): its threads stayed in the "
+                             "parent; make a new pool in the child, or start the child with spawn");
+}
+
+void Pool::Impl::enqueue(Job& job, bool with_caller) {
+  uint32_t before = job.state_.load();
+  if (before == kQueued || before == kAwaited || !job.state_.compare_exchange_strong(before, kQueued))
+    throw std::logic_error("a job was submitted again before it was done; wait() for it first");
+  const std::scoped_lock locked(lock);
+  job.active_ = with_caller ? 1 : 0;
+  job.has_caller_ = with_caller;
+  job.open_ = true;
+  job.next_ = nullptr;
+  *end = &job;
+  end = &job.next_;
+  workers.open.fetch_add(1);
+  if (!with_caller) stand_in.open.fetch_add(1);
+}
+
+// The oldest job with a seat for this thread, or null.
+Job* Pool::Impl::join(bool as_stand_in) {
+  const Bell& bell = as_stand_in ? stand_in : workers;
+  if (bell.open.load() == 0) return nullptr;
+  const std::scoped_lock locked(lock);
+  Job* job = first;
+  while (job && as_stand_in && job->has_caller_) job = job->next_;
+  if (job) ++job->active_;
+  return job;
+}
+
+// The calling thread has joined. The first to come back closes the job, the last to come back finishes it.
+void Pool::Impl::participate(Job& job, const Worker& me) noexcept {
+  job.work(me);
+  bool last;
+  {
+    const std::scoped_lock locked(lock);
+    if (job.open_) {
+      Job** link = &first;
+      while (*link != &job) link = &(*link)->next_;
+      *link = job.next_;
+      if (end == &job.next_) end = link;
+      job.open_ = false;
+      workers.open.fetch_sub(1);
+      if (!job.has_caller_) stand_in.open.fetch_sub(1);
+    }
+    last = --job.active_ == 0;
+  }
+  if (last) finish(job);
+}
+
+// After the exchange the owner may destroy the job.
+void Pool::Impl::finish(Job& job) {
+  Word* const word = &job.state_;
+  if (word->exchange(kDone) == kAwaited) futex_wake(word, INT_MAX);
+}
+
+void Pool::Impl::await(Job& job, std::chrono::microseconds patience) {
+  const auto over = [&] {
+    const uint32_t state = job.state_.load(std::memory_order_acquire);
+    return state == kDone || state == kIdle;
+  };
+  if (spin_until(over, patience)) return;
+  while (!over()) {
+    uint32_t expected = kQueued;
+    job.state_.compare_exchange_strong(expected, kAwaited);
+    futex_wait(job.state_, kAwaited);
+  }
+}
+
+// Looks for an open job, then sleeps until the bell rings. True when it slept, or was about to.
+bool Pool::Impl::rest(Bell& bell) {
+  const auto wanted = [&] { return bell.open.load() > 0 || stopping.load(); };
+  if (spin_until(wanted, spin)) return false;
+  bell.sleepers.fetch_add(1);
+  const uint32_t seen = bell.rings.load();
+  if (!wanted()) futex_wait(bell.rings, seen);
+  bell.sleepers.fetch_sub(1);
+  return true;
+}
+
+void Pool::Impl::serve(const Worker& me, Bell& bell) {
+  while (true) {
+    bool slept = false;
+    Job* job;
+    while (!(job = join(me.index == 0))) {
+      if (stopping.load()) return;
+      slept = rest(bell);
+    }
+    if (slept) bell.ring(2);
+    participate(*job, me);
+  }
+}
+
+namespace {
+
+// Every thread of a pool multiplies at the same time; each notes its own rate.
+class RateJob : public Job {
+ public:
+  RateJob(const KernelTable& table, size_t threads, size_t bytes) : table_(table), rates_(threads) {
+    for (size_t i = 0; i < threads; ++i) scratch_.emplace_back(bytes);
+  }
+
+  void work(const Worker& me) override {
+    const size_t i = static_cast<size_t>(me.index);
+    arrived_.fetch_add(1);
+    while (arrived_.load() < rates_.size()) sched_yield();
+    rates_[i] = table_.rate(Rate::panels, 0.010, scratch_[i].data(), scratch_[i].size());
+  }
+
+  double sum() const {
+    double all = 0;
+    for (double rate : rates_) all += rate;
+    return all;
+  }
+
+ private:
+  const KernelTable& table_;
+  std::vector<double> rates_;
+  std::vector<Buffer> scratch_;
+  std::atomic<size_t> arrived_{0};
+};
+
+// A positive count from KT_THREADS, 0 where it is not set.
+int threads_asked() {
+  const char* text = std::getenv("KT_THREADS");
+  if (!text || !*text) return 0;
+  char* rest = nullptr;
+  errno = 0;
+  const long value = std::strtol(text, &rest, 10);
+  if (errno || *rest || value < 1 || value > INT_MAX)
+    throw std::runtime_error("KT_THREADS=" + std::string(text) + ": expected a positive number of threads; unset it " +
+                             "to have the count chosen");
+  return static_cast<int>(value);
+}
+
+}  // namespace
+
+// Scratch of about half an L2: siblings share it, and it must hold what both work on.
+double Pool::rate_on(const std::vector<int>& cpus) {
+  Seating seating;
+  for (int cpu : cpus) seating.seats.push_back({0, cpu});
+  seating.cpus_of = {cpus};
+  const size_t l2 = topology().l2, kilobyte = 1024;
+  RateJob job(kernels(), cpus.size(), l2 ? std::clamp(l2 / 2, 512 * kilobyte, 2048 * kilobyte) : 1024 * kilobyte);
+  Impl pool(std::move(seating), 0, true);
+  pool.enqueue(job, false);
+  pool.workers.ring(2);
+  pool.stand_in.ring(1);
+  pool.await(job, {});
+  return job.sum();
+}
+
+Pool::Pool(const PoolOptions& options) {
+  if (options.threads < 0 || options.groups < 0 || options.spin_us < 0)
+    throw std::invalid_argument("a pool needs threads, groups and spin_us of 0 or more; 0 threads or groups: chosen");
+  const Topology& machine = topology();
+  const int given = options.threads ? options.threads : threads_asked();
+  std::vector<int> cpus;
+  if (given) {
+    for (const Cpu& cpu : machine.cpus) cpus.push_back(cpu.id);
+  } else {
+    static const std::vector<int> probed = useful_cpus(machine, rate_on);
+    cpus = probed;
+  }
+  const int chosen = std::min(static_cast<int>(cpus.size()), machine.thread_limit());
+  const int threads = given ? given : std::max(chosen, options.groups);
+  const int groups = options.groups ? options.groups : std::min(threads, static_cast<int>(machine.nodes.size()));
+  if (groups > threads)
+    throw std::invalid_argument("a pool of " + std::to_string(threads) + " threads cannot have " +
+                                std::to_string(groups) + " groups; ask for at least one thread per group");
+  impl_ = std::make_unique<Impl>(seat_threads(machine, cpus, threads, groups), options.spin_us, options.pin);
+}
+
+Pool::~Pool() {
+  if (forks.load() != impl_->born) (void)impl_.release();
+}
+
+int Pool::threads() const { return static_cast<int>(impl_->cpus.size()); }
+int Pool::groups() const { return static_cast<int>(impl_->seating.node_of.size()); }
+const std::vector<int>& Pool::cpus() const { return impl_->cpus; }
+const std::vector<int>& Pool::group_of() const { return impl_->groups; }
+int Pool::node_of(int group) const { return impl_->seating.node_of.at(static_cast<size_t>(group)); }
+
+void Pool::run(Job& job) {
+  impl_->check_process("run()");
+  impl_->enqueue(job, true);
+  impl_->workers.ring(2);
+  impl_->participate(job, {0, 0});
+  impl_->await(job, 4 * impl_->spin);  // what others have taken is as short as what this thread took
+}
+
+void Pool::submit(Job& job) {
+  impl_->check_process("submit()");
+  impl_->enqueue(job, false);
+  impl_->workers.ring(2);
+  impl_->stand_in.ring(1);
+}
+
+void Pool::wait(Job& job) {
+  impl_->check_process("wait()");
+  impl_->await(job, impl_->spin);
+}
+
+bool Pool::done(const Job& job) const { return job.state_.load(std::memory_order_acquire) == kDone; }
+
+}  // namespace kt

@@ -1,0 +1,48 @@
+// The words that every part of the core shares: element types, the tile, and the checks.
+//
+// A weight tile holds 32 of K by 16 of N in bf16, 1 KB, stored as 16 rows of k-pairs: row p holds, for each of 16
+// outputs n, the two neighbours k = 2p and 2p + 1. It is the B operand of an AMX product as it lies in memory, one
+// 64-byte load for AVX-512 and two shifts away from f32 for everyone else. Everything in this header is constexpr or
+// internal to the file that includes it: the ISA files include it too, and the linker must not find a copy there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kt {
+
+enum class DType : uint8_t { f32, bf16, f16 };
+
+constexpr size_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
+
+constexpr int kTileK = 32;           // contraction steps in a tile
+constexpr int kTileN = 16;           // outputs in a tile
+constexpr int kBlockN = 32;          // outputs in a block: two tiles side by side, 2 KB per k step
+constexpr int kTileBytes = 1024;     // bf16
+constexpr int kMaxRows = 16;         // tokens in an activation tile, at most
+constexpr int kLayoutVersion = 1;    // of packed weights; recorded wherever they are written
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// What stands between the two products of an expert. `gated` forms take gate and up, the others up alone.
+enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu2, swiglu_oai };
+
+// One bf16 or f16 as f32: the scalar form of what kernels/elementwise.h does in vectors, for the code outside the kernels.
+static inline float to_float(uint16_t half, DType type) {
+  uint32_t bits = (uint32_t)half << 16;
+  float value;
+  if (type == DType::f16) {
+    // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals.
+    uint32_t magnitude = (half & 0x7fffu) << 13;
+    __builtin_memcpy(&value, &magnitude, 4);
+    value *= 0x1p112f;
+    __builtin_memcpy(&bits, &value, 4);
+    if (magnitude >= (31u << 23)) bits |= 0x7f800000u;
+    bits |= (half & 0x8000u) << 16;
+  }
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+}  // namespace kt

@@ -1,0 +1,109 @@
+"""The native core (csrc/bindings.cpp). `ktransformers.nn` is the face for users."""
+
+from typing import Any, Protocol, TypedDict
+
+class Array(Protocol):
+    """A CPU tensor: torch, numpy or anything else that speaks DLPack."""
+
+    def __dlpack__(self) -> Any: ...
+
+class VariantInfo(TypedDict):
+    name: str
+    native: bool  # this CPU and OS run it
+    emulated: bool  # compiled in software for tests: runs anywhere, slowly, only when asked for
+    missing: str  # features that the machine lacks, comma-separated
+
+class Machine(TypedDict):
+    cpu: str
+    cpus: int
+    cores: int
+    nodes: int
+    l1d: int
+    l2: int
+    l3: int
+    hypervisor: bool
+    quota: float  # cpus' worth of time that the cgroup grants; 0: no limit
+
+class HostCallbacks(TypedDict):
+    submit: int
+    wait: int
+
+def variants() -> list[VariantInfo]: ...
+def isa() -> str: ...
+def machine() -> Machine: ...
+def host_callbacks() -> HostCallbacks:
+    """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
+
+class Pool:
+    def __init__(self, threads: int = 0, groups: int = 0, spin_us: int = 50, pin: bool = True) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def cpus(self) -> list[int]: ...
+    def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
+        """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
+        flop, "read" bytes. `bytes` is each thread's scratch."""
+
+class Call:
+    def submit(self) -> None: ...
+    def wait(self) -> None: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def address(self) -> int: ...
+
+class Experts:
+    def __init__(
+        self,
+        pool: Pool,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        gated: bool = True,
+        activation: str = "silu",
+        limit: float = 0.0,
+        alpha: float = 0.0,
+        isa: str = "",
+    ) -> None: ...
+    def pack(
+        self,
+        first_expert: int,
+        gate: Array | None,
+        up: Array,
+        down: Array,
+        gate_bias: Array | None = None,
+        up_bias: Array | None = None,
+        down_bias: Array | None = None,
+    ) -> None: ...
+    def forward(
+        self,
+        hidden: Array,
+        ids: Array,
+        weights: Array,
+        out: Array,
+        adapter: Array | None = None,
+        skip: Array | None = None,
+    ) -> None: ...
+    def prepare(
+        self,
+        hidden: Array,
+        ids: Array,
+        weights: Array,
+        out: Array,
+        adapter: Array | None = None,
+        skip: Array | None = None,
+    ) -> Call: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def threads(self) -> int: ...

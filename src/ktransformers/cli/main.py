@@ -1,0 +1,33 @@
+"""`kt`: the list of verbs.
+
+A verb's module is imported to build the help, so it imports at its top only what is cheap; torch and the native core
+come inside the verb.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ktransformers.cli.doctor import doctor
+from ktransformers.cli.version import version
+from ktransformers.errors import KTError
+
+app = typer.Typer(
+    name="kt",
+    help="Run the experts of Mixture-of-Experts models on the CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(doctor)
+app.command()(version)
+
+
+def main() -> None:
+    try:
+        app()
+    except KTError as error:
+        print(f"kt: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,38 @@
+"""Every environment variable that ktransformers reads; docs/environment.md says the same in a table.
+
+The native core reads the CPU variant, the thread count and the debug switch itself, because it also runs without
+Python; they stand here so that there is one list.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    values: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable("KT_ISA", "generic, avx2, avx512, avx512_bf16, amx", "CPU variant to use instead of the best one"),
+    Variable("KT_KERNEL_CPU_VARIANT", "kt-kernel's names", "the same, read where KT_ISA is not set"),
+    Variable("KT_THREADS", "a positive number", "threads of a pool that is not told a count, in all groups together"),
+    Variable("KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug says what was chosen"),
+    Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
+)
+
+
+def text(name: str) -> str:
+    """The value of one of VARIABLES, empty when it is not set."""
+    if name not in {variable.name for variable in VARIABLES}:
+        raise KeyError(f"{name} is not in ktransformers.env.VARIABLES; add it there and to docs/environment.md")
+    return os.environ.get(name, "").strip()
+
+
+def current() -> dict[str, str]:
+    """Those of VARIABLES that are set, with their values."""
+    return {variable.name: text(variable.name) for variable in VARIABLES if text(variable.name)}

@@ -1,0 +1,17 @@
+"""Errors that a caller can act on: what was given, what was expected, what to do.
+
+`kt` prints them without a traceback; anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class KTError(Exception):
+    """Whatever ktransformers refuses."""
+
+
+class InputError(KTError, ValueError):
+    """An argument, option or file that cannot be used."""
+
+    def __init__(self, name: str, given: object, expected: str, remedy: str = "") -> None:
+        super().__init__(f"{name}: given {given}, expected {expected}" + (f"; {remedy}" if remedy else ""))

@@ -1,0 +1,76 @@
+"""An expert layer in plain torch and float64: what the kernels are measured against.
+
+One loop over experts, no tricks, nothing shared with the native core. Weights count as the store keeps them, rounded to
+bf16; biases, hidden states and routing weights as they are. `gate` is None for experts without a gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    up: Tensor  # [E, I, H]
+    down: Tensor  # [E, H, I]
+    gate: Tensor | None = None  # [E, I, H]
+    up_bias: Tensor | None = None  # [E, I]
+    down_bias: Tensor | None = None  # [E, H]
+    gate_bias: Tensor | None = None  # [E, I]
+    activation: str = "silu"
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": _relu2,
+}
+
+
+def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ matrix.bfloat16().double().T
+    return y if bias is None else y + bias.double()
+
+
+def _of(stacked: Tensor | None, expert: int) -> Tensor | None:
+    return None if stacked is None else stacked[expert]
+
+
+def expert(layer: Layer, index: int, x: Tensor) -> Tensor:
+    """One expert for rows `[n, H]` in float64."""
+    up = _linear(x, layer.up[index], _of(layer.up_bias, index))
+    if layer.gate is None:
+        return _linear(ACTIVATIONS[layer.activation](up), layer.down[index], _of(layer.down_bias, index))
+    gate = _linear(x, layer.gate[index], _of(layer.gate_bias, index))
+    if layer.limit > 0:
+        gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
+    if layer.activation == "swiglu_oai":
+        inner = gate * torch.sigmoid(layer.alpha * gate) * (up + 1)
+    else:
+        inner = ACTIVATIONS[layer.activation](gate) * up
+    return _linear(inner, layer.down[index], _of(layer.down_bias, index))
+
+
+def forward(layer: Layer, hidden: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None = None) -> Tensor:
+    """`[T, H]` in float64; ids outside [0, E) and skipped experts add nothing."""
+    out = torch.zeros(hidden.shape, dtype=torch.float64)
+    x, scale = hidden.double(), weights.double()
+    for index in range(layer.up.shape[0]):
+        if skip is not None and bool(skip[index]):
+            continue
+        token, slot = torch.where(ids == index)
+        if len(token):
+            out.index_add_(0, token, expert(layer, index, x[token]) * scale[token, slot, None])
+    return out

@@ -1,0 +1,275 @@
+"""The experts of one layer: packed once, computed for any batch.
+
+Shapes: E experts, H hidden, I intermediate, T tokens, k experts per token. Sources are gate and up `[E, I, H]` and down
+`[E, H, I]`, or `gate_up` that holds both as transformers' experts do; `transposed` and `interleaved` are the contract's
+`is_transposed` and `not is_concatenated`. All of these become strided views of what was given: the core reads any
+strides, so nothing is copied but into the packed tiles. Gradients do not pass through here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+from torch import Tensor
+
+from ktransformers import _core
+from ktransformers.errors import InputError
+
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_lock = threading.Lock()
+_default: list[_core.Pool] = []  # at most one
+
+# Threads stay with the parent: a child that uses experts gets a pool of its own.
+os.register_at_fork(after_in_child=_default.clear)
+
+
+def default_pool() -> _core.Pool:
+    """The pool of all stores that were given none; made when first asked for."""
+    with _lock:
+        if not _default:
+            _default.append(_core.Pool())
+        return _default[0]
+
+
+class ExpertCall:
+    """A call bound to its tensors, which may be submitted again and again; the routing is read anew each time."""
+
+    def __init__(self, call: _core.Call, out: Tensor) -> None:
+        self._call = call
+        self.out = out
+
+    def submit(self) -> None:
+        """Start; returns at once. `wait` may come from another thread."""
+        self._call.submit()
+
+    def wait(self) -> Tensor:
+        """The result of what was last submitted."""
+        self._call.wait()
+        return self.out
+
+    @property
+    def done(self) -> bool:
+        """Nothing is under way."""
+        return self._call.done
+
+    @property
+    def address(self) -> int:
+        """What `_core.host_callbacks()` take as their argument."""
+        return self._call.address
+
+
+class ExpertStore:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gated: bool = True,
+        activation: str = "silu",
+        limit: float = 0.0,
+        alpha: float = 0.0,
+        pool: _core.Pool | None = None,
+        isa: str | None = None,
+    ) -> None:
+        """`limit` > 0 clamps gate from above and up to +-limit; `alpha` belongs to activation "swiglu_oai"."""
+        self.gated = gated
+        self._experts = _core.Experts(
+            pool if pool is not None else default_pool(),
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            gated,
+            activation,
+            limit,
+            alpha,
+            isa or "",
+        )
+
+    @property
+    def num_experts(self) -> int:
+        return self._experts.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        return self._experts.hidden
+
+    @property
+    def intermediate_size(self) -> int:
+        return self._experts.intermediate
+
+    @property
+    def packed_bytes(self) -> int:
+        return self._experts.packed_bytes
+
+    @property
+    def isa(self) -> str:
+        """The CPU variant that computes."""
+        return self._experts.isa
+
+    @property
+    def threads(self) -> int:
+        return self._experts.threads
+
+    def pack(
+        self,
+        *,
+        down: Tensor,
+        gate: Tensor | None = None,
+        up: Tensor | None = None,
+        gate_up: Tensor | None = None,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        transposed: bool = False,
+        interleaved: bool = False,
+        first_expert: int = 0,
+    ) -> None:
+        """Experts from `first_expert` on: matrices of one expert, or of several with a dimension in front.
+
+        Give `gate` and `up`, or `gate_up` with the rows of gate before those of up (`interleaved`: in turns). With
+        `transposed` every matrix lies input-major: gate_up `[E, H, 2I]`, down `[E, I, H]`.
+        """
+        wide, narrow = self.intermediate_size, self.hidden_size
+        if gate_up is not None:
+            _refuse("gate", gate, "None beside gate_up")
+            _refuse("up", up, "None beside gate_up")
+            gate, up = _halves(_matrices("gate_up", gate_up, 2 * wide, narrow, transposed), interleaved)
+        else:
+            gate = None if gate is None else _matrices("gate", gate, wide, narrow, transposed)
+            up = None if up is None else _matrices("up", up, wide, narrow, transposed)
+        if gate_up_bias is not None:
+            _refuse("gate_bias", gate_bias, "None beside gate_up_bias")
+            _refuse("up_bias", up_bias, "None beside gate_up_bias")
+            gate_bias, up_bias = _halves(_vectors("gate_up_bias", gate_up_bias, 2 * wide), interleaved)
+        else:
+            gate_bias = None if gate_bias is None else _vectors("gate_bias", gate_bias, wide)
+            up_bias = None if up_bias is None else _vectors("up_bias", up_bias, wide)
+        if up is None:
+            raise InputError("up", None, "a tensor", "give gate and up, or gate_up" if self.gated else "")
+        if self.gated and gate is None:
+            raise InputError("gate", None, "a tensor: these experts are gated", "give gate and up, or gate_up")
+        if not self.gated:
+            word = "gate" if gate_up is None else "gate_up"
+            _refuse(word, gate, "None: these experts have no gate")
+        self._experts.pack(
+            first_expert,
+            gate,
+            up,
+            _matrices("down", down, narrow, wide, transposed),
+            gate_bias,
+            up_bias,
+            None if down_bias is None else _vectors("down_bias", down_bias, narrow),
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        adapter: Tensor | None = None,
+        skip: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
+
+        Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
+        """
+        rows, out, target = self._rows(hidden, out)
+        self._experts.forward(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip)
+        return out
+
+    def prepare(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        adapter: Tensor | None = None,
+        skip: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> ExpertCall:
+        """A call to submit and wait for; it reads the tensors as they are when it is submitted, so they must be
+        viewable as rows."""
+        for name, tensor in (("hidden", hidden), ("ids", ids), ("weights", weights), ("adapter", adapter)):
+            if tensor is not None and tensor.dim() > 2 and not tensor.is_contiguous():
+                raise InputError(name, f"strides {list(tensor.stride())}", "a contiguous tensor", "copy it first")
+        rows, out, target = self._rows(hidden, out)
+        call = self._experts.prepare(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip)
+        return ExpertCall(call, out)
+
+    def _rows(self, hidden: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden as rows, the result in hidden's shape, and the result as rows of the same memory."""
+        if not isinstance(hidden, Tensor):
+            raise TypeError(f"hidden: given a {type(hidden).__name__}, expected a torch tensor")
+        if out is None:
+            out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        elif out.shape != hidden.shape:
+            raise InputError("out", f"shape {list(out.shape)}", f"the shape of hidden, {list(hidden.shape)}")
+        if hidden.dim() == 2:
+            return hidden.detach(), out, out.detach()
+        try:
+            return _flat(hidden), out, out.detach().view(-1, hidden.shape[-1])
+        except RuntimeError:
+            raise InputError(
+                "out", f"strides {list(out.stride())}", "a tensor viewable as rows", "pass out.contiguous()"
+            ) from None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """`[..., n]` as `[T, n]`."""
+    if not isinstance(tensor, Tensor) or tensor.dim() == 2:
+        return tensor.detach() if isinstance(tensor, Tensor) else tensor
+    return tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor
+
+
+def _flat_adapter(adapter: Tensor | None) -> Tensor | None:
+    return adapter.reshape(-1) if adapter is not None and adapter.dim() > 1 else adapter
+
+
+def _refuse(name: str, given: Tensor | None, expected: str) -> None:
+    if given is not None:
+        raise InputError(name, "a tensor", expected)
+
+
+def _source(name: str, tensor: Tensor, dims: int) -> Tensor:
+    """The tensor with the dimension of experts in front, where it can be packed from."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: given a {type(tensor).__name__}, expected a torch tensor")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{name}: given a tensor on {tensor.device}, expected one in CPU memory; copy it with .cpu()")
+    if tensor.dtype not in SOURCE_DTYPES:
+        words = ", ".join(str(dtype) for dtype in SOURCE_DTYPES)
+        raise TypeError(f"{name}: given a tensor of {tensor.dtype}, expected {words}; convert it with .to()")
+    tensor = tensor.detach()
+    return tensor.unsqueeze(0) if tensor.dim() == dims - 1 else tensor
+
+
+def _matrices(name: str, tensor: Tensor, rows: int, columns: int, transposed: bool) -> Tensor:
+    """`[experts, rows, columns]` from what the checkpoint has."""
+    shape = (columns, rows) if transposed else (rows, columns)
+    found = _source(name, tensor, 3)
+    if found.dim() != 3 or found.shape[1:] != shape:
+        remedy = "" if found.shape[1:] != shape[::-1] or found.dim() != 3 else f"it fits with transposed={not transposed}"
+        raise InputError(name, f"shape {list(tensor.shape)}", f"[experts, {shape[0]}, {shape[1]}] or one of them", remedy)
+    return found.transpose(1, 2) if transposed else found
+
+
+def _vectors(name: str, tensor: Tensor, size: int) -> Tensor:
+    found = _source(name, tensor, 2)
+    if found.dim() != 2 or found.shape[1] != size:
+        raise InputError(name, f"shape {list(tensor.shape)}", f"[experts, {size}] or one of them")
+    return found
+
+
+def _halves(fused: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up from their common tensor, cut along dimension 1."""
+    if interleaved:
+        return fused[:, 0::2], fused[:, 1::2]
+    half = fused.shape[1] // 2
+    return fused[:, :half], fused[:, half:]

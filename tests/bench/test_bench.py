@@ -1,0 +1,183 @@
+"""The benches run, print a table and end with the JSON document that others read; no speed is judged here.
+
+kt-kernel is no dependency of ours and exists for x86 only, so its peer is driven against a stand-in that computes the
+layer in torch from the same raw addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+CELL = {"shape": str, "tokens": int, "isa": str, "format": str, "mode": str, "ms": float, "roof_ms": float}
+SHORT = ["--shapes", "tiny", "--layers", "2", "--seconds-per-cell", "0.03"]
+
+KT_STAND_IN = """
+import ctypes
+import torch
+from peers.torch_loop import forward
+from shapes import Weights
+
+__version__ = "stand-in"
+
+
+def tensor(address, dtype, *shape):
+    count = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+    return torch.frombuffer((ctypes.c_char * count).from_address(address), dtype=dtype).view(shape)
+
+
+class WorkerPoolConfig:
+    pass
+
+
+class CPUInfer:
+    def __init__(self, config):
+        assert config.subpool_count == 1 and config.subpool_thread_count[0] >= 1
+        self.backend_ = object()
+        print("its chatter does not reach the answers", flush=True)
+
+    def submit(self, task):
+        task()
+
+    def sync(self):
+        pass
+
+
+class MOEConfig:
+    def __init__(self, experts, top_k, hidden, intermediate, on_gpu):
+        self.sizes = experts, hidden, intermediate
+
+
+class AMXBF16_MOE:
+    def __init__(self, config):
+        self.config = config
+
+    def load_weights_task(self):
+        def run():
+            (e, h, i), c, dtype = self.config.sizes, self.config, torch.bfloat16
+            up = [tensor(address, dtype, e, i, h).clone() for address in (c.gate_proj, c.up_proj)]
+            self.weights = Weights(*up, tensor(c.down_proj, dtype, e, h, i).clone())
+
+        return run
+
+    def forward_task(self, count, top_k, ids, weights, hidden, out, add):
+        def run():
+            t, h = int(tensor(count, torch.int32, 1)), self.config.sizes[1]
+            assert t <= self.config.max_len and not add
+            inputs = tensor(hidden, torch.bfloat16, t, h), tensor(ids, torch.int64, t, top_k)
+            result = forward(self.weights, *inputs, tensor(weights, torch.float32, t, top_k))
+            tensor(out, torch.bfloat16, t, h).copy_(result)
+
+        return run
+
+
+class moe:
+    MOEConfig, AMXBF16_MOE = MOEConfig, AMXBF16_MOE
+
+
+import sys
+kt_kernel_ext = sys.modules[__name__]
+"""
+
+
+def run_moe(*options: str, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[str], dict[str, Any]]:
+    """Lines of the table, and the document of the last line."""
+    command = [sys.executable, str(BENCH / "moe.py"), *SHORT, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    *table, last = done.stdout.splitlines()
+    return table, json.loads(last)
+
+
+def check(document: dict[str, Any], cells: list[tuple[int, str]]) -> None:
+    """The schema, and that exactly these (tokens, mode) were measured."""
+    assert document["bench"] == "moe"
+    assert {"cpu", "cpus", "threads", "torch", "python", "peers"} <= document["machine"].keys()
+    assert [(cell["tokens"], cell["mode"]) for cell in document["cells"]] == cells
+    for cell in document["cells"]:
+        assert all(type(cell[key]) is kind for key, kind in CELL.items()), cell
+        assert cell["shape"] == "tiny" and cell["format"] == "bf16"
+        assert 0 < cell["ms"] < math.inf and 0 < cell["roof_ms"] < math.inf
+        assert cell["share"] == pytest.approx(cell["roof_ms"] / cell["ms"], rel=1e-4)
+        assert cell["speedup"].keys() == cell["peers"].keys()
+
+
+def test_table_and_document(tmp_path: Path) -> None:
+    table, document = run_moe("--tokens", "1,5", "--json", str(tmp_path / "moe.json"))
+    check(document, [(0, "pack"), (1, "forward"), (5, "forward")])
+    assert document == json.loads((tmp_path / "moe.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["moe.json"]
+    heads, *rows = (line.split() for line in table if line.startswith(("shape", "tiny")))
+    assert heads[:5] == ["shape", "tokens", "isa", "mode", "ms"]
+    assert [(row[1], row[3]) for row in rows] == [("-", "pack"), ("1", "forward"), ("5", "forward")]
+    forward = document["cells"][1]
+    assert forward["unique_experts"] == 2 and forward["reps"] >= 3
+    assert forward["gbs"] == pytest.approx(2 * 3 * 512 * 256 * 2 / forward["ms"] / 1e6, rel=1e-4)
+    assert document["cells"][2]["tflops"] == pytest.approx(
+        2 * 5 * 2 * 3 * 512 * 256 / document["cells"][2]["ms"] / 1e9, rel=1e-4
+    )
+
+
+def test_alternation() -> None:
+    table, document = run_moe("--tokens", "2", "--alternate")
+    check(document, [(0, "pack"), (2, "forward"), (2, "alternate")])
+    assert all(document["cells"][2][key] > 0 for key in ("alone_ms", "torch_ms", "torch_alone_ms"))
+    assert any("in turns with torch" in line for line in table)
+
+
+def test_peers_do_the_same_work(tmp_path: Path) -> None:
+    (tmp_path / "kt_kernel.py").write_text(KT_STAND_IN)
+    # The stand-in shadows no installed package: the peer finds it by PYTHONPATH alone.
+    env = {"KT_PEER_PYTHONPATH": str(tmp_path)}
+    _, document = run_moe("--tokens", "1,3", "--peers", f"kt={sys.executable}", "torch", env=env)
+    check(document, [(0, "pack"), (1, "forward"), (3, "forward")])
+    assert "notes" not in document, document["notes"]
+    assert document["machine"]["peers"]["kt"]["threads"] >= 1
+    assert document["cells"][0]["peers"].keys() == {"kt"}
+    for cell in document["cells"][1:]:
+        assert all(cell["peers"][name] > 0 for name in ("kt", "torch"))
+
+
+def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kt_kernel.py").write_text("raise ImportError('no wheel for this CPU')")
+    env = {"KT_PEER_PYTHONPATH": str(tmp_path)}
+    _, document = run_moe("--tokens", "1", "--peers", f"kt={sys.executable}", env=env, status=1)
+    check(document, [(0, "pack"), (1, "forward")])
+    assert "no wheel for this CPU" in document["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shapes", "huge"], ["huge", "qwen3-30b"]),
+        (["--peers", "kt"], ["kt=/path/to/python"]),
+        (["--peers", "llama"], ["llama", "torch"]),
+        (["--tokens", "0"], ["--tokens"]),
+    ],
+)
+def test_wrong_options_are_explained(options: list[str], words: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(BENCH / "moe.py"), *options], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words)
+
+
+def test_work_leaves_nothing_in_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from shapes import SHAPES, make_work
+
+    for shape in (SHAPES["tiny"], SHAPES["dsv2-lite"]):
+        work = make_work(shape, 1, 2)
+        for layer in (0, 1):
+            dealt = [expert for where, ids in work.steps if where == layer for expert in ids.flatten().tolist()]
+            dealt += dealt[: shape.experts]  # the walk starts over
+            for start in range(len(dealt) - shape.experts):
+                assert len(set(dealt[start : start + shape.experts])) == shape.experts
+    assert SHAPES["qwen3-30b"].layers() * SHAPES["qwen3-30b"].layer_bytes > 2e9

@@ -1,0 +1,32 @@
+"""What all tests share: the variants to run over, and skipping what needs a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def runnable_isas() -> list[str]:
+    """Every variant of this build that runs here, natively or emulated."""
+    from ktransformers import _core
+
+    return [variant["name"] for variant in _core.variants() if variant["native"] or variant["emulated"]]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an argument `isa` runs once for each variant."""
+    if "isa" in metafunc.fixturenames:
+        metafunc.parametrize("isa", runnable_isas())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

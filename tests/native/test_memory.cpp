@@ -1,0 +1,82 @@
+// Buffers: alignment, zero fill, moves, and requests that cannot be met.
+#include <cstdint>
+#include <new>
+#include <utility>
+
+#include "check.h"
+#include "memory.h"
+
+using namespace kt;
+
+namespace {
+
+constexpr size_t kMega = size_t{1} << 20;
+
+bool aligned(const Buffer& buffer, size_t to) { return reinterpret_cast<uintptr_t>(buffer.data()) % to == 0; }
+
+}  // namespace
+
+TEST(memory_nothing_is_fine) {
+  const Buffer none, zero(0);
+  CHECK(!none);
+  CHECK(!zero);
+  CHECK_EQ(zero.size(), 0u);
+}
+
+TEST(memory_is_aligned_zero_and_writable_to_the_last_byte) {
+  for (size_t bytes : {size_t{1}, size_t{4097}, 2 * kMega - 1, 2 * kMega, 2 * kMega + 1, 7 * kMega + 123}) {
+    const Buffer buffer(bytes);
+    CHECK_EQ(buffer.size(), bytes);
+    CHECK(aligned(buffer, bytes >= 2 * kMega ? 2 * kMega : 4096));
+    CHECK_EQ(static_cast<int>(buffer.data()[0]), 0);
+    CHECK_EQ(static_cast<int>(buffer.data()[bytes - 1]), 0);
+    buffer.data()[0] = 1;
+    buffer.data()[bytes - 1] = 2;
+  }
+}
+
+TEST(memory_is_given_whatever_the_node) {
+  for (int node : {-1, 0, 1, 900, 5000}) {
+    const Buffer buffer(3 * kMega, node);
+    buffer.data()[3 * kMega - 1] = 7;
+    CHECK_EQ(static_cast<int>(buffer.data()[3 * kMega - 1]), 7);
+  }
+}
+
+TEST(memory_moves) {
+  Buffer a(4 * kMega);
+  a.data()[5] = 42;
+  char* const data = a.data();
+  Buffer b(std::move(a));
+  CHECK(!a);
+  CHECK_EQ(a.size(), 0u);
+  CHECK(b.data() == data);
+  Buffer c(100);
+  c = std::move(b);
+  CHECK(!b);
+  CHECK_EQ(b.size(), 0u);
+  CHECK_EQ(c.size(), 4 * kMega);
+  CHECK_EQ(static_cast<int>(c.data()[5]), 42);
+  Buffer& same = c;
+  c = std::move(same);
+  CHECK(c.data() == data);
+}
+
+TEST(memory_refuses_what_does_not_fit) {
+  for (size_t bytes : {SIZE_MAX, SIZE_MAX / 2, size_t{1} << 60}) {
+    bool refused = false;
+    try {
+      const Buffer buffer(bytes);
+    } catch (const std::bad_alloc&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+}
+
+TEST(memory_can_be_taken_and_given_back_many_times) {
+  for (int i = 0; i < 2000; ++i) {
+    const Buffer buffer(64 * kMega);  // 128 GB in all: a leak would show
+    buffer.data()[0] = 1;
+  }
+}

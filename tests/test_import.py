@@ -1,0 +1,54 @@
+"""Importing is silent and cheap, and the command line answers before torch would have loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "transformers", "peft", "numpy", "pydantic", "ktransformers._core")
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["ktransformers", "ktransformers.cli.main"])
+def test_import_is_silent_and_loads_nothing_heavy(module: str) -> None:
+    out = run(f"import {module}, sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))")
+    assert json.loads(out) == []
+
+
+def test_import_of_the_native_core_is_silent() -> None:
+    assert run("import ktransformers._core") == ""
+
+
+def test_lazy_attributes() -> None:
+    out = run(
+        "import ktransformers, sys\n"
+        "assert 'ExpertStore' in dir(ktransformers) and 'torch' not in sys.modules\n"
+        "print(ktransformers.ExpertStore.__name__, 'torch' in sys.modules)"
+    )
+    assert out.split() == ["ExpertStore", "True"]
+
+
+def test_unknown_attribute() -> None:
+    import ktransformers
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ktransformers.no_such_name
+
+
+def test_help_is_quick() -> None:
+    """Best of five: the machine that runs the tests may be busy, the limit is for the work itself."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run("import sys; sys.argv = ['kt', '--help']\nfrom ktransformers.cli.main import main\nmain()")
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
