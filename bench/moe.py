@@ -4,8 +4,8 @@
 
 The roof of a cell is max(operations / tile rate, expert bytes touched / read bandwidth). Both rates are taken before
 and after every round of ours and averaged over the cell, because a machine drifts more within minutes than a kernel
-improves in a week; for the same reason ours and the peers take turns in short rounds. `timing.py` has the clockwork, `shapes.py` the work,
-`peers/` the others. docs/bench.md explains the columns.
+improves in a week; for the same reason ours and the peers take turns in short rounds. `timing.py` has the clockwork,
+`shapes.py` the work, `peers/` the others. docs/bench.md explains the columns.
 """
 
 from __future__ import annotations

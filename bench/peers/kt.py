@@ -52,6 +52,7 @@ class KtKernel:
         for task in Path("/proc/self/task").iterdir():
             if not (task / "comm").read_text().startswith(WORKER):
                 os.sched_setaffinity(int(task.name), spare)
+        torch.set_num_threads(len(spare))  # more would wait for each other, spinning
 
     def facts(self) -> dict[str, Any]:
         try:

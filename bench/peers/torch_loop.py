@@ -18,7 +18,7 @@ def forward(weights: Weights, hidden: torch.Tensor, ids: torch.Tensor, routing: 
     tokens = order // ids.shape[1]
     counts = torch.bincount(ids.flatten(), minlength=weights.gate.shape[0]).tolist()
     outputs = []
-    for expert, rows in enumerate(hidden[tokens].split(counts)):
+    for expert, rows in enumerate(torch.split(hidden[tokens], counts)):
         if len(rows):
             inner = F.silu(F.linear(rows, weights.gate[expert])) * F.linear(rows, weights.up[expert])
             outputs.append(F.linear(inner, weights.down[expert]))

@@ -26,7 +26,8 @@ def check(isa: str, pool: _core.Pool, layer: reference.Layer, tokens: int, top_k
 @pytest.mark.parametrize("hidden", [1, 16, 33, 64, 130])
 @pytest.mark.parametrize("intermediate", [1, 31, 32, 100])
 def test_shapes(isa: str, pool: _core.Pool, hidden: int, intermediate: int) -> None:
-    for tokens, top_k in ((1, 1), (4, 2), (23, 3)):
+    # A single number may be all that is left of sums that cancel, and its error says nothing.
+    for tokens, top_k in ((8 if hidden == 1 else 1, 1), (4, 2), (23, 3)):
         check(isa, pool, make_layer(5, hidden, intermediate), tokens, top_k)
 
 
@@ -57,11 +58,12 @@ def test_dtypes(isa: str, pool: _core.Pool) -> None:
     layer = make_layer(4, 70, 50)
     store = make_store(layer, pool, isa)
     for hidden, weights, out, ids in product(DTYPES, DTYPES, DTYPES, (torch.int32, torch.int64)):
-        batch = make_batch(layer, 9, 2, dtype=hidden)
-        w, i = batch.weights.to(weights), batch.ids.to(ids)
-        got = store.forward(batch.hidden, i, w, out=torch.empty(9, 70, dtype=out))
+        batch = make_batch(layer, 9, 2, fine=True)
+        x, w, i = batch.hidden.to(hidden), batch.weights.to(weights), batch.ids.to(ids)
+        got = store.forward(x, i, w, out=torch.empty(9, 70, dtype=out))
         assert got.dtype == out
-        assert error(got, reference.forward(layer, batch.hidden, i, w)) < tolerance(isa, out)
+        fine = hidden != torch.bfloat16
+        assert error(got, reference.forward(layer, x, i, w)) < tolerance(isa, out, fine=fine)
 
 
 def test_large_hidden_in_chunks(isa: str, pool: _core.Pool) -> None:
@@ -88,7 +90,7 @@ def test_large_and_small_values(isa: str, pool: _core.Pool) -> None:
     layer = make_layer(2, 32, 32)
     store = make_store(layer, pool, isa)
     batch = make_batch(layer, 6, 2, here=True)
-    for scale in (1e-3, 1e3, 1e4):
+    for scale in (2**-10, 2**10, 2**14):
         hidden = batch.hidden * scale
         got = store.forward(hidden, batch.ids, batch.weights)
         assert error(got, reference.forward(layer, hidden, batch.ids, batch.weights)) < tolerance(isa)
