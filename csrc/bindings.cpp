@@ -2,8 +2,8 @@
 //
 // Nothing past this file checks anything, so everything that could read or write outside a tensor is refused here, with
 // the name of the argument, what was given, what was expected and what to do. Tensors come through DLPack. The
-// surprising part is exported(): torch's `__dlpack__` takes 6 us a tensor, a third of what a call may cost, and DLPack's
-// C exchange API a twentieth of that.
+// surprising part is exported(): torch's `__dlpack__` takes 6 us a tensor, a third of what a call may cost, and
+// DLPack's C exchange API a twentieth of that.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -25,7 +25,8 @@ using nb::literals::operator""_a;
 namespace kt {
 namespace {
 
-std::string text_of(const char* name, const std::string& given, const std::string& expected, const std::string& remedy) {
+std::string text_of(const char* name, const std::string& given, const std::string& expected,
+                    const std::string& remedy) {
   return std::string(name) + ": given " + given + ", expected " + expected + (remedy.empty() ? "" : "; " + remedy);
 }
 
@@ -67,9 +68,9 @@ std::string name_of(const nb::dlpack::dtype& type) {
   for (const Element& e : {kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kBool, kUint8})
     if (is(type, e)) return e.name;
   using Code = nb::dlpack::dtype_code;
-  const char* kind = type.code == (uint8_t)Code::Float  ? "float"
-                     : type.code == (uint8_t)Code::Int  ? "int"
-                     : type.code == (uint8_t)Code::UInt ? "uint"
+  const char* kind = type.code == (uint8_t)Code::Float     ? "float"
+                     : type.code == (uint8_t)Code::Int     ? "int"
+                     : type.code == (uint8_t)Code::UInt    ? "uint"
                      : type.code == (uint8_t)Code::Complex ? "complex"
                                                            : "another type of bits: ";
   return kind + std::to_string(type.bits);
@@ -91,6 +92,7 @@ struct ManagedHead {
   void (*deleter)(void* self);
 };
 
+constexpr const char* kExchange = "__dlpack_c_exchange_api__";
 constexpr const char* kCapsule = "dltensor_versioned";
 
 void drop_unused(PyObject* capsule) {
@@ -101,7 +103,7 @@ void drop_unused(PyObject* capsule) {
 
 // The tensor as a DLPack capsule where its type has the exchange API, as itself elsewhere.
 nb::object exported(nb::handle tensor) {
-  nb::object holder = nb::getattr(tensor.type(), "__dlpack_c_exchange_api__", nb::none());
+  nb::object holder = nb::getattr(tensor.type(), kExchange, nb::none());
   if (!PyCapsule_IsValid(holder.ptr(), "dlpack_exchange_api")) return nb::borrow(tensor);
   auto* api = (ExchangeApi*)PyCapsule_GetPointer(holder.ptr(), "dlpack_exchange_api");
   if (api->major != 1) return nb::borrow(tensor);
@@ -117,7 +119,8 @@ using Array = nb::ndarray<nb::ro>;
 // The tensor as an array in host memory with `dims` dimensions. The array keeps the memory alive.
 Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
   if (nb::cast<bool>(nb::bool_(nb::getattr(tensor, "requires_grad", nb::bool_(false)))))
-    refuse_type(name, kind_of(tensor) + " that requires grad", "one without", "pass " + std::string(name) + ".detach()");
+    refuse_type(name, kind_of(tensor) + " that requires grad", "one without",
+                "pass " + std::string(name) + ".detach()");
   Array array;
   try {
     array = nb::cast<Array>(exported(tensor));
@@ -162,6 +165,13 @@ void check_dense(const char* name, const Array& array) {
   if (array.shape(last) > 1 && array.stride(last) != 1)
     refuse_value(name, "stride " + std::to_string(array.stride(last)) + " in the last dimension", "1",
                  "pass " + std::string(name) + ".contiguous()");
+}
+
+// torch has no read-only tensors; numpy has.
+void check_writable(const char* name, nb::handle tensor) {
+  nb::ndarray<> writable;
+  if (!nb::hasattr(tensor.type(), kExchange) && !nb::try_cast(tensor, writable))
+    refuse_type(name, kind_of(tensor) + " that is read-only", "one that can be written");
 }
 
 int64_t row_stride(const Array& array) { return array.shape(0) > 1 ? array.stride(0) : 0; }
@@ -262,7 +272,8 @@ struct PyCall {
 void check_adapters(const Batch& batch) {
   for (int32_t t = 0; batch.adapter && t < batch.tokens; t++)
     if (batch.adapter[t] != -1)
-      throw std::invalid_argument(text_of("adapter", std::to_string(batch.adapter[t]) + " for token " + std::to_string(t),
+      throw std::invalid_argument(text_of("adapter",
+                                          std::to_string(batch.adapter[t]) + " for token " + std::to_string(t),
                                           "-1 (none)", "no adapter is loaded"));
 }
 
@@ -273,7 +284,8 @@ void PyCall::submit() {
 
 // Bytes from the first element to past the last one.
 std::pair<intptr_t, intptr_t> extent(const Array& a) {
-  intptr_t size = a.dtype().bits / 8, begin = (intptr_t)a.data(), span = row_stride(a) * ((intptr_t)a.shape(0) - 1) * size;
+  intptr_t size = a.dtype().bits / 8, begin = (intptr_t)a.data(),
+           span = row_stride(a) * ((intptr_t)a.shape(0) - 1) * size;
   return {begin + std::min<intptr_t>(span, 0), begin + std::max<intptr_t>(span, 0) + (intptr_t)a.shape(1) * size};
 }
 
@@ -295,8 +307,8 @@ struct PyExperts {
             const std::string& activation, double limit, double alpha, const std::string& isa) {
     LayerShape shape{in_range("num_experts", num_experts, 1, 1 << 16), in_range("hidden", hidden, 1, 1 << 20),
                      in_range("intermediate", intermediate, 1, 1 << 20), gated};
-    Gate gate{word_of<Activation>("activation", activation, {"silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"}), gated,
-              (float)limit, (float)alpha};
+    Gate gate{word_of<Activation>("activation", activation, {"silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"}),
+              gated, (float)limit, (float)alpha};
     if (!(limit >= 0) || std::isinf(limit)) refuse_value("limit", std::to_string(limit), "0 (no clamp) or more");
     if (limit > 0 && !gated) refuse_value("limit", std::to_string(limit), "0 for experts without a gate");
     bool oai = gate.kind == Activation::swiglu_oai;
@@ -312,8 +324,8 @@ struct PyExperts {
             nb::handle down_bias) {
     const LayerShape& s = experts->shape();
     if (s.gated == gate.is_none())
-      refuse_value("gate", s.gated ? "None" : "a tensor", s.gated ? "a tensor: these experts are gated"
-                                                                   : "None: these experts have no gate");
+      refuse_value("gate", s.gated ? "None" : "a tensor",
+                   s.gated ? "a tensor: these experts are gated" : "None: these experts have no gate");
     if (!s.gated && !gate_bias.is_none()) refuse_value("gate_bias", "a tensor", "None: these experts have no gate");
     std::vector<Array> alive;
     SourceLayer layer{};
@@ -361,10 +373,13 @@ struct PyExperts {
     Array w = take("weights", weights, 2, kFloats);
     check_shape("weights", w, {tokens, top_k}, "tokens, top k");
     Array y = take("out", out, 2, kFloats);
+    check_writable("out", out);
     check_shape("out", y, {tokens, s.hidden}, "tokens, hidden");
     if (tokens > 1 && std::abs(y.stride(0)) < s.hidden)
-      refuse_value("out", "a row stride of " + std::to_string(y.stride(0)), "rows that do not overlap", "pass out.contiguous()");
-    if (share_memory(x, y)) refuse_value("out", "memory that overlaps hidden", "memory of its own", "pass another tensor");
+      refuse_value("out", "a row stride of " + std::to_string(y.stride(0)), "rows that do not overlap",
+                   "pass out.contiguous()");
+    if (share_memory(x, y))
+      refuse_value("out", "memory that overlaps hidden", "memory of its own", "pass another tensor");
     b.tokens = (int32_t)tokens;
     b.top_k = (int32_t)top_k;
     b.hidden = x.data();
@@ -401,8 +416,8 @@ struct PyExperts {
     Call(*experts, batch).run();
   }
 
-  std::unique_ptr<PyCall> prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out,
-                                  nb::handle adapter, nb::handle skip) const {
+  PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
+                  nb::handle skip) const {
     auto bound = std::make_unique<PyCall>();
     bound->batch = bind(hidden, ids, weights, out, adapter, skip, bound->tensors);
     bound->experts = experts;
@@ -410,13 +425,17 @@ struct PyExperts {
     experts->weights().enter();  // tells now what submit() would tell later
     experts->weights().leave();
     bound->call.emplace(*experts, bound->batch);
-    return bound;
+    return bound.release();  // Python's from here on
   }
 };
 
 // void(void*), as CUDA's host callbacks are; they need no GIL.
-void submit_callback(void* call) { ((PyCall*)call)->quietly([&] { ((PyCall*)call)->submit(); }); }
-void wait_callback(void* call) { ((PyCall*)call)->quietly([&] { ((PyCall*)call)->call->wait(); }); }
+void submit_callback(void* call) {
+  ((PyCall*)call)->quietly([&] { ((PyCall*)call)->submit(); });
+}
+void wait_callback(void* call) {
+  ((PyCall*)call)->quietly([&] { ((PyCall*)call)->call->wait(); });
+}
 
 nb::list list_variants() {
   nb::list all;
@@ -464,28 +483,32 @@ NB_MODULE(_core, m) {
   });
 
   nb::class_<PyPool>(m, "Pool")
-      .def(nb::init<int64_t, int64_t, int64_t, bool>(), "threads"_a = 0, "groups"_a = 0, "spin_us"_a = 50, "pin"_a = true)
+      .def(nb::init<int64_t, int64_t, int64_t, bool>(), "threads"_a = 0, "groups"_a = 0, "spin_us"_a = 50,
+           "pin"_a = true)
       .def_prop_ro("threads", [](const PyPool& p) { return p.engine->pool.threads(); })
       .def_prop_ro("groups", [](const PyPool& p) { return p.engine->pool.groups(); })
       .def_prop_ro("cpus", [](const PyPool& p) { return p.engine->pool.cpus(); })
       .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0);
 
   nb::class_<PyCall>(m, "Call")
-      .def("submit", [](PyCall& c) {
-        nb::gil_scoped_release released;
-        c.raise_error();
-        c.submit();
-      })
-      .def("wait", [](PyCall& c) {
-        nb::gil_scoped_release released;
-        c.call->wait();
-        c.raise_error();
-      })
+      .def("submit",
+           [](PyCall& c) {
+             nb::gil_scoped_release released;
+             c.raise_error();
+             c.submit();
+           })
+      .def("wait",
+           [](PyCall& c) {
+             nb::gil_scoped_release released;
+             c.call->wait();
+             c.raise_error();
+           })
       .def_prop_ro("done", [](const PyCall& c) { return c.call->done(); })
       .def_prop_ro("address", [](const PyCall& c) { return (uintptr_t)&c; });
 
   nb::class_<PyExperts>(m, "Experts")
-      .def(nb::init<const PyPool&, int64_t, int64_t, int64_t, bool, const std::string&, double, double, const std::string&>(),
+      .def(nb::init<const PyPool&, int64_t, int64_t, int64_t, bool, const std::string&, double, double,
+                    const std::string&>(),
            "pool"_a, "num_experts"_a, "hidden"_a, "intermediate"_a, "gated"_a = true, "activation"_a = "silu",
            "limit"_a = 0.0, "alpha"_a = 0.0, "isa"_a = "")
       .def("pack", &PyExperts::pack, "first_expert"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),

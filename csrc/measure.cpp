@@ -21,7 +21,8 @@ size_t scratch_bytes(const Measurement& m) {
 
 class MeasureJob final : public Job {
  public:
-  MeasureJob(const KernelTable& kernels, const Measurement& m, int threads) : kernels_(kernels), m_(m), rates_(threads) {
+  MeasureJob(const KernelTable& kernels, const Measurement& m, int threads)
+      : kernels_(kernels), m_(m), rates_(threads) {
     for (int i = 0; i < threads; i++) scratch_.emplace_back(scratch_bytes(m));
   }
 

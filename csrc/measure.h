@@ -11,9 +11,9 @@ namespace kt {
 
 struct Measurement {
   Rate what;
-  double seconds;      // that each thread loops for
-  int threads = 0;     // the first so many of the pool; 0: all
-  size_t bytes = 0;    // scratch of each thread; 0: 640 KiB for `panels`, 64 MiB for `read`
+  double seconds;    // that each thread loops for
+  int threads = 0;   // the first so many of the pool; 0: all
+  size_t bytes = 0;  // scratch of each thread; 0: 640 KiB for `panels`, 64 MiB for `read`
 };
 
 // Units per second of all threads together. Throws std::runtime_error where the pool is too busy to bring the threads

@@ -4,8 +4,9 @@
 // stand the loops over blocks and token tiles, the activation that turns gate and up into the hidden panel, and the
 // scaled addition of down's rows into the running sums. Weights are the stream: while one block is multiplied, the next
 // one is fetched into L2, its lines spread evenly over all the k steps of the current one, so that memory and arithmetic
-// work at the same time. What one token gets does not depend on its neighbours in the tile or on the number of threads:
-// every row sees the same additions in the same order.
+// work at the same time. For the same reason the rows of one product are finished (activated, or added to the sums)
+// during the k steps of the next one, where the matrix unit leaves the vector units idle. What one token gets does not
+// depend on its neighbours in the tile or on the number of threads: every row sees the same operations in the same order.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -20,9 +21,11 @@ struct Ahead {
   int lines;
 };
 
-inline void prefetch(Ahead& ahead) {
-  for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + i * 64, 0, 2);
-  ahead.at += ahead.lines * 64;
+// A quarter of this step's lines; called four times a step, between the instructions that keep the core busy.
+inline void prefetch_quarter(const Ahead& ahead, int quarter) {
+  int count = (ahead.lines + 3) / 4;
+  const char* at = ahead.at + quarter * count * 64;
+  for (int i = 0; i < count; i++) __builtin_prefetch(at + i * 64, 0, 2);
 }
 
 // Part `pass` of `passes` of the block at `next`, which is k_tiles * 2 KB long.
@@ -37,13 +40,74 @@ inline Ahead share(const char* next, int pass, int passes, int k_tiles) {
 // What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
 struct Product {
   Stretch s;
-  int tile, tiles, rows, live;
+  int block, tile, tiles, rows, live;
   bool accumulate;
   Ahead ahead;
   float* c;  // [tiles * rows][32]
 };
 
 constexpr int kPassTiles = 2;
+
+// The rows of the last product that are not finished yet. `multiply` calls step() once per k step, or all() at once.
+template <class Finish>
+class Unfinished {
+ public:
+  explicit Unfinished(const Finish& finish) : finish_(finish) {}
+  void put(const Product& p) {
+    product_ = p;
+    next_ = 0;
+    per_step_ = (p.live + p.s.k_tiles - 1) / p.s.k_tiles;
+  }
+  void step() {
+    for (int i = 0; i < per_step_ && next_ < product_.live; i++) finish_row();
+  }
+  void all() {
+    while (next_ < product_.live) finish_row();
+  }
+
+ private:
+  void finish_row() {
+    finish_(product_, next_, product_.c + next_ * kBlockN);
+    next_++;
+  }
+  const Finish& finish_;
+  Product product_ = {};
+  int next_ = 0, per_step_ = 0;
+};
+
+struct Nothing {
+  void step() {}
+  void all() {}
+};
+
+// Multiplies every block with every pair of token tiles, weights prefetched one block ahead. `where` gives a product its
+// place for the sums, `finish(product, row, sums)` takes every row once it is complete.
+template <class Isa, class Unit, class Where, class Finish>
+inline void for_each_product(const Unit& u, bool complete, const Where& where, const Finish& finish) {
+  int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
+  Unfinished<Finish> unfinished(finish);
+  Isa::enter(u.tiling.rows);
+  for (int block = u.block0; block < u.block1; block++) {
+    Product p;
+    p.s = u.base;
+    p.s.b += (block - u.block0) * u.block_bytes;
+    p.block = block;
+    p.rows = u.tiling.rows;
+    const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : u.next;
+    for (int pass = 0; pass < passes; pass++) {
+      p.tile = pass * kPassTiles;
+      p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
+      p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
+      p.ahead = share(next, pass, passes, u.base.k_tiles);
+      where(p);
+      Isa::multiply(p, unfinished);
+      unfinished.all();
+      if (complete) unfinished.put(p);
+    }
+  }
+  unfinished.all();
+  Isa::leave();
+}
 
 template <class Isa, Activation A>
 inline void hidden_row(const float* c, const Gate& gate, const float* bias, char* out) {
@@ -67,60 +131,35 @@ inline void hidden_row(const float* c, const Gate& gate, const float* bias, char
 }
 
 template <class Isa, Activation A>
-inline void hidden_rows(const Up& u, int block, int tile, int live, const float* c) {
-  const float* bias = u.bias ? u.bias + (int64_t)block * kBlockN : nullptr;
-  int column = u.gate.gated ? block * kTileN : block * kBlockN;
+void run_up_as(const Up& u) {
+  int64_t block_sums = (int64_t)u.tiling.tiles * u.tiling.rows * kBlockN;
   int64_t row_bytes = kTileK * Isa::elem, tile_bytes = row_bytes * u.tiling.rows * u.hidden_k_tiles;
-  char* panel = u.hidden + (column / kTileK) * row_bytes * u.tiling.rows + (column % kTileK) * Isa::elem;
-  for (int r = 0; r < live; r++) {
-    char* out = panel + (tile + r / u.tiling.rows) * tile_bytes + (r % u.tiling.rows) * row_bytes;
-    hidden_row<Isa, A>(c + r * kBlockN, u.gate, bias, out);
-  }
-}
-
-template <class Isa>
-inline void activate_rows(const Up& u, int block, int tile, int live, const float* c) {
-  switch (u.gate.kind) {
-    case Activation::silu: return hidden_rows<Isa, Activation::silu>(u, block, tile, live, c);
-    case Activation::gelu: return hidden_rows<Isa, Activation::gelu>(u, block, tile, live, c);
-    case Activation::gelu_tanh: return hidden_rows<Isa, Activation::gelu_tanh>(u, block, tile, live, c);
-    case Activation::relu2: return hidden_rows<Isa, Activation::relu2>(u, block, tile, live, c);
-    case Activation::swiglu_oai: return hidden_rows<Isa, Activation::swiglu_oai>(u, block, tile, live, c);
-  }
-}
-
-// Calls `body(block, tile, product)` for every block and every pair of token tiles, weights prefetched one block ahead.
-template <class Isa, class Unit, class Body>
-inline void for_each_product(const Unit& u, Body&& body) {
-  int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
-  Isa::enter(u.tiling.rows);
-  for (int block = u.block0; block < u.block1; block++) {
-    Product p;
-    p.s = u.base;
-    p.s.b += (block - u.block0) * u.block_bytes;
-    p.rows = u.tiling.rows;
-    const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : u.next;
-    for (int pass = 0; pass < passes; pass++) {
-      p.tile = pass * kPassTiles;
-      p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
-      p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
-      p.ahead = share(next, pass, passes, u.base.k_tiles);
-      body(block, p);
-    }
-  }
-  Isa::leave();
+  int turn = 0;
+  auto where = [&](Product& p) {
+    p.accumulate = !u.first;
+    // Two places take turns, because the rows in one are still being finished while the other is filled.
+    p.c = u.first && u.last ? u.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+                            : u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
+  };
+  auto finish = [&](const Product& p, int r, const float* c) {
+    int column = u.gate.gated ? p.block * kTileN : p.block * kBlockN;
+    int second = r >= p.rows;
+    char* out = u.hidden + (p.tile + second) * tile_bytes + (column / kTileK) * row_bytes * p.rows +
+                (r - second * p.rows) * row_bytes + (column % kTileK) * Isa::elem;
+    hidden_row<Isa, A>(c, u.gate, u.bias ? u.bias + (int64_t)p.block * kBlockN : nullptr, out);
+  };
+  for_each_product<Isa>(u, u.last, where, finish);
 }
 
 template <class Isa>
 void run_up(const Up& u) {
-  bool whole = u.first && u.last;
-  int64_t block_sums = (int64_t)u.tiling.tiles * u.tiling.rows * kBlockN;
-  for_each_product<Isa>(u, [&](int block, Product& p) {
-    p.accumulate = !u.first;
-    p.c = whole ? u.scratch : u.sums + (block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
-    Isa::multiply(p);
-    if (u.last) activate_rows<Isa>(u, block, p.tile, p.live, p.c);
-  });
+  switch (u.gate.kind) {
+    case Activation::silu: return run_up_as<Isa, Activation::silu>(u);
+    case Activation::gelu: return run_up_as<Isa, Activation::gelu>(u);
+    case Activation::gelu_tanh: return run_up_as<Isa, Activation::gelu_tanh>(u);
+    case Activation::relu2: return run_up_as<Isa, Activation::relu2>(u);
+    case Activation::swiglu_oai: return run_up_as<Isa, Activation::swiglu_oai>(u);
+  }
 }
 
 template <int W>
@@ -158,12 +197,13 @@ inline void add_row(const Down& d, int block, int r, const float* c) {
 
 template <class Isa>
 void run_down(const Down& d) {
-  for_each_product<Isa>(d, [&](int block, Product& p) {
+  int turn = 0;
+  auto where = [&](Product& p) {
     p.accumulate = false;
-    p.c = d.scratch;
-    Isa::multiply(p);
-    for (int r = 0; r < p.live; r++) add_row<Isa::width>(d, block, p.tile * p.rows + r, p.c + r * kBlockN);
-  });
+    p.c = d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
+  };
+  auto finish = [&](const Product& p, int r, const float* c) { add_row<Isa::width>(d, p.block, p.tile * p.rows + r, c); };
+  for_each_product<Isa>(d, true, where, finish);
 }
 
 }  // namespace

@@ -22,10 +22,8 @@ struct Avx512Bf16 : RowIsa<PairProduct, 16, 2, 12> {
     F32<16> acc[chains] = {};
     U32<16> x = U32<16>{} + 0x3f803f80u;
     double rate = per_second(seconds, [&] {
-      for (int n = 0; n < 4096; n++) {
-        asm volatile("" : "+m"(n));
+      for (int n = 0; n < 4096; n++)
         for (int i = 0; i < chains; i++) acc[i] = (F32<16>)_mm512_dpbf16_ps((__m512)acc[i], (__m512bh)x, (__m512bh)x);
-      }
       return 4096.0 * chains * 64;
     });
     for (int i = 1; i < chains; i++) acc[0] += acc[i];

@@ -34,8 +34,8 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
   for (int m = 0; m < rows; m++)
     for (int v = 0; v < NV; v++) acc[m][v] = accumulate ? load<F32<W>>(c + m * kBlockN + v * W) : F32<W>{};
   for (int kt = 0; kt < k_tiles; kt++) {
-    prefetch(ahead);
     for (int p = 0; p < kTileK / 2; p++) {
+      if (p % 4 == 0) prefetch_quarter(ahead, p / 4);
       decltype(Arith::open(b)) w[NV];
       // Columns past the first tile of the block lie one tile further on.
       for (int v = 0; v < NV; v++) w[v] = Arith::open(b + p * 64 + (v * W / kTileN) * kTileBytes + (v * W % kTileN) * 4);
@@ -46,6 +46,7 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
     }
     a += tile_rows * kTileK * Arith::elem;
     b += 2 * kTileBytes;
+    ahead.at += ahead.lines * 64;
   }
   for (int m = 0; m < rows; m++)
     for (int v = 0; v < NV; v++) store(c + m * kBlockN + v * W, acc[m][v]);
@@ -73,7 +74,10 @@ struct RowIsa {
   static void enter(int) {}
   static void leave() {}
   static Tiling tiling(int32_t live) { return {MR, (live + MR - 1) / MR}; }
-  static void multiply(const Product& p) {
+  // The vector units do the product itself, so nothing is gained by mixing other rows' work into it.
+  template <class Rows>
+  static void multiply(const Product& p, Rows& unfinished) {
+    unfinished.all();
     for (int t = 0; t < p.tiles; t++) {
       int live = p.live - t * p.rows < p.rows ? p.live - t * p.rows : p.rows;
       Ahead ahead = p.ahead;

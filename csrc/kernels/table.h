@@ -57,7 +57,7 @@ struct Up {
   char* hidden;         // panel [tiles][hidden_k_tiles][rows][32]
   int32_t hidden_k_tiles;
   const char* next;     // what this thread will read after these blocks, or null
-  float* scratch;       // [2 * 16][32]
+  float* scratch;       // [2][2 * 16][32]: one product being made, one being finished
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token

@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kScratchFloats = 2 * kMaxRows * kBlockN;
+constexpr int64_t kScratchFloats = 2 * 2 * kMaxRows * kBlockN;
 
 // What a block costs relative to one pass of two token tiles over it: fetching its weights is worth about six.
 int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }

@@ -62,7 +62,9 @@ def test_submit_reads_what_is_there_then(isa: str, pool: _core.Pool) -> None:
     assert call.done
     for seed in range(5):
         new = make_batch(layer, 20, 2, seed=seed)
-        for mine, other in zip((batch.hidden, batch.ids, batch.weights), (new.hidden, new.ids, new.weights), strict=True):
+        for mine, other in zip(
+            (batch.hidden, batch.ids, batch.weights), (new.hidden, new.ids, new.weights), strict=True
+        ):
             mine.copy_(other)
         call.submit()
         assert call.wait() is out

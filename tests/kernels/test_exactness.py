@@ -69,7 +69,11 @@ def sources(layer: Layer) -> list[Callable[[ExpertStore], None]]:
         for e in range(0, len(up), 2):
             here = slice(e, e + 2)
             store.pack(
-                gate_up=fused[here], down=down[here], gate_up_bias=fused_bias[here], down_bias=down_bias[here], first_expert=e
+                gate_up=fused[here],
+                down=down[here],
+                gate_up_bias=fused_bias[here],
+                down_bias=down_bias[here],
+                first_expert=e,
             )
 
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
@@ -109,9 +113,7 @@ def test_ungated_layouts_pack_alike(isa: str, pool: _core.Pool, dtype: torch.dty
     batch = make_batch(layer, 12, 2)
     straight, turned = (ExpertStore(3, 45, 37, gated=False, activation="relu2", pool=pool, isa=isa) for _ in range(2))
     straight.pack(up=layer.up, down=layer.down)
-    turned.pack(
-        up=layer.up.transpose(1, 2).contiguous(), down=layer.down.transpose(1, 2).contiguous(), transposed=True
-    )
+    turned.pack(up=layer.up.transpose(1, 2).contiguous(), down=layer.down.transpose(1, 2).contiguous(), transposed=True)
     x = (batch.hidden, batch.ids, batch.weights)
     assert torch.equal(straight.forward(*x), turned.forward(*x))
 

@@ -57,7 +57,14 @@ struct MadeUpLayer {
     auto vector = [&](const std::vector<float>& v, int64_t size) {
       return SourceMatrix{{v.empty() ? nullptr : v.data() + first * size, DType::f32, 1, 0}, size};
     };
-    return {first, count, matrix(gate, h), matrix(up, h), matrix(down, i), vector(gate_bias, i), vector(up_bias, i), vector(down_bias, h)};
+    return {first,
+            count,
+            matrix(gate, h),
+            matrix(up, h),
+            matrix(down, i),
+            vector(gate_bias, i),
+            vector(up_bias, i),
+            vector(down_bias, h)};
   }
 };
 
@@ -88,11 +95,16 @@ struct MadeUpBatch {
 
 inline double activated(double g, Activation kind, double alpha) {
   switch (kind) {
-    case Activation::silu: return g / (1 + std::exp(-g));
-    case Activation::gelu: return g * 0.5 * std::erfc(-g * std::sqrt(0.5));
-    case Activation::gelu_tanh: return 0.5 * g * (1 + std::tanh(std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
-    case Activation::relu2: return g > 0 ? g * g : 0;
-    case Activation::swiglu_oai: return g / (1 + std::exp(-alpha * g));
+    case Activation::silu:
+      return g / (1 + std::exp(-g));
+    case Activation::gelu:
+      return g * 0.5 * std::erfc(-g * std::sqrt(0.5));
+    case Activation::gelu_tanh:
+      return 0.5 * g * (1 + std::tanh(std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
+    case Activation::relu2:
+      return g > 0 ? g * g : 0;
+    case Activation::swiglu_oai:
+      return g / (1 + std::exp(-alpha * g));
   }
   return NAN;
 }

@@ -1,8 +1,8 @@
 // The expert layer natively, for the sanitizers: every variant, odd sizes, several groups, many callers at once.
+#include <thread>
+
 #include "check.h"
 #include "moe_layer.h"
-
-#include <thread>
 
 using namespace kt;
 using namespace kt::check;
@@ -26,9 +26,10 @@ void check_layer(const LayerShape& shape, const Gate& gate, bool biases, int32_t
   Call(*experts, batch.batch(shape)).run();
   double error = error_of(batch.out, expected(layer, gate, batch));
   if (error > tolerance(kernels))
-    fail(__FILE__, __LINE__, std::string(kernels.name) + ", H " + std::to_string(shape.hidden) + ", I " +
-                                 std::to_string(shape.intermediate) + ", T " + std::to_string(tokens) + ", groups " +
-                                 std::to_string(groups) + ": error " + std::to_string(error));
+    fail(__FILE__, __LINE__,
+         std::string(kernels.name) + ", H " + std::to_string(shape.hidden) + ", I " +
+             std::to_string(shape.intermediate) + ", T " + std::to_string(tokens) + ", groups " +
+             std::to_string(groups) + ": error " + std::to_string(error));
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // The plan: every piece of work is in it exactly once, whatever the shape, the threads and the groups, and what threads
 // write lies inside the workspace.
+#include <map>
+
 #include "check.h"
 #include "moe_layer.h"
-
-#include <map>
 
 using namespace kt;
 using namespace kt::check;
@@ -69,7 +69,8 @@ TEST(plan_covers_everything_once) {
       for (int threads : {groups, 7, 16}) {
         if (threads < groups) continue;
         auto engine = engine_of(threads, groups);
-        for (LayerShape shape : {LayerShape{4, 1, 1, true}, {4, 96, 40, true}, {4, 130, 33, false}, {4, 5200, 100, true}}) {
+        for (LayerShape shape :
+             {LayerShape{4, 1, 1, true}, {4, 96, 40, true}, {4, 130, 33, false}, {4, 5200, 100, true}}) {
           Weights weights(shape, *kernels, engine->pool);
           for (const auto& counts : routings)
             for (int64_t l2 : {128 << 10, 2 << 20}) {

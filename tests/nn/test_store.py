@@ -134,14 +134,22 @@ WRONG = [
     ({"up": torch.ones(E, I, H)}, InputError, "gate: given None"),
     ({"gate_up": fused, "gate": torch.ones(E, I, H)}, InputError, "gate: given a tensor, expected None beside gate_up"),
     ({"gate_up": fused, "up": torch.ones(E, I, H)}, InputError, "up: given a tensor"),
-    ({"gate_up": torch.ones(E, I, H)}, InputError, f"gate_up: given shape [{E}, {I}, {H}], expected [experts, {2 * I}, {H}]"),
+    (
+        {"gate_up": torch.ones(E, I, H)},
+        InputError,
+        f"gate_up: given shape [{E}, {I}, {H}], expected [experts, {2 * I}, {H}]",
+    ),
     ({"gate_up": fused, "transposed": True}, InputError, "it fits with transposed=False"),
     ({"gate_up": fused.transpose(1, 2)}, InputError, "it fits with transposed=True"),
     ({"gate_up": fused.double()}, TypeError, "gate_up: given a tensor of torch.float64"),
     ({"gate_up": fused.to("meta")}, TypeError, "gate_up: given a tensor on meta, expected one in CPU memory"),
     ({"gate_up": [fused]}, TypeError, "gate_up: given a list"),
     ({"gate_up": fused, "gate_up_bias": torch.ones(E, I)}, InputError, f"gate_up_bias: given shape [{E}, {I}]"),
-    ({"gate_up": fused, "gate_up_bias": torch.ones(E, 2 * I), "up_bias": torch.ones(E, I)}, InputError, "up_bias: given"),
+    (
+        {"gate_up": fused, "gate_up_bias": torch.ones(E, 2 * I), "up_bias": torch.ones(E, I)},
+        InputError,
+        "up_bias: given",
+    ),
     ({"gate_up": fused, "down_bias": torch.ones(E, I)}, InputError, f"down_bias: given shape [{E}, {I}]"),
     ({"gate_up": fused, "down": torch.ones(E, I, H)}, InputError, "down: given shape"),
     ({"gate_up": fused, "first_expert": 1}, ValueError, "first_expert: given 1"),
@@ -179,4 +187,6 @@ def test_wrong_arguments_name_themselves(store: ExpertStore) -> None:
     with pytest.raises(TypeError, match=r"weights: given a Tensor of float64"):
         store.forward(x, ids, weights.double())
     with pytest.raises(InputError, match=r"out: .*viewable as rows"):
-        store.forward(x.view(2, 3, H), ids.view(2, 3, K), weights.view(2, 3, K), out=torch.empty(3, 2, H).transpose(0, 1))
+        store.forward(
+            x.view(2, 3, H), ids.view(2, 3, K), weights.view(2, 3, K), out=torch.empty(3, 2, H).transpose(0, 1)
+        )

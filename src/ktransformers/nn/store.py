@@ -208,11 +208,11 @@ class ExpertStore:
         if not isinstance(hidden, Tensor):
             raise TypeError(f"hidden: given a {type(hidden).__name__}, expected a torch tensor")
         if out is None:
-            out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+            out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         elif out.shape != hidden.shape:
             raise InputError("out", f"shape {list(out.shape)}", f"the shape of hidden, {list(hidden.shape)}")
         if hidden.dim() == 2:
-            return hidden.detach(), out, out.detach()
+            return _flat(hidden), out, _flat(out)
         try:
             return _flat(hidden), out, out.detach().view(-1, hidden.shape[-1])
         except RuntimeError:
@@ -222,10 +222,12 @@ class ExpertStore:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """`[..., n]` as `[T, n]`."""
-    if not isinstance(tensor, Tensor) or tensor.dim() == 2:
-        return tensor.detach() if isinstance(tensor, Tensor) else tensor
-    return tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor
+    """`[..., n]` as `[T, n]`. What is no tensor, or has no dimensions, is left for the core to refuse."""
+    if not isinstance(tensor, Tensor) or not tensor.dim():
+        return tensor
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _flat_adapter(adapter: Tensor | None) -> Tensor | None:
@@ -255,8 +257,10 @@ def _matrices(name: str, tensor: Tensor, rows: int, columns: int, transposed: bo
     shape = (columns, rows) if transposed else (rows, columns)
     found = _source(name, tensor, 3)
     if found.dim() != 3 or found.shape[1:] != shape:
-        remedy = "" if found.shape[1:] != shape[::-1] or found.dim() != 3 else f"it fits with transposed={not transposed}"
-        raise InputError(name, f"shape {list(tensor.shape)}", f"[experts, {shape[0]}, {shape[1]}] or one of them", remedy)
+        expected = f"[experts, {shape[0]}, {shape[1]}] or one of them"
+        fits = found.dim() == 3 and found.shape[1:] == shape[::-1]
+        remedy = f"it fits with transposed={not transposed}" if fits else ""
+        raise InputError(name, f"shape {list(tensor.shape)}", expected, remedy)
     return found.transpose(1, 2) if transposed else found
 
 
