@@ -175,13 +175,17 @@ inline void write_columns(const Down& d, int token, int column, const F32<W> (&v
   __builtin_memcpy((char*)d.out + at * (int64_t)size, edge, (d.width - column) * size);
 }
 
+inline float* sum_of(const Down& d, int block, int r) {
+  return d.sum + (block - d.block0) * d.sum_block + (int64_t)d.rows.token[r] * kBlockN;
+}
+
 // Row r of one expert's block joins its token's sum: stored if first, added otherwise, rounded into the output if last.
 template <int W>
 inline void add_row(const Down& d, int block, int r, const float* c) {
   int token = d.rows.token[r];
   uint8_t mark = d.rows.mark[r];
   bool starts = d.first && (mark & kFirst), ends = d.last && (mark & kLast);
-  float* sum = d.sum + (block - d.block0) * d.sum_block + (int64_t)token * kBlockN;
+  float* sum = sum_of(d, block, r);
   F32<W> v[kBlockN / W], scale = splat<W>(d.rows.weight[r]);
   for (int i = 0; i < kBlockN / W; i++) {
     F32<W> x = load<F32<W>>(c + i * W);
@@ -198,11 +202,21 @@ inline void add_row(const Down& d, int block, int r, const float* c) {
 template <class Isa>
 void run_down(const Down& d) {
   int turn = 0;
+  Product now = {};
   auto where = [&](Product& p) {
     p.accumulate = false;
     p.c = d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
+    now = p;
   };
-  auto finish = [&](const Product& p, int r, const float* c) { add_row<Isa::width>(d, p.block, p.tile * p.rows + r, c); };
+  auto finish = [&](const Product& p, int r, const float* c) {
+    // Sums lie scattered by token: those that the product under way will need come into L1 meanwhile.
+    if (r < now.live) {
+      const float* sum = sum_of(d, now.block, now.tile * now.rows + r);
+      __builtin_prefetch(sum, 1, 3);
+      __builtin_prefetch(sum + 16, 1, 3);
+    }
+    add_row<Isa::width>(d, p.block, p.tile * p.rows + r, c);
+  };
   for_each_product<Isa>(d, true, where, finish);
 }
 

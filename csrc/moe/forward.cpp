@@ -15,7 +15,7 @@ Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& k
 Call::Call(const Experts& experts, const Batch& batch) : experts_(experts), batch_(batch) {
   size_t groups = (size_t)experts.engine().pool.groups();
   next_up_ = std::vector<std::atomic<int32_t>>(groups);
-  next_lane_ = std::vector<std::atomic<int32_t>>(groups);
+  lanes_ = std::vector<LaneQueue>(groups);
 }
 
 Call::~Call() {
@@ -27,16 +27,24 @@ Call::~Call() {
 }
 
 // Borrows what a run needs; finish() gives it back, also where prepare() or the pool throws.
+// Tokens that no expert here takes: their output is zero.
+void Call::clear_idle() {
+  size_t size = size_of(batch_.out_dtype);
+  for (int32_t token : routing_.idle)
+    std::memset((char*)batch_.out + token * batch_.out_stride * (int64_t)size, 0, (size_t)experts_.shape().hidden * size);
+}
+
 void Call::prepare() {
   static const Budget budget = budget_of_machine();
   Pool& pool = experts_.engine().pool;
   experts_.weights().enter();
   reading_ = true;
   route(batch_, experts_.shape().experts, routing_);
+  clear_idle();
   make_plan(routing_, experts_.weights(), experts_.kernels(), batch_.tokens, pool.threads(), pool.groups(), budget, plan_);
   workspace_ = experts_.engine().arena.borrow((size_t)plan_.total_bytes);
   for (auto& n : next_up_) n.store(0, std::memory_order_relaxed);
-  for (auto& n : next_lane_) n.store(0, std::memory_order_relaxed);
+  for (size_t g = 0; g < lanes_.size(); g++) lanes_[g].reset(plan_.lanes[g].size(), (int32_t)routing_.segments.size());
   if (up_left_.size() < routing_.segments.size()) up_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
   for (size_t s = 0; s < routing_.segments.size(); s++) up_left_[s].store(plan_.units_of[s], std::memory_order_relaxed);
 }
@@ -91,25 +99,28 @@ void Call::wait() {
 bool Call::done() const { return !under_way_.load(std::memory_order_acquire) || experts_.engine().pool.done(*this); }
 
 // Units of the worker's own group first, then those of the others.
-template <class Unit, class Do>
-void Call::take(std::vector<std::atomic<int32_t>>& next, const std::vector<std::vector<Unit>>& units, int group, Do&& act) {
-  int groups = (int)units.size();
-  for (int i = 0; i < groups; i++) {
-    size_t g = (size_t)((group + i) % groups);
-    int32_t count = (int32_t)units[g].size(), tail = count - 2 * experts_.engine().pool.threads();
-    auto claim = [&] { return next[g].fetch_add(1, std::memory_order_relaxed); };
-    for (int32_t n = claim(); n < count;) {
-      int32_t after = n < tail ? claim() : -1;
-      act(units[g][(size_t)n], after >= 0 && after < count ? &units[g][(size_t)after] : nullptr);
-      n = after >= 0 ? after : claim();
-    }
+void Call::work(const Worker& worker) {
+  char* slice = workspace_.data() + plan_.threads_at + worker.index * plan_.thread_bytes;
+  size_t groups = plan_.up.size();
+  for (size_t i = 0; i < groups; i++) take_units((size_t)(worker.group + (int)i) % groups, slice);
+  for (size_t i = 0; i < groups; i++) take_lanes((size_t)(worker.group + (int)i) % groups, slice);
+}
+
+void Call::take_units(size_t group, char* slice) {
+  const std::vector<UpUnit>& units = plan_.up[group];
+  int32_t count = (int32_t)units.size(), tail = count - 2 * experts_.engine().pool.threads();
+  auto claim = [&] { return next_up_[group].fetch_add(1, std::memory_order_relaxed); };
+  for (int32_t n = claim(); n < count;) {
+    int32_t after = n < tail ? claim() : -1;
+    run_up(units[(size_t)n], after >= 0 && after < count ? &units[(size_t)after] : nullptr, slice);
+    n = after >= 0 ? after : claim();
   }
 }
 
-void Call::work(const Worker& worker) {
-  char* slice = workspace_.data() + plan_.threads_at + worker.index * plan_.thread_bytes;
-  take(next_up_, plan_.up, worker.group, [&](const UpUnit& u, const UpUnit* next) { run_up(u, next, slice); });
-  take(next_lane_, plan_.lanes, worker.group, [&](const Lane& lane, const Lane*) { run_lane(lane, slice); });
+void Call::take_lanes(size_t group, char* slice) {
+  int32_t segment = 0;
+  for (int32_t n; (n = lanes_[group].take(segment)) >= 0;)
+    lanes_[group].put_back(n, run_lane(plan_.lanes[group][(size_t)n], segment, slice));
 }
 
 const char* Call::first_read(const UpUnit& unit) const {
@@ -158,30 +169,41 @@ void Call::run_up(const UpUnit& unit, const UpUnit* next, char* slice) {
   up_left_[(size_t)unit.segment].fetch_sub(1, std::memory_order_release);
 }
 
-void Call::clear_idle(const Lane& lane) {
-  size_t size = size_of(batch_.out_dtype);
-  int64_t begin = (int64_t)lane.block0 * kBlockN, end = std::min<int64_t>((int64_t)lane.block1 * kBlockN, experts_.shape().hidden);
-  for (int32_t token : routing_.idle)
-    std::memset((char*)batch_.out + (token * batch_.out_stride + begin) * (int64_t)size, 0, (size_t)(end - begin) * size);
-}
-
 // The units are in the hands of running threads; one that lost its cpu to this very loop must get it back.
 void Call::await_up(size_t segment) {
   for (int looks = 0; up_left_[segment].load(std::memory_order_acquire); looks++)
     looks < 1000 ? relax() : (void)sched_yield();
 }
 
-void Call::run_lane(const Lane& lane, char* slice) {
+// Brings a lane forward from `segment` by a turn's worth of work; where it stands then.
+int32_t Call::run_lane(const Lane& lane, int32_t segment, char* slice) {
+  int64_t cost = 0, per_block = (int64_t)(lane.block1 - lane.block0) * experts_.weights().down().k_tiles();
+  int32_t end = (int32_t)routing_.segments.size();
+  do {
+    await_up((size_t)segment);
+    run_down(lane, (size_t)segment, slice);
+    cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
+  } while (++segment < end && cost < kTurnCost);
+  return segment;
+}
+
+void Call::run_down(const Lane& lane, size_t index, char* slice) {
   const BlockStore& store = experts_.weights().down();
   const KernelTable& kernels = experts_.kernels();
-  int64_t elem_tile = (int64_t)kTileK * kernels.elem;
+  const Segment& segment = routing_.segments[index];
+  Tiling whole = plan_.tilings[index];
   int32_t k_tiles = store.k_tiles();
-  clear_idle(lane);
+  int64_t elem_tile = (int64_t)kTileK * kernels.elem, tile_bytes = whole.rows * elem_tile * k_tiles;
+  const char* panel = workspace_.data() + plan_.hidden_at[index];
+  const char* b = store.at(segment.expert, lane.block0);
+  bool more = index + 1 < routing_.segments.size();
+  const char* after = more ? store.at(routing_.segments[index + 1].expert, lane.block0) : nullptr;
 
   Down down{};
   down.block_bytes = store.block_bytes();
   down.block0 = lane.block0;
   down.block1 = lane.block1;
+  down.bias = experts_.weights().down_bias(segment.expert);
   down.sum_block = (int64_t)batch_.tokens * kBlockN;
   down.sum = (float*)(workspace_.data() + plan_.sums_at) + lane.block0 * down.sum_block;
   down.out = batch_.out;
@@ -189,31 +211,22 @@ void Call::run_lane(const Lane& lane, char* slice) {
   down.out_stride = batch_.out_stride;
   down.width = experts_.shape().hidden;
   down.scratch = (float*)(slice + plan_.panel_bytes + plan_.partial_bytes);
-  for (size_t s = 0; s < routing_.segments.size(); s++) {
-    const Segment& segment = routing_.segments[s];
-    Tiling whole = plan_.tilings[s];
-    const char* b = store.at(segment.expert, lane.block0);
-    const char* after = s + 1 < routing_.segments.size() ? store.at(routing_.segments[s + 1].expert, lane.block0) : nullptr;
-    await_up(s);
-    down.bias = experts_.weights().down_bias(segment.expert);
-    // Rows in pieces whose hidden panel stays in L2 while the lane's blocks pass over it.
-    int32_t most = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / (whole.rows * elem_tile * plan_.down_chunk) / 2 * 2);
-    for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
-      int32_t now = std::min(plan_.down_chunk, k_tiles - k);
-      for (int32_t tile = 0; tile < whole.tiles; tile += most) {
-        down.tiling = {whole.rows, std::min(most, whole.tiles - tile)};
-        int32_t row0 = tile * whole.rows;
-        down.live = std::min(segment.count - row0, down.tiling.tiles * whole.rows);
-        int64_t row = segment.begin + row0;
-        down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
-        const char* panel = workspace_.data() + plan_.hidden_at[s] + tile * whole.rows * elem_tile * k_tiles;
-        down.base = {panel + k * whole.rows * elem_tile, (size_t)(whole.rows * elem_tile * k_tiles), b + (size_t)k * 2 * kTileBytes, now};
-        down.first = k == 0;
-        down.last = k + now == k_tiles;
-        bool ends = down.last && tile + most >= whole.tiles;
-        down.next = ends ? after : nullptr;
-        kernels.down(down);
-      }
+  // Rows in pieces whose hidden panel stays in L2 while the lane's blocks pass over it.
+  int32_t most = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / (whole.rows * elem_tile * plan_.down_chunk) / 2 * 2);
+  for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
+    int32_t now = std::min(plan_.down_chunk, k_tiles - k);
+    down.first = k == 0;
+    down.last = k + now == k_tiles;
+    for (int32_t tile = 0; tile < whole.tiles; tile += most) {
+      down.tiling = {whole.rows, std::min(most, whole.tiles - tile)};
+      int32_t row0 = tile * whole.rows;
+      down.live = std::min(segment.count - row0, down.tiling.tiles * whole.rows);
+      int64_t row = segment.begin + row0;
+      down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
+      down.base = {panel + tile * tile_bytes + k * whole.rows * elem_tile, (size_t)tile_bytes,
+                   b + (size_t)k * 2 * kTileBytes, now};
+      down.next = down.last && tile + most >= whole.tiles ? after : nullptr;
+      kernels.down(down);
     }
   }
 }

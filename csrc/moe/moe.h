@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 
+#include "moe/lanes.h"
 #include "moe/plan.h"
 #include "moe/route.h"
 #include "moe/weights.h"
@@ -60,12 +61,13 @@ class Call final : private Job {
   void finish();
   void settle();
   void await_up(size_t segment);
-  template <class Unit, class Do>
-  void take(std::vector<std::atomic<int32_t>>& next, const std::vector<std::vector<Unit>>& units, int group, Do&& act);
+  void take_units(size_t group, char* slice);
+  void take_lanes(size_t group, char* slice);
   const char* first_read(const UpUnit& unit) const;
   void run_up(const UpUnit& unit, const UpUnit* next, char* slice);
-  void run_lane(const Lane& lane, char* slice);
-  void clear_idle(const Lane& lane);
+  int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
+  void run_down(const Lane& lane, size_t segment, char* slice);
+  void clear_idle();
 
   const Experts& experts_;
   Batch batch_;
@@ -73,7 +75,8 @@ class Call final : private Job {
   Plan plan_;
   Buffer workspace_;
   bool reading_ = false;                                   // between Weights::enter and leave
-  std::vector<std::atomic<int32_t>> next_up_, next_lane_;  // [groups]
+  std::vector<std::atomic<int32_t>> next_up_;              // [groups]
+  std::vector<LaneQueue> lanes_;                           // [groups]
   std::vector<std::atomic<int32_t>> up_left_;              // [segments]
   std::mutex mutex_;                                       // submit and wait from several threads
   std::atomic<bool> under_way_{false};

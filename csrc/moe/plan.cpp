@@ -12,9 +12,6 @@ namespace {
 
 constexpr int64_t kScratchFloats = 2 * 2 * kMaxRows * kBlockN;
 
-// What a block costs relative to one pass of two token tiles over it: fetching its weights is worth about six.
-int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }
-
 // Token tiles of one segment in pieces of about `most`, none of them much smaller than the others.
 int32_t pieces_of(int32_t tiles, int32_t most) { return tiles <= most + most / 4 ? 1 : (int32_t)ceil_div(tiles, most); }
 
@@ -47,17 +44,12 @@ struct UpCutter {
   }
 };
 
-// Blocks per lane. A lane reads its own weights once and every hidden row once, the latter from a shared cache: count
-// those bytes half. Ending with a partly filled round of lanes costs as much as a full one.
-int32_t lane_width(int32_t blocks, int threads, double weight_bytes, double hidden_bytes) {
-  int32_t best = 1;
-  double best_cost = 0;
-  for (int32_t width = 1; width <= std::max(1, (int32_t)ceil_div(blocks, threads)); width++) {
-    int64_t rounds = ceil_div(ceil_div(blocks, width), threads);
-    double cost = (double)rounds * (width * weight_bytes + 0.5 * hidden_bytes);
-    if (width == 1 || cost < best_cost * 0.98) best = width, best_cost = cost;
-  }
-  return best;
+// Blocks per lane. A lane reads its own weights once and every hidden row once, so wide lanes share rows better; there
+// must be half as many again as threads, or those that are ahead find nothing to help with. Where rows are few, so are
+// their bytes, and single blocks keep the end even.
+int32_t lane_width(int32_t blocks, int threads, size_t weight_bytes, int64_t hidden_bytes) {
+  if (hidden_bytes * 4 < (int64_t)weight_bytes) return 1;
+  return (int32_t)std::max<int64_t>(1, blocks * 2 / (3 * threads));
 }
 
 }  // namespace
@@ -69,7 +61,7 @@ Budget budget_of_machine() {
   // Guests hide siblings: an L2 of 2 MB is taken to have two threads at it even where the guest shows one.
   if (t.hypervisor && t.l2_sharers == 1) share = l2 / 2;
   share = std::max<int64_t>(share, 256 << 10);
-  return {share / 2, share / 4};
+  return {share * 5 / 8, share / 4};
 }
 
 void make_plan(const Routing& routing, const Weights& weights, const KernelTable& kernels, int32_t tokens, int threads,
@@ -105,11 +97,11 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
     largest_rows = std::max(largest_rows, std::min<int64_t>((int64_t)t.tiles * t.rows, most_rows));
   }
   UpCutter cutter{weights, std::max(1, threads / groups), plan, most_tiles, most_blocks};
-  double weight_bytes = (double)segments.size() * (double)down.block_bytes();
+  size_t weight_bytes = segments.size() * down.block_bytes();
   for (int g = 0; g < groups; g++) {
     cutter.cut(segments, g);
     int32_t begin = down.begin(g), end = down.end(g);
-    int32_t width = lane_width(end - begin, cutter.threads, weight_bytes, (double)hidden_bytes);
+    int32_t width = lane_width(end - begin, cutter.threads, weight_bytes, hidden_bytes);
     for (int32_t b = begin; b < end; b += width) plan.lanes[(size_t)g].push_back({b, std::min(b + width, end)});
   }
 

@@ -44,6 +44,10 @@ struct Plan {
   int64_t panel_bytes, partial_bytes, thread_bytes;
 };
 
+// What one k tile of a block costs, in passes of two token tiles over it: fetching the weights is worth about six.
+constexpr int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }
+constexpr int64_t kTurnCost = 2000;  // of a lane in one thread's hands: about a tenth of a millisecond
+
 Budget budget_of_machine();
 void make_plan(const Routing& routing, const Weights& weights, const KernelTable& kernels, int32_t tokens, int threads,
                int groups, const Budget& budget, Plan& plan);
