@@ -20,16 +20,16 @@ namespace kt {
 namespace {
 
 // Bits of XCR0: the registers that the OS saves on a context switch.
-constexpr uint64_t kYmm = 0x6;            // SSE and the upper halves of YMM
-constexpr uint64_t kZmm = kYmm | 0xe0;    // opmask, upper halves of ZMM 0-15, ZMM 16-31
-constexpr uint64_t kTiles = 0x60000;      // tile configuration, tile data
+constexpr uint64_t kYmm = 0x6;          // SSE and the upper halves of YMM
+constexpr uint64_t kZmm = kYmm | 0xe0;  // opmask, upper halves of ZMM 0-15, ZMM 16-31
+constexpr uint64_t kTiles = 0x60000;    // tile configuration, tile data
 
 struct Feature {
   const char* name;
-  const char* variant;             // the lowest variant that needs it
-  uint32_t CpuState::*word;
+  const char* variant;  // the lowest variant that needs it
+  uint32_t CpuState::* word;
   int bit;
-  uint64_t registers;              // XCR0 bits without which it faults
+  uint64_t registers;  // XCR0 bits without which it faults
 };
 
 constexpr Feature kFeatures[] = {

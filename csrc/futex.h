@@ -54,8 +54,7 @@ bool spin_until(Ready ready, std::chrono::microseconds limit) {
 class SpinLock {
  public:
   void lock() {
-    for (int looks = 0; held_.exchange(true, std::memory_order_acquire);)
-      do {
+    for (int looks = 0; held_.exchange(true, std::memory_order_acquire);) do {
         if (++looks < 1000)
           relax();
         else

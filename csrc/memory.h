@@ -16,8 +16,8 @@ class Buffer {
   Buffer(Buffer&& other) noexcept;
   Buffer& operator=(Buffer&& other) noexcept;
 
-  char* data() const { return data_; }           // null for 0 bytes
-  size_t size() const { return size_; }          // as asked for
+  char* data() const { return data_; }   // null for 0 bytes
+  size_t size() const { return size_; }  // as asked for
   explicit operator bool() const { return data_ != nullptr; }
 
  private:

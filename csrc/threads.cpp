@@ -36,9 +36,9 @@ enum JobState : uint32_t { kIdle, kQueued, kAwaited, kDone };  // awaited: queue
 // Where idle threads look and sleep. A sleeper counts itself before it looks at `open` for the last time, a submitter
 // raises `open` before it looks at `sleepers`; both are sequentially consistent, so one of the two sees the other.
 struct alignas(64) Bell {
-  Word open{0};      // jobs that a thread of this bell may join
+  Word open{0};  // jobs that a thread of this bell may join
   Word sleepers{0};
-  Word rings{0};     // the futex
+  Word rings{0};  // the futex
 
   void ring(int threads) {
     if (sleepers.load() == 0) return;
@@ -106,7 +106,7 @@ struct Pool::Impl {
   const uint32_t born = watch_forks();
 
   SpinLock lock;
-  Job* first = nullptr;   // the queue, oldest first: exactly the open jobs
+  Job* first = nullptr;  // the queue, oldest first: exactly the open jobs
   Job** end = &first;
   Bell workers, stand_in;
   std::atomic<bool> stopping{false};
@@ -151,7 +151,8 @@ void Pool::Impl::stop() {
 
 void Pool::Impl::check_process(const char* what) const {
   if (forks.load(std::memory_order_relaxed) != born)
-    throw std::runtime_error(std::string(what) + " on a pool that was made before fork(): its threads stayed in the "
+    throw std::runtime_error(std::string(what) +
+                             " on a pool that was made before fork(): its threads stayed in the "
                              "parent; make a new pool in the child, or start the child with spawn");
 }
 

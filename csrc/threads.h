@@ -36,9 +36,9 @@ class Job {
 };
 
 struct PoolOptions {
-  int threads = 0;        // in all groups together; 0: KT_THREADS, or chosen by topology and probe
-  int groups = 0;         // 0: one per NUMA node in the affinity mask; other than there are nodes: simulated, unbound
-  int spin_us = 50;       // how long an idle thread looks for work before it sleeps
+  int threads = 0;   // in all groups together; 0: KT_THREADS, or chosen by topology and probe
+  int groups = 0;    // 0: one per NUMA node in the affinity mask; other than there are nodes: simulated, unbound
+  int spin_us = 50;  // how long an idle thread looks for work before it sleeps
   bool pin = true;
 };
 
@@ -51,16 +51,16 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const;                       // the caller of run() included
+  int threads() const;  // the caller of run() included
   int groups() const;
   const std::vector<int>& cpus() const;      // cpu of each worker index; -1 where not pinned to one, as is index 0
   const std::vector<int>& group_of() const;  // group of each worker index
   int node_of(int group) const;              // NUMA node to bind memory to; -1 when simulated
 
-  void run(Job& job);                        // works along, returns when the job is done; jobs don't throw
-  void submit(Job& job);                     // returns at once, all threads() work; the job must outlive wait()
-  void wait(Job& job);                       // from any thread but a worker; returns at once if never queued
-  bool done(const Job& job) const;           // finished since it was last submitted
+  void run(Job& job);               // works along, returns when the job is done; jobs don't throw
+  void submit(Job& job);            // returns at once, all threads() work; the job must outlive wait()
+  void wait(Job& job);              // from any thread but a worker; returns at once if never queued
+  bool done(const Job& job) const;  // finished since it was last submitted
 
   // flop/s of threads pinned to each of these cpus that multiply together for 10 ms; what the probe asks.
   static double rate_on(const std::vector<int>& cpus);

@@ -14,26 +14,26 @@ namespace kt {
 
 struct Cpu {
   int id;
-  int core;      // physical core: the lowest cpu id among its siblings, so unique over packages
-  int node;      // NUMA node
+  int core;  // physical core: the lowest cpu id among its siblings, so unique over packages
+  int node;  // NUMA node
 };
 
 struct Topology {
-  std::vector<Cpu> cpus;          // allowed ones, ascending by id
-  std::vector<int> nodes;         // NUMA nodes that have an allowed cpu, ascending
-  int cores = 0;                  // distinct physical cores among `cpus`
-  size_t l1d = 0, l2 = 0, l3 = 0; // bytes of one instance as seen by the first allowed cpu; 0 where unknown
-  int l2_sharers = 1;             // allowed cpus that share one L2
-  bool siblings_listed = false;   // sysfs says which cpus share a core
-  bool hypervisor = false;        // a guest: siblings may be hidden
-  double quota = 0;               // cpus' worth of time that the cgroup grants (cpu.max); 0: no limit
+  std::vector<Cpu> cpus;           // allowed ones, ascending by id
+  std::vector<int> nodes;          // NUMA nodes that have an allowed cpu, ascending
+  int cores = 0;                   // distinct physical cores among `cpus`
+  size_t l1d = 0, l2 = 0, l3 = 0;  // bytes of one instance as seen by the first allowed cpu; 0 where unknown
+  int l2_sharers = 1;              // allowed cpus that share one L2
+  bool siblings_listed = false;    // sysfs says which cpus share a core
+  bool hypervisor = false;         // a guest: siblings may be hidden
+  double quota = 0;                // cpus' worth of time that the cgroup grants (cpu.max); 0: no limit
 
-  int thread_limit() const;       // allowed cpus, cut to the quota (rounded up)
+  int thread_limit() const;  // allowed cpus, cut to the quota (rounded up)
 };
 
 // `root` is "/" on a real machine; tests pass a made-up tree. `allowed` empty: ask the kernel.
 Topology read_topology(const std::string& root = "/", std::vector<int> allowed = {});
-const Topology& topology();       // of this process at first use
+const Topology& topology();  // of this process at first use
 
 // Together how fast threads pinned to these cpus multiply; any unit.
 using AggregateRate = std::function<double(const std::vector<int>& cpus)>;
@@ -46,14 +46,14 @@ std::vector<int> useful_cpus(const Topology& topology, const AggregateRate& rate
 // Who sits where. Index 0 is the seat of whoever calls run(); its cpu is left free for it.
 struct Seat {
   int group;
-  int cpu;                        // -1: may move among the cpus of its group
+  int cpu;  // -1: may move among the cpus of its group
 };
 
 struct Seating {
-  std::vector<Seat> seats;        // by worker index, group after group
-  std::vector<int> node_of;       // NUMA node of each group; -1 where groups do not follow nodes
+  std::vector<Seat> seats;                // by worker index, group after group
+  std::vector<int> node_of;               // NUMA node of each group; -1 where groups do not follow nodes
   std::vector<std::vector<int>> cpus_of;  // cpus of each group
-  bool crowded = false;           // more threads than cpus: spinning would keep others from working
+  bool crowded = false;                   // more threads than cpus: spinning would keep others from working
 };
 
 // `threads` seats on `cpus` in `groups` groups: one per node where there are as many groups as nodes among `cpus`,

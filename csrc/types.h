@@ -15,12 +15,12 @@ enum class DType : uint8_t { f32, bf16, f16 };
 
 constexpr size_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
 
-constexpr int kTileK = 32;           // contraction steps in a tile
-constexpr int kTileN = 16;           // outputs in a tile
-constexpr int kBlockN = 32;          // outputs in a block: two tiles side by side, 2 KB per k step
-constexpr int kTileBytes = 1024;     // bf16
-constexpr int kMaxRows = 16;         // tokens in an activation tile, at most
-constexpr int kLayoutVersion = 1;    // of packed weights; recorded wherever they are written
+constexpr int kTileK = 32;         // contraction steps in a tile
+constexpr int kTileN = 16;         // outputs in a tile
+constexpr int kBlockN = 32;        // outputs in a block: two tiles side by side, 2 KB per k step
+constexpr int kTileBytes = 1024;   // bf16
+constexpr int kMaxRows = 16;       // tokens in an activation tile, at most
+constexpr int kLayoutVersion = 1;  // of packed weights; recorded wherever they are written
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -28,7 +28,8 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // What stands between the two products of an expert. `gated` forms take gate and up, the others up alone.
 enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu2, swiglu_oai };
 
-// One bf16 or f16 as f32: the scalar form of what kernels/elementwise.h does in vectors, for the code outside the kernels.
+// One bf16 or f16 as f32: the scalar form of what kernels/elementwise.h does in vectors, for the code outside the
+// kernels.
 static inline float to_float(uint16_t half, DType type) {
   uint32_t bits = (uint32_t)half << 16;
   float value;

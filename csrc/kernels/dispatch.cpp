@@ -88,17 +88,20 @@ void report(const Variant& chosen, const std::string& asked) {
     for (const std::string& line : feature_report()) std::fprintf(stderr, "kt: cpu feature %s\n", line.c_str());
     for (const Variant& variant : variants())
       std::fprintf(stderr, "kt: cpu variant %s: %s%s\n", variant.name, state_of(variant).c_str(),
-                   &variant != &chosen ? "" : asked.empty() ? "; chosen, the best native one" : "; chosen, asked for");
+                   &variant != &chosen ? ""
+                   : asked.empty()     ? "; chosen, the best native one"
+                                       : "; chosen, asked for");
     return true;
   }();
   (void)once;
 }
 
-const Variant& find(const std::string& name, const std::string& origin) {
+// A pointer, because gcc 13 takes a reference from a call with temporaries for a dangling one.
+const Variant* find(const std::string& name, const std::string& origin) {
   std::string usable;
   for (const Variant& variant : variants()) {
     if (variant.native || variant.emulated) {
-      if (name == variant.name) return variant;
+      if (name == variant.name) return &variant;
       usable += (usable.empty() ? "" : ", ") + std::string(variant.name);
     }
   }
@@ -115,13 +118,13 @@ int variant_count() { return static_cast<int>(variants().size()); }
 
 const Variant& variant(int index) { return variants().at(static_cast<size_t>(index)); }
 
-const KernelTable& kernels(const char* name) { return *find(name, "").table; }
+const KernelTable& kernels(const char* name) { return *find(name, "")->table; }
 
 const KernelTable& choose_kernels() {
   const std::string asked = requested_variant();
-  const Variant& chosen = asked.empty() ? best() : find(asked, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)");
-  if (debug_log()) report(chosen, asked);
-  return *chosen.table;
+  const Variant* chosen = asked.empty() ? &best() : find(asked, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)");
+  if (debug_log()) report(*chosen, asked);
+  return *chosen->table;
 }
 
 const KernelTable& kernels() {

@@ -87,7 +87,8 @@ inline F32<W> from_f16(const void* p) {
   U32<W> h = __builtin_convertvector(load<typename Vec<W>::u16>(p), U32<W>);
   U32<W> sign = (h & 0x8000u) << 16;
   U32<W> magnitude = (h & 0x7fffu) << 13;
-  // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals on the way; infinities and NaNs are put back.
+  // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals on the way; infinities and NaNs are put
+  // back.
   F32<W> scaled = (F32<W>)magnitude * splat<W>(0x1p112f);
   U32<W> special = (U32<W>)(magnitude >= (31u << 23)) & 0x7f800000u;
   return (F32<W>)((U32<W>)scaled | special | sign);

@@ -1,12 +1,13 @@
 // The two products of an expert, written once for every ISA.
 //
-// An ISA brings `multiply`: up to two token tiles against one weight block of 32 outputs, into f32 [rows][32]. Around it
-// stand the loops over blocks and token tiles, the activation that turns gate and up into the hidden panel, and the
+// An ISA brings `multiply`: up to two token tiles against one weight block of 32 outputs, into f32 [rows][32]. Around
+// it stand the loops over blocks and token tiles, the activation that turns gate and up into the hidden panel, and the
 // scaled addition of down's rows into the running sums. Weights are the stream: while one block is multiplied, the next
-// one is fetched into L2, its lines spread evenly over all the k steps of the current one, so that memory and arithmetic
-// work at the same time. For the same reason the rows of one product are finished (activated, or added to the sums)
-// during the k steps of the next one, where the matrix unit leaves the vector units idle. What one token gets does not
-// depend on its neighbours in the tile or on the number of threads: every row sees the same operations in the same order.
+// one is fetched into L2, its lines spread evenly over all the k steps of the current one, so that memory and
+// arithmetic work at the same time. For the same reason the rows of one product are finished (activated, or added to
+// the sums) during the k steps of the next one, where the matrix unit leaves the vector units idle. What one token gets
+// does not depend on its neighbours in the tile or on the number of threads: every row sees the same operations in the
+// same order.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -66,7 +67,9 @@ class Unfinished {
   }
 
  private:
-  void finish_row() {
+  // One copy of this code: inlined twice, the compiler may fuse a multiplication and an addition here and not there, and
+  // a row's bits would depend on which copy it met.
+  __attribute__((noinline)) void finish_row() {
     finish_(product_, next_, product_.c + next_ * kBlockN);
     next_++;
   }
@@ -80,8 +83,8 @@ struct Nothing {
   void all() {}
 };
 
-// Multiplies every block with every pair of token tiles, weights prefetched one block ahead. `where` gives a product its
-// place for the sums, `finish(product, row, sums)` takes every row once it is complete.
+// Multiplies every block with every pair of token tiles, weights prefetched one block ahead. `where` gives a product
+// its place for the sums, `finish(product, row, sums)` takes every row once it is complete.
 template <class Isa, class Unit, class Where, class Finish>
 inline void for_each_product(const Unit& u, bool complete, const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
@@ -109,8 +112,10 @@ inline void for_each_product(const Unit& u, bool complete, const Where& where, c
   Isa::leave();
 }
 
+// Never inlined: the compiler fuses multiply and add as it sees fit, differently in every copy, and a token's bits
+// would depend on where in the loops its row is finished.
 template <class Isa, Activation A>
-inline void hidden_row(const float* c, const Gate& gate, const float* bias, char* out) {
+__attribute__((noinline)) void hidden_row(const float* c, const Gate& gate, const float* bias, char* out) {
   constexpr int W = Isa::width;
   for (int i = 0; i < (gate.gated ? kTileN : kBlockN); i += W) {
     F32<W> g = load<F32<W>>(c + i), h;
@@ -154,11 +159,16 @@ void run_up_as(const Up& u) {
 template <class Isa>
 void run_up(const Up& u) {
   switch (u.gate.kind) {
-    case Activation::silu: return run_up_as<Isa, Activation::silu>(u);
-    case Activation::gelu: return run_up_as<Isa, Activation::gelu>(u);
-    case Activation::gelu_tanh: return run_up_as<Isa, Activation::gelu_tanh>(u);
-    case Activation::relu2: return run_up_as<Isa, Activation::relu2>(u);
-    case Activation::swiglu_oai: return run_up_as<Isa, Activation::swiglu_oai>(u);
+    case Activation::silu:
+      return run_up_as<Isa, Activation::silu>(u);
+    case Activation::gelu:
+      return run_up_as<Isa, Activation::gelu>(u);
+    case Activation::gelu_tanh:
+      return run_up_as<Isa, Activation::gelu_tanh>(u);
+    case Activation::relu2:
+      return run_up_as<Isa, Activation::relu2>(u);
+    case Activation::swiglu_oai:
+      return run_up_as<Isa, Activation::swiglu_oai>(u);
   }
 }
 
@@ -180,8 +190,9 @@ inline float* sum_of(const Down& d, int block, int r) {
 }
 
 // Row r of one expert's block joins its token's sum: stored if first, added otherwise, rounded into the output if last.
+// Never inlined, as hidden_row is not.
 template <int W>
-inline void add_row(const Down& d, int block, int r, const float* c) {
+__attribute__((noinline)) void add_row(const Down& d, int block, int r, const float* c) {
   int token = d.rows.token[r];
   uint8_t mark = d.rows.mark[r];
   bool starts = d.first && (mark & kFirst), ends = d.last && (mark & kLast);

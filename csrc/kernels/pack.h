@@ -24,7 +24,8 @@ inline uint16_t one_bf16(const void* base, int64_t index, DType type) {
 
 // square[n][k] = source(n0 + n, k0 + k) as bf16, zero outside n_valid and k_valid.
 template <int W>
-inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0, int k_valid) {
+inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0,
+                         int k_valid) {
   __builtin_memset(square, 0, sizeof square);
   int ns = n_valid - n0 < kTileN ? n_valid - n0 : kTileN;
   int ks = k_valid - k0 < kTileK ? k_valid - k0 : kTileK;

@@ -27,8 +27,8 @@ inline double per_second(double seconds, Body&& body) {
   return units / (now - start);
 }
 
-// bf16 or f32 numbers around 1 with random signs and mantissas. What the arithmetic can do depends on its data: on zeros
-// or constants a matrix unit draws less power and runs up to twice as fast as it ever will on weights.
+// bf16 or f32 numbers around 1 with random signs and mantissas. What the arithmetic can do depends on its data: on
+// zeros or constants a matrix unit draws less power and runs up to twice as fast as it ever will on weights.
 inline void fill_with_noise(char* out, size_t bytes, int elem) {
   uint64_t x = 88172645463325252u;
   for (size_t at = 0; at + (size_t)elem <= bytes; at += (size_t)elem) {
@@ -60,7 +60,14 @@ double panel_rate(double seconds, char* scratch, size_t bytes) {
   double rate = per_second(seconds, [&] {
     for (int64_t i = 0; i < blocks; i++) {
       Product p{{scratch, (size_t)tile, scratch + panel + i * block, k_tiles},
-                0, 0, kPassTiles, rows, kPassTiles * rows, false, {nullptr, 0}, c};
+                0,
+                0,
+                kPassTiles,
+                rows,
+                kPassTiles * rows,
+                false,
+                {nullptr, 0},
+                c};
       Isa::multiply(p, nothing);
     }
     return 2.0 * kPassTiles * rows * kBlockN * 2048 * (double)blocks;
@@ -109,8 +116,14 @@ double measure_rate(Rate what, double seconds, char* scratch, size_t bytes) {
 
 template <class Isa>
 constexpr KernelTable table_of(const char* name) {
-  return {name,         Isa::elem,     &Isa::tiling, &gather_panel<Isa::width, Isa::elem>,
-          &run_up<Isa>, &run_down<Isa>, &pack_block<Isa::width>, &measure_rate<Isa>};
+  return {name,
+          Isa::elem,
+          &Isa::tiling,
+          &gather_panel<Isa::width, Isa::elem>,
+          &run_up<Isa>,
+          &run_down<Isa>,
+          &pack_block<Isa::width>,
+          &measure_rate<Isa>};
 }
 
 }  // namespace

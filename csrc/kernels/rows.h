@@ -38,7 +38,8 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
       if (p % 4 == 0) prefetch_quarter(ahead, p / 4);
       decltype(Arith::open(b)) w[NV];
       // Columns past the first tile of the block lie one tile further on.
-      for (int v = 0; v < NV; v++) w[v] = Arith::open(b + p * 64 + (v * W / kTileN) * kTileBytes + (v * W % kTileN) * 4);
+      for (int v = 0; v < NV; v++)
+        w[v] = Arith::open(b + p * 64 + (v * W / kTileN) * kTileBytes + (v * W % kTileN) * 4);
       for (int m = 0; m < rows; m++) {
         const char* x = a + m * kTileK * Arith::elem + p * 2 * Arith::elem;
         for (int v = 0; v < NV; v++) acc[m][v] = Arith::step(acc[m][v], x, w[v]);

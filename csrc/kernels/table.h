@@ -11,31 +11,31 @@ namespace kt {
 
 // How the live rows of a panel are cut into tiles of equal height; the last tile may be short.
 struct Tiling {
-  int32_t rows;   // tokens per tile
+  int32_t rows;  // tokens per tile
   int32_t tiles;
 };
 
 // One stretch of a contraction: an activation panel against weight blocks. LoRA appends stretches of its own.
 struct Stretch {
-  const char* a;        // tile 0 of the panel at the first k tile of this stretch
-  size_t a_tile;        // bytes from one token tile to the next
-  const char* b;        // weight block at the first k tile of this stretch
+  const char* a;  // tile 0 of the panel at the first k tile of this stretch
+  size_t a_tile;  // bytes from one token tile to the next
+  const char* b;  // weight block at the first k tile of this stretch
   int32_t k_tiles;
 };
 
 struct Gate {
   Activation kind;
-  bool gated;           // two tiles of a block are gate and up of the same 16 outputs; else 32 outputs of up
-  float limit;          // > 0: gate clamped from above, up to +-limit
-  float alpha;          // swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1)
+  bool gated;   // two tiles of a block are gate and up of the same 16 outputs; else 32 outputs of up
+  float limit;  // > 0: gate clamped from above, up to +-limit
+  float alpha;  // swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
 // Rows of X gathered into a panel: out[tile][k_tile][row][32] = x[token[r]][k0 ...], zero beyond `live` and H.
 struct Gather {
-  const void* x;        // [T, H], row stride in elements
+  const void* x;  // [T, H], row stride in elements
   DType dtype;
   int64_t x_stride;
-  const int32_t* token; // [live]
+  const int32_t* token;  // [live]
   int32_t live;
   Tiling tiling;
   int32_t k0, k_tiles;  // first column, number of k tiles
@@ -47,17 +47,17 @@ struct Gather {
 struct Up {
   Tiling tiling;
   int32_t live;
-  Stretch base;         // b: block `block0`, all of K or a chunk of it
-  size_t block_bytes;   // from one block to the next
+  Stretch base;        // b: block `block0`, all of K or a chunk of it
+  size_t block_bytes;  // from one block to the next
   int32_t block0, block1;
-  bool first, last;     // of the chunks of K: start from zero, apply the activation
-  float* sums;          // [blocks][tiles * rows][32] between chunks; unused when first && last
+  bool first, last;  // of the chunks of K: start from zero, apply the activation
+  float* sums;       // [blocks][tiles * rows][32] between chunks; unused when first && last
   Gate gate;
-  const float* bias;    // [blocks * 32] laid out as the blocks are, or null
-  char* hidden;         // panel [tiles][hidden_k_tiles][rows][32]
+  const float* bias;  // [blocks * 32] laid out as the blocks are, or null
+  char* hidden;       // panel [tiles][hidden_k_tiles][rows][32]
   int32_t hidden_k_tiles;
-  const char* next;     // what this thread will read after these blocks, or null
-  float* scratch;       // [2][2 * 16][32]: one product being made, one being finished
+  const char* next;  // what this thread will read after these blocks, or null
+  float* scratch;    // [2][2 * 16][32]: one product being made, one being finished
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
@@ -76,15 +76,15 @@ struct Down {
   Stretch base;
   size_t block_bytes;
   int32_t block0, block1;
-  bool first, last;     // chunk of K
+  bool first, last;  // chunk of K
   Rows rows;
-  const float* bias;    // [blocks * 32] or null
-  float* sum;           // f32 running sums, [block][T][32], at block0
-  int64_t sum_block;    // elements from one block to the next
-  void* out;            // [T, H] at column 0
+  const float* bias;  // [blocks * 32] or null
+  float* sum;         // f32 running sums, [block][T][32], at block0
+  int64_t sum_block;  // elements from one block to the next
+  void* out;          // [T, H] at column 0
   DType dtype;
   int64_t out_stride;
-  int32_t width;        // H
+  int32_t width;  // H
   const char* next;
   float* scratch;
 };
@@ -96,10 +96,11 @@ struct Source {
   int64_t n_stride, k_stride;
 };
 
-// Fills one block from one source (32 outputs) or two (16 of gate, 16 of up). Outputs past n_valid and k past K are zero.
+// Fills one block from one source (32 outputs) or two (16 of gate, 16 of up). Outputs past n_valid and k past K are
+// zero.
 struct Pack {
   Source half[2];
-  int32_t n0[2];        // first output of each half
+  int32_t n0[2];  // first output of each half
   int32_t n_valid;
   int32_t k;
   int32_t k_tiles;
@@ -111,8 +112,8 @@ enum class Rate : uint8_t { registers, panels, read };
 
 struct KernelTable {
   const char* name;
-  int32_t elem;                                   // bytes of an activation element in a panel
-  Tiling (*tiling)(int32_t live);                 // how to cut `live` rows
+  int32_t elem;                    // bytes of an activation element in a panel
+  Tiling (*tiling)(int32_t live);  // how to cut `live` rows
   void (*gather)(const Gather&);
   void (*up)(const Up&);
   void (*down)(const Down&);
@@ -124,10 +125,10 @@ struct KernelTable {
 // One CPU variant as this process may use it. At most one of `native` and `emulated` is set; neither: it cannot run.
 struct Variant {
   const char* name;
-  const KernelTable* table;                       // null: not in this build
-  bool native;                                    // in this build, real instructions, and this CPU and OS run them
-  bool emulated;                                  // software intrinsics (KT_EMULATE): runs anywhere, only when asked for
-  const char* missing;                            // comma-separated features the machine lacks; "" when it lacks none
+  const KernelTable* table;  // null: not in this build
+  bool native;               // in this build, real instructions, and this CPU and OS run them
+  bool emulated;             // software intrinsics (KT_EMULATE): runs anywhere, only when asked for
+  const char* missing;       // comma-separated features the machine lacks; "" when it lacks none
 };
 
 // Every variant that exists, in ascending order of preference.
@@ -137,7 +138,7 @@ const Variant& variant(int index);
 // The table in use: what the environment asks for (cpu.h), else the best native one; chosen once. Throws
 // std::runtime_error that says what is missing and what to do instead.
 const KernelTable& kernels();
-const KernelTable& kernels(const char* name);     // by name, emulated ones included; throws likewise
-const KernelTable& choose_kernels();              // what kernels() keeps, from the environment as it is now
+const KernelTable& kernels(const char* name);  // by name, emulated ones included; throws likewise
+const KernelTable& choose_kernels();           // what kernels() keeps, from the environment as it is now
 
 }  // namespace kt

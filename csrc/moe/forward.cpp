@@ -31,7 +31,8 @@ Call::~Call() {
 void Call::clear_idle() {
   size_t size = size_of(batch_.out_dtype);
   for (int32_t token : routing_.idle)
-    std::memset((char*)batch_.out + token * batch_.out_stride * (int64_t)size, 0, (size_t)experts_.shape().hidden * size);
+    std::memset((char*)batch_.out + token * batch_.out_stride * (int64_t)size, 0,
+                (size_t)experts_.shape().hidden * size);
 }
 
 void Call::prepare() {
@@ -41,11 +42,13 @@ void Call::prepare() {
   reading_ = true;
   route(batch_, experts_.shape().experts, routing_);
   clear_idle();
-  make_plan(routing_, experts_.weights(), experts_.kernels(), batch_.tokens, pool.threads(), pool.groups(), budget, plan_);
+  make_plan(routing_, experts_.weights(), experts_.kernels(), batch_.tokens, pool.threads(), pool.groups(), budget,
+            plan_);
   workspace_ = experts_.engine().arena.borrow((size_t)plan_.total_bytes);
   for (auto& n : next_up_) n.store(0, std::memory_order_relaxed);
   for (size_t g = 0; g < lanes_.size(); g++) lanes_[g].reset(plan_.lanes[g].size(), (int32_t)routing_.segments.size());
-  if (up_left_.size() < routing_.segments.size()) up_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
+  if (up_left_.size() < routing_.segments.size())
+    up_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
   for (size_t s = 0; s < routing_.segments.size(); s++) up_left_[s].store(plan_.units_of[s], std::memory_order_relaxed);
 }
 
@@ -139,9 +142,16 @@ void Call::run_up(const UpUnit& unit, const UpUnit* next, char* slice) {
   int32_t chunk = rows * k_tiles * elem_tile <= plan_.panel_bytes ? k_tiles : plan_.up_chunk;
   const char* b = first_read(unit);
 
-  Gather gather{batch_.hidden, batch_.hidden_dtype,    batch_.hidden_stride, routing_.token.data() + segment.begin + row0,
-                live,          tiling,                 0,                    0,
-                experts_.shape().hidden, slice};
+  Gather gather{batch_.hidden,
+                batch_.hidden_dtype,
+                batch_.hidden_stride,
+                routing_.token.data() + segment.begin + row0,
+                live,
+                tiling,
+                0,
+                0,
+                experts_.shape().hidden,
+                slice};
   Up up{};
   up.tiling = tiling;
   up.live = live;

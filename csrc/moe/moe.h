@@ -4,8 +4,8 @@
 //   experts.weights().pack(source);
 //   Call call(experts, batch);  call.run();            // or call.submit(); ... call.wait();
 //
-// A Call is bound to its buffers once and may be run again and again, as a captured CUDA graph does; the routing is read
-// anew each time. `submit` and `wait` may come from different threads, a CUDA host callback's among them.
+// A Call is bound to its buffers once and may be run again and again, as a captured CUDA graph does; the routing is
+// read anew each time. `submit` and `wait` may come from different threads, a CUDA host callback's among them.
 #pragma once
 
 #include <atomic>
@@ -50,9 +50,9 @@ class Call final : private Job {
   Call(const Experts& experts, const Batch& batch);
   ~Call() override;
 
-  void run();      // the calling thread works too
-  void submit();   // routes and plans on the calling thread, then returns; waits first for a run still under way
-  void wait();     // returns at once where nothing was submitted
+  void run();     // the calling thread works too
+  void submit();  // routes and plans on the calling thread, then returns; waits first for a run still under way
+  void wait();    // returns at once where nothing was submitted
   bool done() const;
 
  private:
@@ -74,11 +74,11 @@ class Call final : private Job {
   Routing routing_;
   Plan plan_;
   Buffer workspace_;
-  bool reading_ = false;                                   // between Weights::enter and leave
-  std::vector<std::atomic<int32_t>> next_up_;              // [groups]
-  std::vector<LaneQueue> lanes_;                           // [groups]
-  std::vector<std::atomic<int32_t>> up_left_;              // [segments]
-  std::mutex mutex_;                                       // submit and wait from several threads
+  bool reading_ = false;                       // between Weights::enter and leave
+  std::vector<std::atomic<int32_t>> next_up_;  // [groups]
+  std::vector<LaneQueue> lanes_;               // [groups]
+  std::vector<std::atomic<int32_t>> up_left_;  // [segments]
+  std::mutex mutex_;                           // submit and wait from several threads
   std::atomic<bool> under_way_{false};
 };
 

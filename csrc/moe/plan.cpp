@@ -37,7 +37,8 @@ struct UpCutter {
       for (int32_t b = begin; b < end; b += per_part)
         for (int32_t p = 0; p < pieces; p++)
           plan.up[(size_t)group].push_back({(int32_t)s, (int32_t)((int64_t)tiles * p / pieces),
-                                            (int32_t)((int64_t)tiles * (p + 1) / pieces), b, std::min(b + per_part, end)});
+                                            (int32_t)((int64_t)tiles * (p + 1) / pieces), b,
+                                            std::min(b + per_part, end)});
       left -= cost;
     }
     for (const UpUnit& u : plan.up[(size_t)group]) plan.units_of[(size_t)u.segment]++;
@@ -74,11 +75,13 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
   int32_t chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16) / 64);
   plan.up_chunk = (int32_t)ceil_div(up.k_tiles(), chunks);
-  int32_t most_tiles = (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * elem_tile * tile_rows) / 2 * 2);
+  int32_t most_tiles =
+      (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * elem_tile * tile_rows) / 2 * 2);
   int64_t most_rows = (most_tiles + most_tiles / 4 + 1) * tile_rows;
   int32_t most_blocks = up.blocks();
   if (chunks > 1)
-    most_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / (most_rows * kBlockN * (int64_t)sizeof(float)) / 2 * 2);
+    most_blocks =
+        (int32_t)std::max<int64_t>(2, budget.sums_bytes / (most_rows * kBlockN * (int64_t)sizeof(float)) / 2 * 2);
   int32_t down_chunks = (int32_t)std::max<int64_t>(1, (down.k_tiles() + 32) / 96);
   plan.down_chunk = (int32_t)ceil_div(down.k_tiles(), down_chunks);
 
@@ -107,9 +110,10 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
 
   plan.sums_at = round_up(hidden_bytes, 4096);
   int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * (int64_t)sizeof(float);
-  plan.panel_bytes = round_up(std::max(largest_rows * plan.up_chunk * elem_tile,
-                                       std::min<int64_t>(largest_rows * up.k_tiles() * elem_tile, budget.panel_bytes * 5 / 4)),
-                              4096);
+  plan.panel_bytes =
+      round_up(std::max(largest_rows * plan.up_chunk * elem_tile,
+                        std::min<int64_t>(largest_rows * up.k_tiles() * elem_tile, budget.panel_bytes * 5 / 4)),
+               4096);
   plan.partial_bytes = chunks > 1 ? round_up(largest_rows * most_blocks * kBlockN * (int64_t)sizeof(float), 4096) : 0;
   plan.thread_bytes = plan.panel_bytes + plan.partial_bytes + kScratchFloats * (int64_t)sizeof(float);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);

@@ -1,9 +1,9 @@
 // How one call is cut into units of work: a pure decision, taken before anything runs.
 //
 // Two kinds of unit. An UpUnit multiplies some token tiles of one expert with a range of gate/up blocks and leaves the
-// activated rows in the hidden panel. A Lane owns a range of output columns and walks all experts in order, adding their
-// down products into those columns' sums: lanes share nothing, so sums need no locks and no second pass, and their order
-// is fixed whatever the number of threads. A lane may enter an expert once all of its up units are done.
+// activated rows in the hidden panel. A Lane owns a range of output columns and walks all experts in order, adding
+// their down products into those columns' sums: lanes share nothing, so sums need no locks and no second pass, and
+// their order is fixed whatever the number of threads. A lane may enter an expert once all of its up units are done.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace kt {
 
 struct UpUnit {
   int32_t segment;
-  int32_t tile0, tile1;    // token tiles of the segment
+  int32_t tile0, tile1;  // token tiles of the segment
   int32_t block0, block1;
 };
 
@@ -27,8 +27,8 @@ struct Lane {
 
 // The sizes that a plan works towards, from the caches of the machine.
 struct Budget {
-  int64_t panel_bytes;     // activations that one thread keeps in L2 while weights pass by
-  int64_t sums_bytes;      // partial sums between chunks of K
+  int64_t panel_bytes;  // activations that one thread keeps in L2 while weights pass by
+  int64_t sums_bytes;   // partial sums between chunks of K
 };
 
 struct Plan {
@@ -39,7 +39,8 @@ struct Plan {
   std::vector<int32_t> units_of;         // [segments] up units to wait for
   std::vector<std::vector<UpUnit>> up;   // [groups]
   std::vector<std::vector<Lane>> lanes;  // [groups]
-  // The workspace: hidden panels, running sums, then one slice per thread with its gathered panel, partial sums, scratch.
+  // The workspace: hidden panels, running sums, then one slice per thread with its gathered panel, partial sums,
+  // scratch.
   int64_t sums_at, threads_at, total_bytes;
   int64_t panel_bytes, partial_bytes, thread_bytes;
 };

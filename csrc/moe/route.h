@@ -15,10 +15,10 @@ namespace kt {
 // What a call brings. Ids outside [0, E) and experts with skip[e] != 0 are computed elsewhere, or nowhere.
 struct Batch {
   int32_t tokens = 0, top_k = 0;
-  const void* hidden = nullptr;   // [T, H]
+  const void* hidden = nullptr;  // [T, H]
   DType hidden_dtype = DType::bf16;
-  int64_t hidden_stride = 0;      // elements from row to row, as all strides here
-  const void* ids = nullptr;      // [T, k] int32 or int64
+  int64_t hidden_stride = 0;  // elements from row to row, as all strides here
+  const void* ids = nullptr;  // [T, k] int32 or int64
   bool ids_64 = false;
   int64_t ids_stride = 0;
   const void* weights = nullptr;  // [T, k]
@@ -26,7 +26,7 @@ struct Batch {
   int64_t weights_stride = 0;
   const int32_t* adapter = nullptr;  // [T], -1 for none; null: none for all
   const uint8_t* skip = nullptr;     // [E]
-  void* out = nullptr;            // [T, H]
+  void* out = nullptr;               // [T, H]
   DType out_dtype = DType::bf16;
   int64_t out_stride = 0;
 };

@@ -44,7 +44,8 @@ int32_t up_blocks(const LayerShape& s) {
 // All blocks of the call's experts, taken one by one; gate/up first, then down.
 class PackJob : public Job {
  public:
-  PackJob(const SourceLayer& source, const LayerShape& shape, const KernelTable& kernels, BlockStore& up, BlockStore& down)
+  PackJob(const SourceLayer& source, const LayerShape& shape, const KernelTable& kernels, BlockStore& up,
+          BlockStore& down)
       : source_(source), shape_(shape), kernels_(kernels), up_(up), down_(down), next_(up.parts()) {}
 
   void work(const Worker& worker) override {
@@ -117,7 +118,8 @@ Weights::Weights(const LayerShape& shape, const KernelTable& kernels, Pool& pool
       kernels_(kernels),
       pool_(pool),
       up_(shape.experts, up_blocks(shape), (int32_t)ceil_div(shape.hidden, kTileK), shape.gated ? 2 : 1, pool),
-      down_(shape.experts, (int32_t)ceil_div(shape.hidden, kBlockN), (int32_t)ceil_div(shape.intermediate, kTileK), 1, pool),
+      down_(shape.experts, (int32_t)ceil_div(shape.hidden, kBlockN), (int32_t)ceil_div(shape.intermediate, kTileK), 1,
+            pool),
       present_((size_t)shape.experts) {}
 
 void Weights::pack(const SourceLayer& source) {
@@ -139,7 +141,8 @@ void Weights::pack(const SourceLayer& source) {
 void Weights::enter() const {
   int32_t readers = readers_.load(std::memory_order_relaxed);
   do {
-    if (readers < 0) throw std::runtime_error("experts cannot be used while another thread packs them; wait for pack()");
+    if (readers < 0)
+      throw std::runtime_error("experts cannot be used while another thread packs them; wait for pack()");
   } while (!readers_.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire));
   int32_t missing = first_missing();
   if (missing < 0) return;

@@ -34,7 +34,7 @@ class BlockStore {
   int32_t k_tiles() const { return k_tiles_; }
   size_t block_bytes() const { return block_bytes_; }
   size_t bytes() const;
-  int32_t begin(int group) const { return first_[group]; }    // blocks [begin, end) live with this group
+  int32_t begin(int group) const { return first_[group]; }  // blocks [begin, end) live with this group
   int32_t end(int group) const { return first_[group + 1]; }
   int group_of(int32_t block) const;
   int parts() const { return (int)part_.size(); }
@@ -42,13 +42,13 @@ class BlockStore {
  private:
   int32_t blocks_ = 0, k_tiles_ = 0;
   size_t block_bytes_ = 0;
-  std::vector<int32_t> first_;   // [groups + 1]
-  std::vector<Buffer> part_;     // [groups], each [experts][blocks of the group][block_bytes]
+  std::vector<int32_t> first_;  // [groups + 1]
+  std::vector<Buffer> part_;    // [groups], each [experts][blocks of the group][block_bytes]
 };
 
 // Experts [first, first + count) as the caller has them; expert e of the call at data + e * expert_stride elements.
 struct SourceMatrix {
-  Source source;                 // of the call's expert 0; data null: absent
+  Source source;  // of the call's expert 0; data null: absent
   int64_t expert_stride;
 };
 
@@ -65,7 +65,7 @@ class Weights {
   // In parallel on the pool; experts may arrive in any order and number of calls, from several threads. Throws
   // std::runtime_error while a call reads the weights.
   void pack(const SourceLayer& source);
-  int32_t first_missing() const;          // -1: every expert has arrived
+  int32_t first_missing() const;  // -1: every expert has arrived
 
   // A call reads the weights from enter() to leave(). Throws std::runtime_error while they are packed or incomplete.
   void enter() const;

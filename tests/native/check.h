@@ -91,13 +91,12 @@ inline int main(int argc, char** argv) {
 
 }  // namespace kt::check
 
-#define TEST(name)                                                      \
-  static void test_##name();                                            \
+#define TEST(name)                                                              \
+  static void test_##name();                                                    \
   static const kt::check::Registration registration_##name{#name, test_##name}; \
   static void test_##name()
 
-#define CHECK(condition) \
-  ((condition) ? void() : kt::check::fail(__FILE__, __LINE__, "CHECK failed: " #condition))
+#define CHECK(condition) ((condition) ? void() : kt::check::fail(__FILE__, __LINE__, "CHECK failed: " #condition))
 
 #define CHECK_EQ(a, b) kt::check::equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 

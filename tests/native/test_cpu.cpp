@@ -126,8 +126,12 @@ TEST(cpu_environment_asks_for_a_variant) {
   CHECK_EQ(requested_variant(), "avx512");  // KT_ISA wins
   setenv("KT_ISA", "", 1);
   CHECK_EQ(requested_variant(), "amx");
-  const char* const mapped[][2] = {{"amx", "amx"},           {"avx512_bf16", "avx512_bf16"}, {"avx512_vbmi", "avx512"},
-                                   {"avx512_vnni", "avx512"}, {"avx512_base", "avx512"},      {"avx2", "avx2"}};
+  const char* const mapped[][2] = {{"amx", "amx"},
+                                   {"avx512_bf16", "avx512_bf16"},
+                                   {"avx512_vbmi", "avx512"},
+                                   {"avx512_vnni", "avx512"},
+                                   {"avx512_base", "avx512"},
+                                   {"avx2", "avx2"}};
   for (const auto& [theirs, ours] : mapped) {
     setenv("KT_KERNEL_CPU_VARIANT", theirs, 1);
     CHECK_EQ(requested_variant(), ours);

@@ -38,7 +38,9 @@ class Count : public Job {
     }
   }
 
-  bool complete() const { return std::all_of(hits_.begin(), hits_.end(), [](int h) { return h == 1; }); }
+  bool complete() const {
+    return std::all_of(hits_.begin(), hits_.end(), [](int h) { return h == 1; });
+  }
   const std::set<int>& indexes() const { return indexes_; }
 
  private:

@@ -58,8 +58,7 @@ std::vector<int> range(int first, int last) {
 
 // Two sockets of 8 cores; cpu c and c + 16 share a core, as Linux numbers them on bare metal.
 void two_sockets(const Tree& tree) {
-  for (int cpu = 0; cpu < 32; ++cpu)
-    tree.cpu(cpu, std::to_string(cpu % 16) + "," + std::to_string(cpu % 16 + 16));
+  for (int cpu = 0; cpu < 32; ++cpu) tree.cpu(cpu, std::to_string(cpu % 16) + "," + std::to_string(cpu % 16 + 16));
   tree.node(0, "0-7,16-23");
   tree.node(1, "8-15,24-31");
   tree.cache(0, 0, 1, "Data", "48K", "0,16");
