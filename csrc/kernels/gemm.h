@@ -67,8 +67,8 @@ class Unfinished {
   }
 
  private:
-  // One copy of this code: inlined twice, the compiler may fuse a multiplication and an addition here and not there, and
-  // a row's bits would depend on which copy it met.
+  // One copy of this code: inlined twice, the compiler may fuse a multiplication and an addition here and not there,
+  // and a row's bits would depend on which copy it met.
   __attribute__((noinline)) void finish_row() {
     finish_(product_, next_, product_.c + next_ * kBlockN);
     next_++;

@@ -1,8 +1,8 @@
 // From the checkpoint's rows to weight tiles, and from token rows to activation panels.
 //
 // Packing a weight tile is a transpose of 16 x 16 dwords (a dword is two neighbours along K), done as sixteen 4 x 4
-// transposes that every ISA has. The source may lie in any strides and in bf16, f16 or f32: 16 outputs x 32 of K are
-// first brought into a small bf16 square, so layouts are a matter of two strides and nothing else.
+// transposes that every ISA has. bf16 rows are read where they lie; a source in other strides or in f16 or f32 is first
+// brought into a small bf16 square of 16 outputs x 32 of K, so layouts are a matter of two strides and nothing else.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -26,17 +26,13 @@ inline uint16_t one_bf16(const void* base, int64_t index, DType type) {
 template <int W>
 inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0,
                          int k_valid) {
-  __builtin_memset(square, 0, sizeof square);
   int ns = n_valid - n0 < kTileN ? n_valid - n0 : kTileN;
   int ks = k_valid - k0 < kTileK ? k_valid - k0 : kTileK;
+  if (ns < kTileN || ks < kTileK) __builtin_memset(square, 0, sizeof square);
   if (s.k_stride == 1 && ks == kTileK) {
     for (int n = 0; n < ns; n++) {
       int64_t at = (n0 + n) * s.n_stride + k0;
-      if (s.dtype == DType::bf16) {
-        __builtin_memcpy(square[n], (const uint16_t*)s.data + at, sizeof square[n]);
-      } else {
-        for (int k = 0; k < kTileK; k += W) to_bf16<W>(&square[n][k], load_as_f32<W>(s.data, at + k, s.dtype));
-      }
+      for (int k = 0; k < kTileK; k += W) to_bf16<W>(&square[n][k], load_as_f32<W>(s.data, at + k, s.dtype));
     }
     return;
   }
@@ -45,12 +41,14 @@ inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, in
       square[n][k] = one_bf16(s.data, (n0 + n) * s.n_stride + (k0 + k) * s.k_stride, s.dtype);
 }
 
-inline void square_to_tile(const uint16_t (&square)[kTileN][kTileK], char* tile) {
+// 16 rows of 32 bf16, `stride` bytes apart, into a tile.
+inline void rows_to_tile(const char* rows, int64_t stride, char* tile) {
   using Four = U32<4>;
   for (int n = 0; n < kTileN; n += 4) {
+    const char* row = rows + n * stride;
     for (int p = 0; p < kTileK / 2; p += 4) {
-      Four r0 = load<Four>(&square[n][2 * p]), r1 = load<Four>(&square[n + 1][2 * p]);
-      Four r2 = load<Four>(&square[n + 2][2 * p]), r3 = load<Four>(&square[n + 3][2 * p]);
+      Four r0 = load<Four>(row + 4 * p), r1 = load<Four>(row + stride + 4 * p);
+      Four r2 = load<Four>(row + 2 * stride + 4 * p), r3 = load<Four>(row + 3 * stride + 4 * p);
       Four a = __builtin_shuffle(r0, r1, Four{0, 4, 1, 5}), b = __builtin_shuffle(r2, r3, Four{0, 4, 1, 5});
       Four c = __builtin_shuffle(r0, r1, Four{2, 6, 3, 7}), d = __builtin_shuffle(r2, r3, Four{2, 6, 3, 7});
       char* out = tile + p * 64 + n * 4;
@@ -67,8 +65,16 @@ void pack_block(const Pack& p) {
   alignas(64) uint16_t square[kTileN][kTileK];
   for (int kt = 0; kt < p.k_tiles; kt++) {
     for (int half = 0; half < 2; half++) {
-      fetch_square<W>(square, p.half[half], p.n0[half], p.n_valid, kt * kTileK, p.k);
-      square_to_tile(square, p.out + (kt * 2 + half) * (int64_t)kTileBytes);
+      const Source& s = p.half[half];
+      char* tile = p.out + (kt * 2 + half) * (int64_t)kTileBytes;
+      bool inside = p.n0[half] + kTileN <= p.n_valid && (kt + 1) * kTileK <= p.k;
+      if (inside && s.dtype == DType::bf16 && s.k_stride == 1) {
+        const uint16_t* rows = (const uint16_t*)s.data + p.n0[half] * s.n_stride + kt * kTileK;
+        rows_to_tile((const char*)rows, s.n_stride * 2, tile);
+      } else {
+        fetch_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
+        rows_to_tile((const char*)square, sizeof square[0], tile);
+      }
     }
   }
 }
