@@ -112,10 +112,8 @@ inline void for_each_product(const Unit& u, bool complete, const Where& where, c
   Isa::leave();
 }
 
-// Never inlined: the compiler fuses multiply and add as it sees fit, differently in every copy, and a token's bits
-// would depend on where in the loops its row is finished.
 template <class Isa, Activation A>
-__attribute__((noinline)) void hidden_row(const float* c, const Gate& gate, const float* bias, char* out) {
+inline void hidden_row(const float* c, const Gate& gate, const float* bias, char* out) {
   constexpr int W = Isa::width;
   for (int i = 0; i < (gate.gated ? kTileN : kBlockN); i += W) {
     F32<W> g = load<F32<W>>(c + i), h;
@@ -190,9 +188,8 @@ inline float* sum_of(const Down& d, int block, int r) {
 }
 
 // Row r of one expert's block joins its token's sum: stored if first, added otherwise, rounded into the output if last.
-// Never inlined, as hidden_row is not.
 template <int W>
-__attribute__((noinline)) void add_row(const Down& d, int block, int r, const float* c) {
+inline void add_row(const Down& d, int block, int r, const float* c) {
   int token = d.rows.token[r];
   uint8_t mark = d.rows.mark[r];
   bool starts = d.first && (mark & kFirst), ends = d.last && (mark & kLast);
