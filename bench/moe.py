@@ -92,7 +92,9 @@ class Ours:
             store.pack(gate=weights.gate, up=weights.up, down=weights.down)
             seconds.append(time.perf_counter() - start)
             self._stores.append(store)
-        return seconds
+        start = time.perf_counter()  # once more into memory that is already there: the kernel without page faults
+        store.pack(gate=weights.gate, up=weights.up, down=weights.down)
+        return [*seconds, time.perf_counter() - start]
 
     def bind(self, work: Work) -> Callable[[int], torch.Tensor]:
         import torch
@@ -206,8 +208,9 @@ def judge(stand: Stand, tokens: int, mode: str, ms: float, unique: float) -> dic
 
 
 def judge_pack(shape: Shape, isa: str, ms: list[float], reading: Reading) -> dict[str, Any]:
-    """Packing reads each weight once and writes it once; it is set against the reading alone."""
-    best, roof_ms = min(ms), 1e3 * shape.layer_bytes / reading.read
+    """Packing reads each weight once and writes it once; it is set against the reading alone. `ms` has every layer's
+    first packing, into memory that the system hands out meanwhile, and last a second one into the same memory."""
+    best, again, roof_ms = min(ms[:-1]), ms[-1], 1e3 * shape.layer_bytes / reading.read
     return {
         "shape": shape.name,
         "tokens": 0,
@@ -219,7 +222,8 @@ def judge_pack(shape: Shape, isa: str, ms: list[float], reading: Reading) -> dic
         "share": roof_ms / best,
         "peers": {},
         "gbs": shape.layer_bytes / best / 1e6,
-        "first_ms": ms[0],
+        "again_ms": again,
+        "again_gbs": shape.layer_bytes / again / 1e6,
         "read_gbs": reading.read / 1e9,
     }
 

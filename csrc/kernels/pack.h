@@ -41,11 +41,15 @@ inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, in
       square[n][k] = one_bf16(s.data, (n0 + n) * s.n_stride + (k0 + k) * s.k_stride, s.dtype);
 }
 
+constexpr int kPackAhead = 256;  // bytes of a source row to fetch ahead
+
 // 16 rows of 32 bf16, `stride` bytes apart, into a tile.
 inline void rows_to_tile(const char* rows, int64_t stride, char* tile) {
   using Four = U32<4>;
   for (int n = 0; n < kTileN; n += 4) {
     const char* row = rows + n * stride;
+    // Sixteen rows are more streams than the hardware follows.
+    for (int i = 0; i < 4; i++) __builtin_prefetch(row + i * stride + kPackAhead);
     for (int p = 0; p < kTileK / 2; p += 4) {
       Four r0 = load<Four>(row + 4 * p), r1 = load<Four>(row + stride + 4 * p);
       Four r2 = load<Four>(row + 2 * stride + 4 * p), r3 = load<Four>(row + 3 * stride + 4 * p);

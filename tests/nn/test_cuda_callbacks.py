@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.nn import ExpertStore
-from ktransformers.nn import reference
+from ktransformers.nn import ExpertStore, reference
 
 pytestmark = pytest.mark.gpu
 
