@@ -1,4 +1,4 @@
-"""The native core (csrc/bindings.cpp). `ktransformers.nn` is the face for users."""
+"""The native core (csrc/bindings/module.cpp). `ktransformers.nn` is the face for users."""
 
 from typing import Any, Protocol, TypedDict
 

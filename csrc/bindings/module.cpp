@@ -1,20 +1,15 @@
-// The door from Python: shapes, dtypes, strides and devices are checked here, and the GIL is released here.
+// The Python module: pools, experts and prepared calls, with the GIL released around everything that takes time.
 //
-// Nothing past this file checks anything, so everything that could read or write outside a tensor is refused here, with
-// the name of the argument, what was given, what was expected and what to do. Tensors come through DLPack. The
-// surprising part is exported(): torch's `__dlpack__` takes 6 us a tensor, a third of what a call may cost, and
-// DLPack's C exchange API a twentieth of that.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+// Nothing past this folder checks anything, so everything that could read or write outside a tensor is refused here;
+// tensors.h has the checks of one argument, this file those of arguments that have to agree.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <climits>
 #include <cmath>
-#include <initializer_list>
 #include <optional>
 
+#include "bindings/tensors.h"
 #include "cpu.h"
 #include "measure.h"
 #include "moe/moe.h"
@@ -25,163 +20,6 @@ using nb::literals::operator""_a;
 namespace kt {
 namespace {
 
-std::string text_of(const char* name, const std::string& given, const std::string& expected,
-                    const std::string& remedy) {
-  return std::string(name) + ": given " + given + ", expected " + expected + (remedy.empty() ? "" : "; " + remedy);
-}
-
-[[noreturn]] void refuse_type(const char* name, const std::string& given, const std::string& expected,
-                              const std::string& remedy = "") {
-  throw nb::type_error(text_of(name, given, expected, remedy).c_str());
-}
-
-[[noreturn]] void refuse_value(const char* name, const std::string& given, const std::string& expected,
-                               const std::string& remedy = "") {
-  throw nb::value_error(text_of(name, given, expected, remedy).c_str());
-}
-
-std::string list_of(const int64_t* values, size_t count) {
-  std::string text = "[";
-  for (size_t i = 0; i < count; i++) text += (i ? ", " : "") + std::to_string(values[i]);
-  return text + "]";
-}
-
-// DLPack's dtypes by the names that torch and numpy give them.
-struct Element {
-  const char* name;
-  nb::dlpack::dtype_code code;
-  int bits;
-};
-constexpr Element kFloat32{"float32", nb::dlpack::dtype_code::Float, 32};
-constexpr Element kBFloat16{"bfloat16", nb::dlpack::dtype_code::Bfloat, 16};
-constexpr Element kFloat16{"float16", nb::dlpack::dtype_code::Float, 16};
-constexpr Element kInt32{"int32", nb::dlpack::dtype_code::Int, 32};
-constexpr Element kInt64{"int64", nb::dlpack::dtype_code::Int, 64};
-constexpr Element kBool{"bool", nb::dlpack::dtype_code::Bool, 8};
-constexpr Element kUint8{"uint8", nb::dlpack::dtype_code::UInt, 8};
-
-bool is(const nb::dlpack::dtype& type, const Element& e) {
-  return type.code == (uint8_t)e.code && type.bits == e.bits && type.lanes == 1;
-}
-
-std::string name_of(const nb::dlpack::dtype& type) {
-  for (const Element& e : {kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kBool, kUint8})
-    if (is(type, e)) return e.name;
-  using Code = nb::dlpack::dtype_code;
-  const char* kind = type.code == (uint8_t)Code::Float     ? "float"
-                     : type.code == (uint8_t)Code::Int     ? "int"
-                     : type.code == (uint8_t)Code::UInt    ? "uint"
-                     : type.code == (uint8_t)Code::Complex ? "complex"
-                                                           : "another type of bits: ";
-  return kind + std::to_string(type.bits);
-}
-
-std::string kind_of(nb::handle object) { return "a " + nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
-
-// The C exchange API of DLPack 1.2, as far as it is used here. A producer's type carries it as a capsule.
-struct ExchangeApi {
-  uint32_t major, minor;
-  ExchangeApi* previous;
-  void* allocate;
-  int (*to_managed)(void* object, void** managed);  // a new DLManagedTensorVersioned; -1 with a Python error set
-};
-
-struct ManagedHead {
-  uint32_t major, minor;
-  void* context;
-  void (*deleter)(void* self);
-};
-
-constexpr const char* kExchange = "__dlpack_c_exchange_api__";
-constexpr const char* kCapsule = "dltensor_versioned";
-
-void drop_unused(PyObject* capsule) {
-  if (!PyCapsule_IsValid(capsule, kCapsule)) return;  // renamed by the one who took it
-  ManagedHead* head = (ManagedHead*)PyCapsule_GetPointer(capsule, kCapsule);
-  if (head->deleter) head->deleter(head);
-}
-
-// The tensor as a DLPack capsule where its type has the exchange API, as itself elsewhere.
-nb::object exported(nb::handle tensor) {
-  nb::object holder = nb::getattr(tensor.type(), kExchange, nb::none());
-  if (!PyCapsule_IsValid(holder.ptr(), "dlpack_exchange_api")) return nb::borrow(tensor);
-  auto* api = (ExchangeApi*)PyCapsule_GetPointer(holder.ptr(), "dlpack_exchange_api");
-  if (api->major != 1) return nb::borrow(tensor);
-  void* managed = nullptr;
-  if (api->to_managed(tensor.ptr(), &managed)) nb::raise_python_error();
-  PyObject* capsule = PyCapsule_New(managed, kCapsule, drop_unused);
-  if (!capsule) nb::raise_python_error();
-  return nb::steal(capsule);
-}
-
-using Array = nb::ndarray<nb::ro>;
-
-// The tensor as an array in host memory with `dims` dimensions. The array keeps the memory alive.
-Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
-  if (nb::cast<bool>(nb::bool_(nb::getattr(tensor, "requires_grad", nb::bool_(false)))))
-    refuse_type(name, kind_of(tensor) + " that requires grad", "one without",
-                "pass " + std::string(name) + ".detach()");
-  Array array;
-  try {
-    array = nb::cast<Array>(exported(tensor));
-  } catch (nb::python_error& error) {
-    nb::object device = nb::getattr(tensor, "device", nb::none());
-    std::string where = device.is_none() ? "" : " on " + nb::cast<std::string>(nb::str(device));
-    refuse_type(name, kind_of(tensor) + where, "a tensor in CPU memory",
-                "it cannot be read: " + nb::cast<std::string>(nb::str(error.value())));
-  } catch (nb::cast_error&) {
-    refuse_type(name, kind_of(tensor), "a torch tensor, a numpy array or another DLPack tensor in CPU memory");
-  }
-  // Pinned host memory (cuda_host) is as good as any.
-  if (array.device_type() != nb::device::cpu::value && array.device_type() != nb::device::cuda_host::value)
-    refuse_type(name, kind_of(tensor) + " on a device of DLPack type " + std::to_string(array.device_type()),
-                "a tensor in CPU memory", "copy it with .cpu()");
-  if (std::none_of(elements.begin(), elements.end(), [&](const Element& e) { return is(array.dtype(), e); })) {
-    std::string expected;
-    for (const Element& e : elements) expected += (expected.empty() ? "" : ", ") + std::string(e.name);
-    refuse_type(name, kind_of(tensor) + " of " + name_of(array.dtype()), expected, "convert it with .to()");
-  }
-  if ((int)array.ndim() != dims)
-    refuse_value(name, "shape " + list_of(array.shape_ptr(), array.ndim()), std::to_string(dims) + " dimensions");
-  if ((uintptr_t)array.data() % (array.dtype().bits / 8))
-    refuse_value(name, "an address that is no multiple of the element's size", "an aligned tensor", "copy it");
-  return array;
-}
-
-const std::initializer_list<Element> kFloats = {kBFloat16, kFloat16, kFloat32};
-
-DType dtype_of(const Array& array) {
-  return is(array.dtype(), kFloat32) ? DType::f32 : is(array.dtype(), kBFloat16) ? DType::bf16 : DType::f16;
-}
-
-void check_shape(const char* name, const Array& array, std::initializer_list<int64_t> shape, const char* meaning) {
-  if (std::equal(shape.begin(), shape.end(), array.shape_ptr())) return;
-  refuse_value(name, "shape " + list_of(array.shape_ptr(), array.ndim()),
-               list_of(shape.begin(), shape.size()) + " (" + meaning + ")");
-}
-
-void check_dense(const char* name, const Array& array) {
-  size_t last = array.ndim() - 1;
-  if (array.shape(last) > 1 && array.stride(last) != 1)
-    refuse_value(name, "stride " + std::to_string(array.stride(last)) + " in the last dimension", "1",
-                 "pass " + std::string(name) + ".contiguous()");
-}
-
-// torch has no read-only tensors; numpy has.
-void check_writable(const char* name, nb::handle tensor) {
-  nb::ndarray<> writable;
-  if (!nb::hasattr(tensor.type(), kExchange) && !nb::try_cast(tensor, writable))
-    refuse_type(name, kind_of(tensor) + " that is read-only", "one that can be written");
-}
-
-int64_t row_stride(const Array& array) { return array.shape(0) > 1 ? array.stride(0) : 0; }
-
-int32_t in_range(const char* name, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high)
-    refuse_value(name, std::to_string(value), std::to_string(low) + " to " + std::to_string(high));
-  return (int32_t)value;
-}
-
 const KernelTable& table_for(const std::string& isa) {
   if (isa.empty()) return kernels();
   try {
@@ -189,18 +27,6 @@ const KernelTable& table_for(const std::string& isa) {
   } catch (const std::runtime_error& error) {
     throw nb::value_error(("isa: " + std::string(error.what())).c_str());
   }
-}
-
-// A word from a list, by its place.
-template <class Enum>
-Enum word_of(const char* name, const std::string& word, std::initializer_list<const char*> words) {
-  std::string all;
-  int place = 0;
-  for (const char* w : words) {
-    if (word == w) return (Enum)place;
-    all += (place++ ? ", " : "") + std::string(w);
-  }
-  refuse_value(name, "\"" + word + "\"", "one of " + all);
 }
 
 struct PyPool {
@@ -280,24 +106,6 @@ void check_adapters(const Batch& batch) {
 void PyCall::submit() {
   check_adapters(batch);
   call->submit();
-}
-
-// Bytes from the first element to past the last one.
-std::pair<intptr_t, intptr_t> extent(const Array& a) {
-  intptr_t size = a.dtype().bits / 8, begin = (intptr_t)a.data(),
-           span = row_stride(a) * ((intptr_t)a.shape(0) - 1) * size;
-  return {begin + std::min<intptr_t>(span, 0), begin + std::max<intptr_t>(span, 0) + (intptr_t)a.shape(1) * size};
-}
-
-bool share_memory(const Array& x, const Array& y) {
-  auto [x0, x1] = extent(x);
-  auto [y0, y1] = extent(y);
-  if (x.size() == 0 || x1 <= y0 || y1 <= x0) return false;
-  intptr_t size = x.dtype().bits / 8, other = y.dtype().bits / 8, step = std::abs(row_stride(x)) * size;
-  if (step == 0 || step != std::abs(row_stride(y)) * other) return true;
-  // Columns of one buffer, side by side.
-  intptr_t apart = ((y0 - x0) % step + step) % step;
-  return apart < (intptr_t)x.shape(1) * size || apart + (intptr_t)y.shape(1) * other > step;
 }
 
 struct PyExperts {

@@ -1,0 +1,75 @@
+// Arguments from Python, checked one at a time: a tensor as an array, a number in its range, a word of a list.
+//
+// Every refusal has the name of the argument, what was given, what was expected and what to do. Tensors come through
+// DLPack from whoever speaks it; neither torch nor numpy is known here.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "types.h"
+
+namespace kt {
+
+namespace nb = nanobind;
+
+std::string text_of(const char* name, const std::string& given, const std::string& expected, const std::string& remedy);
+
+[[noreturn]] void refuse_type(const char* name, const std::string& given, const std::string& expected,
+                              const std::string& remedy = "");
+
+[[noreturn]] void refuse_value(const char* name, const std::string& given, const std::string& expected,
+                               const std::string& remedy = "");
+
+// DLPack's dtypes by the names that torch and numpy give them.
+struct Element {
+  const char* name;
+  nb::dlpack::dtype_code code;
+  int bits;
+};
+inline constexpr Element kFloat32{"float32", nb::dlpack::dtype_code::Float, 32};
+inline constexpr Element kBFloat16{"bfloat16", nb::dlpack::dtype_code::Bfloat, 16};
+inline constexpr Element kFloat16{"float16", nb::dlpack::dtype_code::Float, 16};
+inline constexpr Element kInt32{"int32", nb::dlpack::dtype_code::Int, 32};
+inline constexpr Element kInt64{"int64", nb::dlpack::dtype_code::Int, 64};
+inline constexpr Element kBool{"bool", nb::dlpack::dtype_code::Bool, 8};
+inline constexpr Element kUint8{"uint8", nb::dlpack::dtype_code::UInt, 8};
+
+bool is(const nb::dlpack::dtype& type, const Element& e);
+
+inline constexpr std::initializer_list<Element> kFloats = {kBFloat16, kFloat16, kFloat32};
+
+using Array = nb::ndarray<nb::ro>;
+
+// The tensor as an array in host memory with `dims` dimensions. The array keeps the memory alive.
+Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements);
+
+DType dtype_of(const Array& array);  // of one of kFloats
+
+void check_shape(const char* name, const Array& array, std::initializer_list<int64_t> shape, const char* meaning);
+void check_dense(const char* name, const Array& array);
+void check_writable(const char* name, nb::handle tensor);
+
+inline int64_t row_stride(const Array& array) { return array.shape(0) > 1 ? array.stride(0) : 0; }
+
+bool share_memory(const Array& x, const Array& y);  // of two dimensions, rows dense
+
+int32_t in_range(const char* name, int64_t value, int64_t low, int64_t high);
+
+// A word from a list, by its place.
+template <class Enum>
+Enum word_of(const char* name, const std::string& word, std::initializer_list<const char*> words) {
+  std::string all;
+  int place = 0;
+  for (const char* w : words) {
+    if (word == w) return (Enum)place;
+    all += (place++ ? ", " : "") + std::string(w);
+  }
+  refuse_value(name, "\"" + word + "\"", "one of " + all);
+}
+
+}  // namespace kt
