@@ -215,13 +215,48 @@ struct PyExperts {
     return b;
   }
 
+  // Memory for gate and up of every (token, slot) of a call, or null.
+  char* bind_keep(nb::handle keep, const Batch& batch, std::vector<Array>& alive) const {
+    if (keep.is_none()) return nullptr;
+    const Array& a = alive.emplace_back(array_of("keep", keep, 1, {kUint8}));
+    check_dense("keep", a);
+    check_writable("keep", keep);
+    check_shape("keep", a, {(int64_t)batch.tokens * batch.top_k * experts->keep_row_bytes()},
+                "tokens * top k * keep_row_bytes");
+    return (char*)const_cast<void*>(a.data());
+  }
+
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-               nb::handle skip) const {
+               nb::handle skip, nb::handle keep) const {
     std::vector<Array> alive;
     Batch batch = bind(hidden, ids, weights, out, adapter, skip, alive);
+    char* kept = bind_keep(keep, batch, alive);
     nb::gil_scoped_release released;
     check_adapters(batch);
-    Call(*experts, batch).run();
+    Call(*experts, batch, kept).run();
+  }
+
+  void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,
+                nb::handle grad_weights, nb::handle skip, nb::handle keep) const {
+    std::vector<Array> alive;
+    // The gradient of the hidden states is this call's output.
+    Batch batch = bind(hidden, ids, weights, grad_hidden, nb::none(), skip, alive);
+    Gradients gradients;
+    gradients.keep = bind_keep(keep, batch, alive);
+    const Array dy = alive.emplace_back(array_of("grad_out", grad_out, 2, kFloats));
+    check_dense("grad_out", dy);
+    check_shape("grad_out", dy, {batch.tokens, experts->shape().hidden}, "tokens, hidden");
+    const Array dw = alive.emplace_back(array_of("grad_weights", grad_weights, 2, {kFloat32}));
+    check_dense("grad_weights", dw);
+    check_writable("grad_weights", grad_weights);
+    check_shape("grad_weights", dw, {batch.tokens, batch.top_k}, "tokens, top k");
+    gradients.out = dy.data();
+    gradients.out_dtype = dtype_of(dy);
+    gradients.out_stride = row_stride(dy);
+    gradients.weights = (float*)const_cast<void*>(dw.data());
+    gradients.weights_stride = row_stride(dw);
+    nb::gil_scoped_release released;
+    Backward(*experts, batch, gradients).run();
   }
 
   PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
@@ -322,10 +357,13 @@ NB_MODULE(_core, m) {
       .def("pack", &PyExperts::pack, "first_expert"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
            "gate_bias"_a.none() = nb::none(), "up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
       .def("forward", &PyExperts::forward, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
-           "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none())
+           "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none())
+      .def("backward", &PyExperts::backward, "grad_out"_a.none(), "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(),
+           "grad_hidden"_a.none(), "grad_weights"_a.none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none())
       .def("prepare", &PyExperts::prepare, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
            "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none())
       .def_prop_ro("packed_bytes", [](const PyExperts& e) { return e.experts->weights().bytes(); })
+      .def_prop_ro("keep_row_bytes", [](const PyExperts& e) { return e.experts->keep_row_bytes(); })
       .def_prop_ro("isa", [](const PyExperts& e) { return e.experts->kernels().name; })
       .def_prop_ro("num_experts", [](const PyExperts& e) { return e.experts->shape().experts; })
       .def_prop_ro("hidden", [](const PyExperts& e) { return e.experts->shape().hidden; })

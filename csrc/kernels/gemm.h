@@ -112,6 +112,22 @@ inline void for_each_product(const Unit& u, bool complete, const Where& where, c
   Isa::leave();
 }
 
+// W values at element i of a panel row, and back.
+template <class Isa>
+inline void put_element(char* row, int i, F32<Isa::width> v) {
+  if (Isa::elem == 2) {
+    to_bf16<Isa::width>(row + i * 2, v);
+  } else {
+    store(row + i * 4, v);
+  }
+}
+
+template <class Isa>
+inline F32<Isa::width> get_element(const char* row, int i) {
+  if (Isa::elem == 2) return from_bf16<Isa::width>(row + i * 2);
+  return load<F32<Isa::width>>(row + i * 4);
+}
+
 template <class Isa, Activation A>
 inline void hidden_row(const float* c, const Gate& gate, const float* bias, char* out) {
   constexpr int W = Isa::width;
@@ -125,11 +141,17 @@ inline void hidden_row(const float* c, const Gate& gate, const float* bias, char
     } else {
       h = activate<W, A>(g, gate.alpha);
     }
-    if (Isa::elem == 2) {
-      to_bf16<W>(out + i * 2, h);
-    } else {
-      store(out + i * 4, h);
-    }
+    put_element<Isa>(out, i, h);
+  }
+}
+
+template <class Isa>
+inline void keep_row(const float* c, const float* bias, char* out) {
+  constexpr int W = Isa::width;
+  for (int i = 0; i < kBlockN; i += W) {
+    F32<W> v = load<F32<W>>(c + i);
+    if (bias) v += load<F32<W>>(bias + i);
+    put_element<Isa>(out, i, v);
   }
 }
 
@@ -145,11 +167,17 @@ void run_up_as(const Up& u) {
                             : u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
   };
   auto finish = [&](const Product& p, int r, const float* c) {
+    const float* bias = u.bias ? u.bias + (int64_t)p.block * kBlockN : nullptr;
+    if (u.keep) {
+      int64_t row = (int64_t)p.tile * p.rows + r;
+      keep_row<Isa>(c, bias, u.keep + row * u.keep_stride + (int64_t)(p.block - u.block0) * kBlockN * Isa::elem);
+    }
+    if (!u.hidden) return;
     int column = u.gate.gated ? p.block * kTileN : p.block * kBlockN;
     int second = r >= p.rows;
     char* out = u.hidden + (p.tile + second) * tile_bytes + (column / kTileK) * row_bytes * p.rows +
                 (r - second * p.rows) * row_bytes + (column % kTileK) * Isa::elem;
-    hidden_row<Isa, A>(c, u.gate, u.bias ? u.bias + (int64_t)p.block * kBlockN : nullptr, out);
+    hidden_row<Isa, A>(c, u.gate, bias, out);
   };
   for_each_product<Isa>(u, u.last, where, finish);
 }

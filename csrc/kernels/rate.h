@@ -5,7 +5,7 @@
 
 #include <time.h>
 
-#include "kernels/gemm.h"
+#include "kernels/back.h"
 
 namespace kt {
 namespace {
@@ -123,6 +123,8 @@ constexpr KernelTable table_of(const char* name) {
           &run_up<Isa>,
           &run_down<Isa>,
           &pack_block<Isa::width>,
+          &turn_blocks,
+          &run_back<Isa>,
           &measure_rate<Isa>};
 }
 

@@ -54,8 +54,11 @@ struct Up {
   float* sums;       // [blocks][tiles * rows][32] between chunks; unused when first && last
   Gate gate;
   const float* bias;  // [blocks * 32] laid out as the blocks are, or null
-  char* hidden;       // panel [tiles][hidden_k_tiles][rows][32]
+  char* hidden;       // panel [tiles][hidden_k_tiles][rows][32]; null: only `keep` is wanted
   int32_t hidden_k_tiles;
+  char* keep;  // gate and up before the activation, as the blocks lie: row r of the panel at keep + r * keep_stride, or
+               // null
+  int64_t keep_stride;
   const char* next;  // what this thread will read after these blocks, or null
   float* scratch;    // [2][2 * 16][32]: one product being made, one being finished
 };
@@ -89,6 +92,37 @@ struct Down {
   float* scratch;
 };
 
+// Blocks of a stored matrix turned around: out is one block of the transposed matrix, whose 32 outputs are the k tile
+// that `in` points to, and whose contraction runs over the outputs of `count` stored blocks.
+struct Transpose {
+  const char* in;    // [2 tiles] of the first block at that k tile
+  size_t in_stride;  // from one stored block to the next
+  int32_t count;
+  char* out;  // [count][2 tiles]
+};
+
+// The way back through down and the activation, for blocks [block0, block1) of 32 intermediate columns each: the
+// product of the output's gradient with down transposed meets the kept gate and up.
+struct Back {
+  Tiling tiling;
+  int32_t live;
+  Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
+  size_t block_bytes;
+  int32_t block0, block1;
+  bool first, last;
+  float* sums;
+  Gate gate;
+  const char* keep;  // as in Up, shifted so that a gate/up block is found by its number
+  int64_t keep_stride;
+  const float* weight;  // [live] routing weights
+  float* part;          // [live][part_stride]: this block's share of the routing weight's gradient, at its number
+  int64_t part_stride;
+  char* grad;  // panel [tiles][grad_k_tiles][rows][32]: gradients of gate and up as the blocks lie
+  int32_t grad_k_tiles;
+  float* scratch;
+  const char* next;  // unused: what comes next has to be transposed first
+};
+
 // One matrix of one expert as the checkpoint has it: element (n, k) at data + n * n_stride + k * k_stride (elements).
 struct Source {
   const void* data;
@@ -118,6 +152,8 @@ struct KernelTable {
   void (*up)(const Up&);
   void (*down)(const Down&);
   void (*pack)(const Pack&);
+  void (*transpose)(const Transpose&);
+  void (*back)(const Back&);
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };

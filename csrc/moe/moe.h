@@ -8,78 +8,50 @@
 // read anew each time. `submit` and `wait` may come from different threads, a CUDA host callback's among them.
 #pragma once
 
-#include <atomic>
-#include <memory>
-#include <mutex>
-
-#include "moe/lanes.h"
-#include "moe/plan.h"
-#include "moe/route.h"
-#include "moe/weights.h"
-#include "moe/workspace.h"
+#include "moe/task.h"
 
 namespace kt {
 
-// What several layers share: the threads and the working memory.
-struct Engine {
-  explicit Engine(const PoolOptions& options) : pool(options) {}
-  Pool pool;
-  Arena arena;
-};
-
-class Experts {
+class Call final : public Task {
  public:
-  Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine);
-
-  Weights& weights() { return weights_; }
-  const Weights& weights() const { return weights_; }
-  const LayerShape& shape() const { return weights_.shape(); }
-  const Gate& gate() const { return gate_; }
-  const KernelTable& kernels() const { return kernels_; }
-  Engine& engine() const { return *engine_; }
+  // `keep` takes gate and up of every row, in the order of the routing, for a Backward of the same batch; or null.
+  Call(const Experts& experts, const Batch& batch, char* keep = nullptr)
+      : Task(experts, batch, Direction::forward), keep_(keep) {}
+  ~Call() override { close(); }
 
  private:
-  std::shared_ptr<Engine> engine_;
-  const KernelTable& kernels_;
-  Gate gate_;
-  Weights weights_;
+  void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
+  void run_columns(const Lane& lane, size_t segment, char* slice) override;
+
+  char* keep_;
 };
 
-class Call final : private Job {
- public:
-  Call(const Experts& experts, const Batch& batch);
-  ~Call() override;
+// What a backward call gets and gives besides the batch, whose `out` takes the gradient of the hidden states.
+struct Gradients {
+  const void* out = nullptr;  // [T, H], gradient of the forward output
+  DType out_dtype = DType::bf16;
+  int64_t out_stride = 0;
+  float* weights = nullptr;  // [T, k], gradient of the routing weights
+  int64_t weights_stride = 0;
+  const char* keep = nullptr;  // what the forward call kept; null: gate and up are computed again
+};
 
-  void run();     // the calling thread works too
-  void submit();  // routes and plans on the calling thread, then returns; waits first for a run still under way
-  void wait();    // returns at once where nothing was submitted
-  bool done() const;
+class Backward final : public Task {
+ public:
+  Backward(const Experts& experts, const Batch& batch, const Gradients& gradients)
+      : Task(experts, batch, Direction::backward), gradients_(gradients) {}
+  ~Backward() override { close(); }
 
  private:
-  void work(const Worker& worker) override;
-  void prepare();
-  void finish();
-  void settle();
-  void await_up(size_t segment);
-  void take_units(size_t group, char* slice);
-  void take_lanes(size_t group, char* slice);
-  const char* first_read(const UpUnit& unit) const;
-  void run_up(const UpUnit& unit, const UpUnit* next, char* slice);
-  int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
-  void run_down(const Lane& lane, size_t segment, char* slice);
-  void clear_idle();
+  void begin() override;
+  void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
+  void unit_done(size_t segment) override;
+  void run_columns(const Lane& lane, size_t segment, char* slice) override;
+  void turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out) const;
 
-  const Experts& experts_;
-  Batch batch_;
-  Routing routing_;
-  Plan plan_;
-  Buffer workspace_;
-  bool reading_ = false;                       // between Weights::enter and leave
-  std::vector<std::atomic<int32_t>> next_up_;  // [groups]
-  std::vector<LaneQueue> lanes_;               // [groups]
-  std::vector<std::atomic<int32_t>> up_left_;  // [segments]
-  std::mutex mutex_;                           // submit and wait from several threads
-  std::atomic<bool> under_way_{false};
+  Gradients gradients_;
+  std::vector<float> parts_;  // [rows][down k tiles]: shares of the routing weights' gradients
+  std::vector<float> ones_;   // [rows]: gradients of gate and up carry the routing weight already
 };
 
 }  // namespace kt

@@ -10,6 +10,7 @@
 namespace kt {
 namespace {
 
+constexpr int32_t kBackBlocks = 16;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
 constexpr int64_t kScratchFloats = 2 * 2 * kMaxRows * kBlockN;
 
 // Token tiles of one segment in pieces of about `most`, none of them much smaller than the others.
@@ -66,7 +67,7 @@ Budget budget_of_machine() {
 }
 
 void make_plan(const Routing& routing, const Weights& weights, const KernelTable& kernels, int32_t tokens, int threads,
-               int groups, const Budget& budget, Plan& plan) {
+               int groups, const Budget& budget, Plan& plan, Direction direction) {
   const auto& segments = routing.segments;
   const BlockStore &up = weights.up(), &down = weights.down();
   int64_t elem_tile = (int64_t)kTileK * kernels.elem;
@@ -82,8 +83,10 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
   if (chunks > 1)
     most_blocks =
         (int32_t)std::max<int64_t>(2, budget.sums_bytes / (most_rows * kBlockN * (int64_t)sizeof(float)) / 2 * 2);
-  int32_t down_chunks = (int32_t)std::max<int64_t>(1, (down.k_tiles() + 32) / 96);
-  plan.down_chunk = (int32_t)ceil_div(down.k_tiles(), down_chunks);
+  bool back = direction == Direction::backward;
+  if (back) most_blocks = std::min(most_blocks, kBackBlocks);
+  plan.panel_k_tiles = back ? up.blocks() : down.k_tiles();
+  plan.down_chunk = (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
 
   plan.tilings.clear();
   plan.hidden_at.clear();
@@ -96,7 +99,7 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
     Tiling t = kernels.tiling(s.count);
     plan.tilings.push_back(t);
     plan.hidden_at.push_back(hidden_bytes);
-    hidden_bytes += round_up((int64_t)t.tiles * t.rows * elem_tile * down.k_tiles(), 64);
+    hidden_bytes += round_up((int64_t)t.tiles * t.rows * elem_tile * plan.panel_k_tiles, 64);
     largest_rows = std::max(largest_rows, std::min<int64_t>((int64_t)t.tiles * t.rows, most_rows));
   }
   UpCutter cutter{weights, std::max(1, threads / groups), plan, most_tiles, most_blocks};
@@ -115,7 +118,11 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
                         std::min<int64_t>(largest_rows * up.k_tiles() * elem_tile, budget.panel_bytes * 5 / 4)),
                4096);
   plan.partial_bytes = chunks > 1 ? round_up(largest_rows * most_blocks * kBlockN * (int64_t)sizeof(float), 4096) : 0;
-  plan.thread_bytes = plan.panel_bytes + plan.partial_bytes + kScratchFloats * (int64_t)sizeof(float);
+  plan.scratch_at = plan.panel_bytes + plan.partial_bytes;
+  plan.keep_at = plan.scratch_at + kScratchFloats * (int64_t)sizeof(float);
+  plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);
+  int64_t turned = (int64_t)kTurnedBlocks * std::max(up.k_tiles(), plan.down_chunk) * 2 * kTileBytes;
+  plan.thread_bytes = plan.turned_at + (back ? turned : 0);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);
   plan.total_bytes = plan.threads_at + threads * plan.thread_bytes;
 }

@@ -49,6 +49,7 @@ void route(const Batch& b, int32_t experts, Routing& r) {
   }
   size_t rows = (size_t)start.back();
   r.token.resize(rows);
+  r.slot.resize(rows);
   r.weight.resize(rows);
   r.mark.resize(rows);
   for (int32_t t : arrival_order(b))
@@ -56,6 +57,7 @@ void route(const Batch& b, int32_t experts, Routing& r) {
       if (int64_t e = expert_at(b, t, s); is_here(b, e, experts)) {
         size_t row = (size_t)start[(size_t)e]++;
         r.token[row] = t;
+        r.slot[row] = s;
         r.weight[row] = weight_at(b, t, s);
       }
 

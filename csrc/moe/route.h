@@ -39,6 +39,7 @@ struct Segment {
 struct Routing {
   std::vector<Segment> segments;  // experts that have rows, ascending
   std::vector<int32_t> token;     // [rows]
+  std::vector<int32_t> slot;      // [rows] which of the token's k
   std::vector<float> weight;      // [rows]
   std::vector<uint8_t> mark;      // [rows] kFirst | kLast of kernels/table.h
   std::vector<int32_t> idle;      // tokens without any row: their output is zero

@@ -85,6 +85,18 @@ class Experts:
         out: Array,
         adapter: Array | None = None,
         skip: Array | None = None,
+        keep: Array | None = None,
+    ) -> None: ...
+    def backward(
+        self,
+        grad_out: Array,
+        hidden: Array,
+        ids: Array,
+        weights: Array,
+        grad_hidden: Array,
+        grad_weights: Array,
+        skip: Array | None = None,
+        keep: Array | None = None,
     ) -> None: ...
     def prepare(
         self,
@@ -97,6 +109,8 @@ class Experts:
     ) -> Call: ...
     @property
     def packed_bytes(self) -> int: ...
+    @property
+    def keep_row_bytes(self) -> int: ...
     @property
     def isa(self) -> str: ...
     @property

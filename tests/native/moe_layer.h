@@ -1,8 +1,10 @@
 // A made-up expert layer and batch for the native tests, and what the layer should say, in double.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -165,6 +167,15 @@ inline std::shared_ptr<Engine> engine_of(int threads, int groups = 1) {
   options.threads = threads;
   options.groups = groups;
   return std::make_shared<Engine>(options);
+}
+
+inline constexpr Gate kSilu{Activation::silu, true, 0, 0};
+
+inline std::unique_ptr<Experts> packed(const MadeUpLayer& layer, const Gate& gate, const KernelTable& kernels,
+                                       std::shared_ptr<Engine> engine) {
+  auto experts = std::make_unique<Experts>(layer.shape, gate, kernels, std::move(engine));
+  experts->weights().pack(layer.source(0, layer.shape.experts));
+  return experts;
 }
 
 }  // namespace kt::check

@@ -9,15 +9,6 @@ using namespace kt::check;
 
 namespace {
 
-constexpr Gate kSilu{Activation::silu, true, 0, 0};
-
-std::unique_ptr<Experts> packed(const MadeUpLayer& layer, const Gate& gate, const KernelTable& kernels,
-                                std::shared_ptr<Engine> engine) {
-  auto experts = std::make_unique<Experts>(layer.shape, gate, kernels, std::move(engine));
-  experts->weights().pack(layer.source(0, layer.shape.experts));
-  return experts;
-}
-
 void check_layer(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int32_t top_k, int threads,
                  int groups, const KernelTable& kernels) {
   MadeUpLayer layer(shape, biases);

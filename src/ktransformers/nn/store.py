@@ -8,6 +8,7 @@ strides, so nothing is copied but into the packed tiles. Gradients do not pass t
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 
@@ -24,6 +25,7 @@ _default: list[_core.Pool] = []  # at most one
 
 # Threads stay with the parent: a child that uses experts gets a pool of its own.
 os.register_at_fork(after_in_child=_default.clear)
+atexit.register(_default.clear)
 
 
 def default_pool() -> _core.Pool:
@@ -175,14 +177,44 @@ class ExpertStore:
         adapter: Tensor | None = None,
         skip: Tensor | None = None,
         out: Tensor | None = None,
+        keep: Tensor | None = None,
     ) -> Tensor:
         """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
 
-        Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
+        Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype. `keep`,
+        from `new_keep`, takes gate and up for a backward of the same batch.
         """
         rows, out, target = self._rows(hidden, out)
-        self._experts.forward(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip)
+        self._experts.forward(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, keep)
         return out
+
+    def new_keep(self, tokens: int, top_k: int) -> Tensor:
+        """Memory for gate and up of every (token, slot); its contents belong to the core."""
+        return torch.empty(self.keep_bytes(tokens, top_k), dtype=torch.uint8)
+
+    def keep_bytes(self, tokens: int, top_k: int) -> int:
+        return tokens * top_k * self._experts.keep_row_bytes
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        skip: Tensor | None = None,
+        keep: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of hidden (in its dtype) and of the routing weights (float32); the experts are frozen.
+
+        With what `forward` kept, gate and up are not computed again.
+        """
+        rows, grad_hidden, target = self._rows(hidden, None)
+        grad_weights = torch.empty(ids.shape, dtype=torch.float32)
+        self._experts.backward(
+            _flat(grad_out), rows, _flat(ids), _flat(weights), target, _flat(grad_weights), skip, keep
+        )
+        return grad_hidden, grad_weights
 
     def prepare(
         self,

@@ -1,0 +1,153 @@
+// Backward through an expert with the weights as they lie: no transposed copy of a matrix exists anywhere.
+//
+// A product with a transposed matrix is the forward product on transposed blocks, and those are made in scratch when
+// they are needed, 2 KB at a time, and used for all tokens of the expert: pairs along K become pairs along N, with two
+// 16-bit shuffles a row and a transpose of dwords. What remains is the way back through the activation.
+#pragma once
+
+#include "kernels/gemm.h"
+
+namespace kt {
+namespace {
+
+// Four k of eight n: from two rows of pairs along k to four rows of pairs along n.
+inline void turn_square(const char* in, char* out) {
+  using Four = U32<4>;
+  Four turned[4];
+  for (int row = 0; row < 2; row++) {
+    Four a = load<Four>(in + row * 64), b = load<Four>(in + row * 64 + 16);
+    Four even = __builtin_shuffle(a, b, Four{0, 2, 4, 6}), odd = __builtin_shuffle(a, b, Four{1, 3, 5, 7});
+    turned[2 * row] = (even & 0xffffu) | (odd << 16);
+    turned[2 * row + 1] = (even >> 16) | (odd & 0xffff0000u);
+  }
+  Four a = __builtin_shuffle(turned[0], turned[1], Four{0, 4, 1, 5});
+  Four b = __builtin_shuffle(turned[2], turned[3], Four{0, 4, 1, 5});
+  Four c = __builtin_shuffle(turned[0], turned[1], Four{2, 6, 3, 7});
+  Four d = __builtin_shuffle(turned[2], turned[3], Four{2, 6, 3, 7});
+  store(out, __builtin_shuffle(a, b, Four{0, 1, 4, 5}));
+  store(out + 64, __builtin_shuffle(a, b, Four{2, 3, 6, 7}));
+  store(out + 128, __builtin_shuffle(c, d, Four{0, 1, 4, 5}));
+  store(out + 192, __builtin_shuffle(c, d, Four{2, 3, 6, 7}));
+}
+
+// in: two tiles [16 pairs of k][16 n], n 0-15 and 16-31; out: two tiles [16 pairs of n][16 k], k 0-15 and 16-31.
+inline void turn_tiles(const char* in, char* out) {
+  for (int half = 0; half < 2; half++)
+    for (int n = 0; n < kTileN; n += 8)
+      for (int k = 0; k < kTileK; k += 4) {
+        const char* from = in + half * kTileBytes + (k / 2) * 64 + n * 4;
+        turn_square(from, out + (k / kTileN) * kTileBytes + (half * 8 + n / 2) * 64 + (k % kTileN) * 4);
+      }
+}
+
+inline void turn_blocks(const Transpose& t) {
+  for (int i = 0; i < t.count; i++) {
+    const char* in = t.in + (int64_t)i * (int64_t)t.in_stride;
+    // Neighbouring blocks lie far apart: each is fetched while the one before is turned.
+    for (int line = 0; i + 1 < t.count && line < 2 * kTileBytes; line += 64)
+      __builtin_prefetch(in + t.in_stride + line, 0, 3);
+    turn_tiles(in, t.out + (int64_t)i * 2 * kTileBytes);
+  }
+}
+
+// The activation and its slope at g.
+template <int W, Activation A>
+inline F32<W> slope(F32<W> g, float alpha) {
+  F32<W> one = splat<W>(1.0f);
+  if constexpr (A == Activation::silu) {
+    F32<W> s = sigmoid<W>(g);
+    return s * (one + g * (one - s));
+  }
+  if constexpr (A == Activation::swiglu_oai) {
+    F32<W> s = sigmoid<W>(g * splat<W>(alpha));
+    return s * (one + splat<W>(alpha) * g * (one - s));
+  }
+  if constexpr (A == Activation::gelu) {
+    F32<W> density = splat<W>(0.39894228f) * vexp<W>(splat<W>(-0.5f) * g * g);
+    return gelu_phi<W>(g) + g * density;
+  }
+  if constexpr (A == Activation::gelu_tanh) {
+    F32<W> square = g * g;
+    F32<W> s = sigmoid<W>(splat<W>(1.59576912f) * g * (one + splat<W>(0.044715f) * square));
+    return s + g * s * (one - s) * splat<W>(1.59576912f) * (one + splat<W>(3 * 0.044715f) * square);
+  }
+  return splat<W>(2.0f) * vmax<W>(g, splat<W>(0.0f));
+}
+
+// dh meets gate and up: their gradients, and h for the routing weight's.
+template <int W, Activation A>
+inline F32<W> back_gated(F32<W> g, F32<W> u, F32<W> dh, const Gate& gate, F32<W>& dg, F32<W>& du) {
+  F32<W> zero = splat<W>(0.0f), g_passes = splat<W>(1.0f), u_passes = g_passes;
+  if (gate.limit > 0.0f) {
+    F32<W> l = splat<W>(gate.limit);
+    g_passes = select<W>(g > l, zero, g_passes);
+    u_passes = select<W>(u > l, zero, select<W>(u < -l, zero, u_passes));
+    g = vmin<W>(g, l);
+    u = vmin<W>(vmax<W>(u, -l), l);
+  }
+  if constexpr (A == Activation::swiglu_oai) u = u + splat<W>(1.0f);
+  F32<W> a = activate<W, A>(g, gate.alpha);
+  dg = dh * u * slope<W, A>(g, gate.alpha) * g_passes;
+  du = dh * a * u_passes;
+  return a * u;
+}
+
+template <class Isa, Activation A>
+void run_back_as(const Back& b) {
+  constexpr int W = Isa::width;
+  int64_t block_sums = (int64_t)b.tiling.tiles * b.tiling.rows * kBlockN;
+  int64_t row_bytes = kTileK * Isa::elem, tile_bytes = row_bytes * b.tiling.rows * b.grad_k_tiles;
+  int turn = 0, halves = b.gate.gated ? 2 : 1;
+  auto where = [&](Product& p) {
+    p.accumulate = !b.first;
+    p.c = b.first && b.last ? b.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+                            : b.sums + (p.block - b.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
+  };
+  auto finish = [&](const Product& p, int r, const float* c) {
+    int64_t row = (int64_t)p.tile * p.rows + r;
+    int second = r >= p.rows;
+    F32<W> sum = splat<W>(0.0f), scale = splat<W>(b.weight[row]);
+    // The 32 columns are one block of gate/up, or two where a block holds 16 of gate beside 16 of up.
+    for (int half = 0; half < halves; half++) {
+      int block = p.block * halves + half;
+      const char* keep = b.keep + row * b.keep_stride + (int64_t)block * kBlockN * Isa::elem;
+      char* out =
+          b.grad + (p.tile + second) * tile_bytes + block * row_bytes * p.rows + (r - second * p.rows) * row_bytes;
+      for (int i = 0; i < kBlockN / halves; i += W) {
+        F32<W> d = load<F32<W>>(c + half * kTileN + i), g = get_element<Isa>(keep, i), dg, du;
+        if (b.gate.gated) {
+          F32<W> u = get_element<Isa>(keep, kTileN + i);
+          sum += d * back_gated<W, A>(g, u, d * scale, b.gate, dg, du);
+          put_element<Isa>(out, kTileN + i, du);
+        } else {
+          sum += d * activate<W, A>(g, b.gate.alpha);
+          dg = d * scale * slope<W, A>(g, b.gate.alpha);
+        }
+        put_element<Isa>(out, i, dg);
+      }
+    }
+    float total = 0;
+    for (int i = 0; i < W; i++) total += sum[i];
+    b.part[row * b.part_stride + p.block] = total;
+  };
+  for_each_product<Isa>(b, b.last, where, finish);
+}
+
+template <class Isa>
+void run_back(const Back& b) {
+  switch (b.gate.kind) {
+    case Activation::silu:
+      return run_back_as<Isa, Activation::silu>(b);
+    case Activation::gelu:
+      return run_back_as<Isa, Activation::gelu>(b);
+    case Activation::gelu_tanh:
+      return run_back_as<Isa, Activation::gelu_tanh>(b);
+    case Activation::relu2:
+      return run_back_as<Isa, Activation::relu2>(b);
+    case Activation::swiglu_oai:
+      return run_back_as<Isa, Activation::swiglu_oai>(b);
+  }
+}
+
+}  // namespace
+}  // namespace kt

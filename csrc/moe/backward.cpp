@@ -1,0 +1,145 @@
+// Backward with frozen weights: gradients of the hidden states and of the routing weights.
+//
+// A unit computes gate and up again (or finds them kept), multiplies the output's gradient with down transposed, and
+// takes the result back through the activation into the gradient panel. A lane multiplies that panel with gate/up
+// transposed and adds. The routing weight's gradient is the inner product of h with the gradient before it was scaled,
+// so no output of down is ever needed. Blocks are transposed into the thread's scratch, a few at a time, and used for
+// all rows.
+#include <algorithm>
+
+#include "moe/moe.h"
+
+namespace kt {
+
+void Backward::begin() {
+  size_t rows = routing_.token.size();
+  parts_.resize(rows * (size_t)experts_.weights().down().k_tiles());
+  ones_.assign(rows, 1.0f);
+  for (int32_t t = 0; t < batch_.tokens; t++)
+    std::fill_n(gradients_.weights + t * gradients_.weights_stride, batch_.top_k, 0.0f);
+}
+
+// The k tile of stored blocks [first, first + count) as one block of the transposed matrix. The blocks may lie with
+// several groups.
+void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
+                    char* out) const {
+  for (int g = 0; g < store.parts(); g++) {
+    int32_t from = std::max(first, store.begin(g)), to = std::min(first + count, store.end(g));
+    if (from >= to) continue;
+    const char* in = store.at(expert, from) + (size_t)k_tile * 2 * kTileBytes;
+    experts_.kernels().transpose({in, store.block_bytes(), to - from, out + (size_t)(from - first) * 2 * kTileBytes});
+  }
+}
+
+void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
+  const KernelTable& kernels = experts_.kernels();
+  const BlockStore& store = experts_.weights().down();
+  const Segment& segment = routing_.segments[(size_t)unit.segment];
+  UnitRows r = rows_of(unit);
+  int64_t row_bytes = (int64_t)kTileK * kernels.elem, row0 = segment.begin + r.first;
+  int32_t per_tile = experts_.shape().gated ? 2 : 1;
+
+  Back back{};
+  if (gradients_.keep) {
+    back.keep_stride = experts_.keep_row_bytes();
+    back.keep = gradients_.keep + row0 * back.keep_stride;
+  } else {
+    Up up{};
+    up.keep_stride = (unit.block1 - unit.block0) * row_bytes;
+    up.keep = slice + plan_.keep_at;
+    multiply_up(unit, next, slice, up);
+    back.keep_stride = up.keep_stride;
+    back.keep = up.keep - unit.block0 * row_bytes;
+  }
+
+  Gather gather{};
+  gather.x = gradients_.out;
+  gather.dtype = gradients_.out_dtype;
+  gather.x_stride = gradients_.out_stride;
+  gather.token = routing_.token.data() + row0;
+  gather.live = r.live;
+  gather.tiling = r.tiling;
+  gather.width = experts_.shape().hidden;
+  gather.out = slice;
+  back.tiling = r.tiling;
+  back.live = r.live;
+  back.gate = experts_.gate();
+  back.weight = routing_.weight.data() + row0;
+  back.part_stride = store.k_tiles();
+  back.part = parts_.data() + row0 * back.part_stride;
+  back.grad_k_tiles = plan_.panel_k_tiles;
+  back.grad = panel_of((size_t)unit.segment) + unit.tile0 * r.tiling.rows * row_bytes * back.grad_k_tiles;
+  back.scratch = (float*)(slice + plan_.scratch_at);
+  char* turned = slice + plan_.turned_at;
+  int32_t first = unit.block0 / per_tile, last = unit.block1 / per_tile, k_tiles = store.blocks();
+  int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN;
+  for (int32_t k = 0; k < k_tiles; k += r.chunk) {
+    int32_t now = std::min(r.chunk, k_tiles - k);
+    gather.k0 = k * kTileK;
+    gather.k_tiles = now;
+    kernels.gather(gather);
+    back.block_bytes = (size_t)now * 2 * kTileBytes;
+    back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), turned, now};
+    back.first = k == 0;
+    back.last = k + now == k_tiles;
+    for (int32_t j = first; j < last; j += kTurnedBlocks) {
+      back.block0 = j;
+      back.block1 = std::min(j + kTurnedBlocks, last);
+      for (int32_t i = j; i < back.block1; i++)
+        turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * back.block_bytes);
+      back.sums = (float*)(slice + plan_.panel_bytes) + (j - first) * block_sums;
+      kernels.back(back);
+    }
+  }
+}
+
+// All columns of the segment's rows have been back through the activation: their shares are added up in order.
+void Backward::unit_done(size_t index) {
+  const Segment& segment = routing_.segments[index];
+  size_t shares = (size_t)experts_.weights().down().k_tiles();
+  const float* bias = experts_.weights().down_bias(segment.expert);
+  for (int32_t i = 0; i < segment.count; i++) {
+    size_t row = (size_t)(segment.begin + i);
+    float sum = 0;
+    for (size_t s = 0; s < shares; s++) sum += parts_[row * shares + s];
+    int32_t token = routing_.token[row];
+    for (int32_t h = 0; bias && h < experts_.shape().hidden; h++) {
+      int64_t at = token * gradients_.out_stride + h;
+      float g = gradients_.out_dtype == DType::f32
+                    ? ((const float*)gradients_.out)[at]
+                    : to_float(((const uint16_t*)gradients_.out)[at], gradients_.out_dtype);
+      sum += g * bias[h];
+    }
+    gradients_.weights[token * gradients_.weights_stride + routing_.slot[row]] = sum;
+  }
+}
+
+void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
+  const BlockStore& store = experts_.weights().up();
+  const Segment& segment = routing_.segments[index];
+  Tiling whole = plan_.tilings[index];
+  int32_t k_tiles = plan_.panel_k_tiles;
+  int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
+  char* turned = slice + plan_.turned_at;
+  for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
+    int32_t now = std::min(plan_.down_chunk, k_tiles - k);
+    for (int32_t j = lane.block0; j < lane.block1; j += kTurnedBlocks) {
+      Down down = columns_of({j, std::min(j + kTurnedBlocks, lane.block1)}, slice);
+      down.block_bytes = (size_t)now * 2 * kTileBytes;
+      down.first = k == 0;
+      down.last = k + now == k_tiles;
+      for (int32_t i = j; i < down.block1; i++)
+        turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * down.block_bytes);
+      for_pieces(index, [&](int32_t tile, int32_t tiles) {
+        int64_t row = segment.begin + (int64_t)tile * whole.rows;
+        down.tiling = {whole.rows, tiles};
+        down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
+        down.rows = {routing_.token.data() + row, ones_.data() + row, routing_.mark.data() + row};
+        down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, turned, now};
+        experts_.kernels().down(down);
+      });
+    }
+  }
+}
+
+}  // namespace kt

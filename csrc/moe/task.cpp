@@ -1,0 +1,220 @@
+// The schedule of a call and the pieces of work that forward and backward have in common.
+#include "moe/task.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "futex.h"
+
+namespace kt {
+
+Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine)
+    : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, kernels, engine_->pool) {}
+
+Task::Task(const Experts& experts, const Batch& batch, Direction direction)
+    : experts_(experts), batch_(batch), direction_(direction) {
+  size_t groups = (size_t)experts.engine().pool.groups();
+  next_up_ = std::vector<std::atomic<int32_t>>(groups);
+  lanes_ = std::vector<LaneQueue>(groups);
+}
+
+void Task::close() {
+  try {
+    wait();
+  } catch (...) {
+    // Only after fork(), in the child: nobody is at work here.
+  }
+}
+
+// Tokens that no expert here takes: their output is zero.
+void Task::clear_idle() {
+  size_t size = size_of(batch_.out_dtype);
+  for (int32_t token : routing_.idle)
+    std::memset((char*)batch_.out + token * batch_.out_stride * (int64_t)size, 0,
+                (size_t)experts_.shape().hidden * size);
+}
+
+// Borrows what a run needs; finish() gives it back, also where prepare() or the pool throws.
+void Task::prepare() {
+  static const Budget budget = budget_of_machine();
+  Pool& pool = experts_.engine().pool;
+  experts_.weights().enter();
+  reading_ = true;
+  route(batch_, experts_.shape().experts, routing_);
+  clear_idle();
+  make_plan(routing_, experts_.weights(), experts_.kernels(), batch_.tokens, pool.threads(), pool.groups(), budget,
+            plan_, direction_);
+  workspace_ = experts_.engine().arena.borrow((size_t)plan_.total_bytes);
+  begin();
+  for (auto& n : next_up_) n.store(0, std::memory_order_relaxed);
+  for (size_t g = 0; g < lanes_.size(); g++) lanes_[g].reset(plan_.lanes[g].size(), (int32_t)routing_.segments.size());
+  if (up_left_.size() < routing_.segments.size())
+    up_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
+  for (size_t s = 0; s < routing_.segments.size(); s++) up_left_[s].store(plan_.units_of[s], std::memory_order_relaxed);
+}
+
+void Task::finish() {
+  experts_.engine().arena.give_back(std::move(workspace_));
+  if (reading_) experts_.weights().leave();
+  reading_ = false;
+  under_way_.store(false, std::memory_order_release);
+}
+
+// Waits for what is under way.
+void Task::settle() {
+  if (!under_way_) return;
+  experts_.engine().pool.wait(*this);
+  finish();
+}
+
+void Task::run() {
+  std::lock_guard lock(mutex_);
+  settle();
+  if (batch_.tokens == 0) return;
+  try {
+    prepare();
+    experts_.engine().pool.run(*this);
+  } catch (...) {
+    finish();
+    throw;
+  }
+  finish();
+}
+
+void Task::submit() {
+  std::lock_guard lock(mutex_);
+  settle();
+  if (batch_.tokens == 0) return;
+  try {
+    prepare();
+    under_way_.store(true, std::memory_order_release);
+    experts_.engine().pool.submit(*this);
+  } catch (...) {
+    finish();
+    throw;
+  }
+}
+
+void Task::wait() {
+  std::lock_guard lock(mutex_);
+  settle();
+}
+
+bool Task::done() const { return !under_way_.load(std::memory_order_acquire) || experts_.engine().pool.done(*this); }
+
+// Units of the worker's own group first, then those of the others.
+void Task::work(const Worker& worker) {
+  char* slice = workspace_.data() + plan_.threads_at + worker.index * plan_.thread_bytes;
+  size_t groups = plan_.up.size();
+  for (size_t i = 0; i < groups; i++) take_units((size_t)(worker.group + (int)i) % groups, slice);
+  for (size_t i = 0; i < groups; i++) take_lanes((size_t)(worker.group + (int)i) % groups, slice);
+}
+
+void Task::take_units(size_t group, char* slice) {
+  const std::vector<UpUnit>& units = plan_.up[group];
+  int32_t count = (int32_t)units.size(), tail = count - 2 * experts_.engine().pool.threads();
+  auto claim = [&] { return next_up_[group].fetch_add(1, std::memory_order_relaxed); };
+  for (int32_t n = claim(); n < count;) {
+    int32_t after = n < tail ? claim() : -1;
+    const UpUnit& unit = units[(size_t)n];
+    run_unit(unit, after >= 0 && after < count ? &units[(size_t)after] : nullptr, slice);
+    if (up_left_[(size_t)unit.segment].fetch_sub(1, std::memory_order_acq_rel) == 1) unit_done((size_t)unit.segment);
+    n = after >= 0 ? after : claim();
+  }
+}
+
+void Task::take_lanes(size_t group, char* slice) {
+  int32_t segment = 0;
+  for (int32_t n; (n = lanes_[group].take(segment)) >= 0;)
+    lanes_[group].put_back(n, run_lane(plan_.lanes[group][(size_t)n], segment, slice));
+}
+
+const char* Task::first_read(const UpUnit& unit) const {
+  return experts_.weights().up().at(routing_.segments[(size_t)unit.segment].expert, unit.block0);
+}
+
+Task::UnitRows Task::rows_of(const UpUnit& unit) const {
+  Tiling whole = plan_.tilings[(size_t)unit.segment];
+  UnitRows r;
+  r.tiling = {whole.rows, unit.tile1 - unit.tile0};
+  r.first = unit.tile0 * whole.rows;
+  int32_t rows = r.tiling.tiles * r.tiling.rows, k_tiles = experts_.weights().up().k_tiles();
+  r.live = std::min(routing_.segments[(size_t)unit.segment].count - r.first, rows);
+  bool fits = (int64_t)rows * k_tiles * kTileK * experts_.kernels().elem <= plan_.panel_bytes;
+  r.chunk = fits ? k_tiles : plan_.up_chunk;
+  return r;
+}
+
+void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up) const {
+  const BlockStore& store = experts_.weights().up();
+  const KernelTable& kernels = experts_.kernels();
+  const Segment& segment = routing_.segments[(size_t)unit.segment];
+  UnitRows r = rows_of(unit);
+  int32_t k_tiles = store.k_tiles();
+  const char* b = first_read(unit);
+
+  Gather gather{};
+  gather.x = batch_.hidden;
+  gather.dtype = batch_.hidden_dtype;
+  gather.x_stride = batch_.hidden_stride;
+  gather.token = routing_.token.data() + segment.begin + r.first;
+  gather.live = r.live;
+  gather.tiling = r.tiling;
+  gather.width = experts_.shape().hidden;
+  gather.out = slice;
+  up.tiling = r.tiling;
+  up.live = r.live;
+  up.block_bytes = store.block_bytes();
+  up.block0 = unit.block0;
+  up.block1 = unit.block1;
+  up.sums = (float*)(slice + plan_.panel_bytes);
+  up.scratch = (float*)(slice + plan_.scratch_at);
+  up.gate = experts_.gate();
+  up.bias = experts_.weights().up_bias(segment.expert);
+  for (int32_t k = 0; k < k_tiles; k += r.chunk) {
+    int32_t now = std::min(r.chunk, k_tiles - k);
+    gather.k0 = k * kTileK;
+    gather.k_tiles = now;
+    kernels.gather(gather);
+    size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
+    up.base = {slice, tile_bytes, b + (size_t)k * 2 * kTileBytes, now};
+    up.first = k == 0;
+    up.last = k + now == k_tiles;
+    up.next = !up.last ? b + (size_t)(k + now) * 2 * kTileBytes : next ? first_read(*next) : nullptr;
+    kernels.up(up);
+  }
+}
+
+Down Task::columns_of(const Lane& lane, char* slice) const {
+  Down down{};
+  down.block0 = lane.block0;
+  down.block1 = lane.block1;
+  down.sum_block = (int64_t)batch_.tokens * kBlockN;
+  down.sum = (float*)(workspace_.data() + plan_.sums_at) + lane.block0 * down.sum_block;
+  down.out = batch_.out;
+  down.dtype = batch_.out_dtype;
+  down.out_stride = batch_.out_stride;
+  down.width = experts_.shape().hidden;
+  down.scratch = (float*)(slice + plan_.scratch_at);
+  return down;
+}
+
+// The units are in the hands of running threads; one that lost its cpu to this very loop must get it back.
+void Task::await_up(size_t segment) {
+  for (int looks = 0; up_left_[segment].load(std::memory_order_acquire); looks++)
+    looks < 1000 ? relax() : (void)sched_yield();
+}
+
+// Brings a lane forward from `segment` by a turn's worth of work; where it stands then.
+int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
+  int64_t cost = 0, per_block = (int64_t)(lane.block1 - lane.block0) * plan_.panel_k_tiles;
+  int32_t end = (int32_t)routing_.segments.size();
+  do {
+    await_up((size_t)segment);
+    run_columns(lane, (size_t)segment, slice);
+    cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
+  } while (++segment < end && cost < kTurnCost);
+  return segment;
+}
+
+}  // namespace kt

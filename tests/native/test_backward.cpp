@@ -1,0 +1,114 @@
+// Backward natively, for the sanitizers: against differences of the double-precision oracle, for every variant, with
+// any number of threads and groups, with and without what forward kept.
+#include "check.h"
+#include "moe_layer.h"
+
+using namespace kt;
+using namespace kt::check;
+
+namespace {
+
+struct Found {
+  std::vector<float> hidden, weights;
+};
+
+Found backward_of(const Experts& experts, MadeUpBatch& batch, const std::vector<float>& grad, bool kept) {
+  const LayerShape& shape = experts.shape();
+  Found found{std::vector<float>(batch.hidden.size(), NAN), std::vector<float>(batch.weights.size(), NAN)};
+  std::vector<char> keep(kept ? batch.ids.size() * (size_t)experts.keep_row_bytes() : 0);
+  if (kept) Call(experts, batch.batch(shape), keep.data()).run();
+  Batch b = batch.batch(shape);
+  b.out = found.hidden.data();
+  Gradients gradients;
+  gradients.out = grad.data();
+  gradients.out_dtype = DType::f32;
+  gradients.out_stride = shape.hidden;
+  gradients.weights = found.weights.data();
+  gradients.weights_stride = batch.top_k;
+  gradients.keep = kept ? keep.data() : nullptr;
+  Backward(experts, b, gradients).run();
+  return found;
+}
+
+double dot(const std::vector<float>& x, const std::vector<double>& y) {
+  double sum = 0;
+  for (size_t n = 0; n < x.size(); n++) sum += x[n] * y[n];
+  return sum;
+}
+
+// How far `found` is from the slope of <grad, layer> along random directions, relative to a typical slope.
+double slope_error(const MadeUpLayer& layer, const Gate& gate, MadeUpBatch batch, const std::vector<float>& grad,
+                   std::vector<float> MadeUpBatch::* member, const std::vector<float>& found) {
+  std::mt19937 random(5);
+  double worst = 0, norm = std::sqrt(dot(found, {found.begin(), found.end()}));
+  const std::vector<float> at = batch.*member;
+  for (int n = 0; n < 3; n++) {
+    std::vector<float> direction = random_f32(at.size(), 1.0f, random);
+    double along = 0, step = 1e-3, sums[2];
+    for (size_t i = 0; i < at.size(); i++) along += (double)found[i] * direction[i];
+    for (int side = 0; side < 2; side++) {
+      for (size_t i = 0; i < at.size(); i++) (batch.*member)[i] = at[i] + (float)((side ? -step : step) * direction[i]);
+      sums[side] = dot(grad, expected(layer, gate, batch));
+    }
+    worst = std::max(worst, std::abs((sums[0] - sums[1]) / (2 * step) - along) / norm);
+  }
+  return worst;
+}
+
+void check_backward(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int groups,
+                    const KernelTable& kernels) {
+  MadeUpLayer layer(shape, biases);
+  MadeUpBatch batch(shape, tokens, 2);
+  std::mt19937 random(9);
+  std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
+  auto experts = packed(layer, gate, kernels, engine_of(2, groups));
+  Found found = backward_of(*experts, batch, grad, false);
+  double limit = kernels.elem == 2 ? 3e-2 : 2e-3;
+  CHECK(slope_error(layer, gate, batch, grad, &MadeUpBatch::hidden, found.hidden) < limit);
+  CHECK(slope_error(layer, gate, batch, grad, &MadeUpBatch::weights, found.weights) < limit);
+  Found again = backward_of(*experts, batch, grad, true);
+  CHECK(found.hidden == again.hidden);
+  CHECK(found.weights == again.weights);
+}
+
+}  // namespace
+
+TEST(backward_every_variant_and_activation) {
+  for (const KernelTable* kernels : all_kernels())
+    for (Activation kind : {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::relu2})
+      for (bool gated : {true, false}) check_backward({3, 37, 45, gated}, {kind, gated, 0, 0}, true, 9, 1, *kernels);
+}
+
+TEST(backward_swiglu_oai) {
+  for (const KernelTable* kernels : all_kernels())
+    check_backward({3, 37, 45, true}, {Activation::swiglu_oai, true, 50, 1.702f}, true, 9, 1, *kernels);
+}
+
+TEST(backward_sizes_chunks_and_groups) {
+  for (const KernelTable* kernels : all_kernels()) {
+    check_backward({2, 1, 1, true}, kSilu, false, 5, 1, *kernels);
+    check_backward({2, 64, 100, true}, kSilu, false, 150, 2, *kernels);
+    check_backward({1, 2700, 20, true}, kSilu, false, 40, 1, *kernels);
+    check_backward({1, 20, 2300, true}, kSilu, true, 6, 2, *kernels);
+  }
+}
+
+TEST(backward_same_bits_for_any_threads) {
+  const LayerShape shape{4, 70, 50, true};
+  MadeUpLayer layer(shape, true);
+  MadeUpBatch batch(shape, 41, 3);
+  std::mt19937 random(3);
+  std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
+  for (const KernelTable* kernels : all_kernels()) {
+    Found first;
+    for (int threads : {1, 2, 5})
+      for (int groups : {1, 2}) {
+        if (groups > threads) continue;
+        auto experts = packed(layer, kSilu, *kernels, engine_of(threads, groups));
+        Found found = backward_of(*experts, batch, grad, threads == 2);
+        if (first.hidden.empty()) first = found;
+        CHECK(found.hidden == first.hidden);
+        CHECK(found.weights == first.weights);
+      }
+  }
+}
