@@ -6,6 +6,8 @@ BUILD := build/dev
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# The pinned one once there is a venv, so that a machine without CMake can run the sanitizers too.
+CMAKE = $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 
 NATIVE := $(shell find csrc tests/native cmake -type f 2>/dev/null)
 CPP := $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
@@ -66,8 +68,8 @@ asan tsan: sanitizer = $(if $(filter asan,$@),address,thread)
 asan:  ## native tests under Address and UndefinedBehavior sanitizers
 tsan:  ## native tests under ThreadSanitizer
 asan tsan:
-	cmake -S . -B build/$@ -DCMAKE_BUILD_TYPE=Debug -DKT_SANITIZE=$(sanitizer) -DKT_TESTS=ON -DKT_EMULATE=ON -DKT_WERROR=ON
-	cmake --build build/$@ --parallel $(JOBS) --target kt_tests
+	$(CMAKE) -S . -B build/$@ -DCMAKE_BUILD_TYPE=Debug -DKT_SANITIZE=$(sanitizer) -DKT_TESTS=ON -DKT_EMULATE=ON -DKT_WERROR=ON
+	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests
 	build/$@/kt_tests
 
 clean:  ## remove .venv, build/ and dist/
