@@ -20,7 +20,6 @@ constexpr int kTileN = 16;         // outputs in a tile
 constexpr int kBlockN = 32;        // outputs in a block: two tiles side by side, 2 KB per k step
 constexpr int kTileBytes = 1024;   // bf16
 constexpr int kMaxRows = 16;       // tokens in an activation tile, at most
-constexpr int kLayoutVersion = 1;  // of packed weights; recorded wherever they are written
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

@@ -58,6 +58,8 @@ struct PyPool {
   }
 };
 
+constexpr int64_t kMostRows = INT_MAX - 64;  // (token, slot) pairs of a call: rounding up to a tile stays in 32 bits
+
 // A prepared call with the tensors that it reads and writes.
 struct PyCall {
   std::vector<Array> tensors;
@@ -173,10 +175,11 @@ struct PyExperts {
     };
     Batch b;
     Array x = take("hidden", hidden, 2, kFloats);
-    int64_t tokens = in_range("tokens in hidden", (int64_t)x.shape(0), 0, INT_MAX);
+    int64_t tokens = in_range("tokens in hidden", (int64_t)x.shape(0), 0, kMostRows);
     check_shape("hidden", x, {tokens, s.hidden}, "tokens, hidden");
     Array i = take("ids", ids, 2, {kInt64, kInt32});
-    int64_t top_k = in_range("second dimension of ids", (int64_t)i.shape(1), 1, INT_MAX / std::max<int64_t>(tokens, 1));
+    int64_t top_k =
+        in_range("second dimension of ids", (int64_t)i.shape(1), 1, kMostRows / std::max<int64_t>(tokens, 1));
     check_shape("ids", i, {tokens, top_k}, "tokens, top k");
     Array w = take("weights", weights, 2, kFloats);
     check_shape("weights", w, {tokens, top_k}, "tokens, top k");

@@ -2,8 +2,9 @@
 //
 // The kernels are otherwise written in the compiler's portable vectors, so with this file in place of the compiler's
 // <immintrin.h> every variant runs on every CPU: slowly, but with the same loops, layouts and edges. Test builds only
-// (KT_EMULATE); an emulated variant is never chosen unless it is asked for by name. The arithmetic follows Intel's
-// description: operands are bf16, denormals count as zero, products are accumulated in f32 with one rounding per step.
+// (KT_EMULATE); an emulated variant is never chosen unless it is asked for by name. Operands are bf16, denormals count
+// as zero, and products are added to the f32 sum one by one; the hardware adds a tile's products among themselves first
+// and flushes tiny results, so the last bits differ.
 #pragma once
 
 #include <stddef.h>
@@ -82,6 +83,9 @@ inline void _tile_stored(int t, void* base, size_t stride) {
 }
 
 inline void _tile_dpbf16ps(int c, int a, int b) {
+  // Shapes that do not fit each other fault on real hardware.
+  const EmulatedTiles& t = emulated_tiles;
+  if (t.rows[a] != t.rows[c] || t.colsb[b] != t.colsb[c] || t.colsb[a] != 4 * t.rows[b]) __builtin_trap();
   EmulatedTile &tc = emulated_tile(c), &ta = emulated_tile(a), &tb = emulated_tile(b);
   for (int m = 0; m < emulated_tiles.rows[c]; m++) {
     for (int k = 0; k < emulated_tiles.colsb[a] / 4; k++) {

@@ -17,7 +17,6 @@ struct Vec {
   typedef int32_t i32 __attribute__((vector_size(W * 4)));
   typedef uint32_t u32 __attribute__((vector_size(W * 4)));
   typedef uint16_t u16 __attribute__((vector_size(W * 2)));
-  static constexpr int width = W;
 };
 
 template <int W>
@@ -153,7 +152,8 @@ inline F32<W> vexp(F32<W> x) {
 
 template <int W>
 inline F32<W> sigmoid(F32<W> x) {
-  return splat<W>(1.0f) / (splat<W>(1.0f) + vexp<W>(-x));
+  F32<W> y = splat<W>(1.0f) / (splat<W>(1.0f) + vexp<W>(-x));
+  return select<W>(x < splat<W>(-88.0f), splat<W>(0.0f), y);  // vexp stops there, and x may be large
 }
 
 // Phi(x), the normal distribution, by the complementary error function of Abramowitz & Stegun 7.1.26 (absolute

@@ -24,9 +24,8 @@ struct Ahead {
 
 // A quarter of this step's lines; called four times a step, between the instructions that keep the core busy.
 inline void prefetch_quarter(const Ahead& ahead, int quarter) {
-  int count = (ahead.lines + 3) / 4;
-  const char* at = ahead.at + quarter * count * 64;
-  for (int i = 0; i < count; i++) __builtin_prefetch(at + i * 64, 0, 2);
+  int first = ahead.lines * quarter / 4, last = ahead.lines * (quarter + 1) / 4;
+  for (int i = first; i < last; i++) __builtin_prefetch(ahead.at + i * 64, 0, 2);
 }
 
 // Part `pass` of `passes` of the block at `next`, which is k_tiles * 2 KB long.

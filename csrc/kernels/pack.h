@@ -102,7 +102,7 @@ inline void put_columns(char* out, const Gather& g, int64_t at, int valid) {
     return;
   }
   alignas(64) char tail[kTileK * 4] = {};
-  if (valid > 0) __builtin_memcpy(tail, (const char*)g.x + at * (int64_t)size_of(g.dtype), valid * size_of(g.dtype));
+  __builtin_memcpy(tail, (const char*)g.x + at * (int64_t)size_of(g.dtype), valid * size_of(g.dtype));
   Gather whole = g;
   whole.x = tail;
   put_columns<W, elem>(out, whole, 0, kTileK);

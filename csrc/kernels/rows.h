@@ -2,7 +2,7 @@
 //
 // A weight vector holds, for W outputs, the neighbours k and k + 1 as bf16. Where the CPU has no bf16 product, a shift
 // and a mask make two f32 vectors of it (exactly), and each meets the broadcast activation of its k. NV vectors and MR
-// rows fill the register file; a block of 32 outputs takes 32 / (NV * W) walks over K.
+// rows fill the register file; a block of 32 outputs takes 32 / (NV * W) walks over K, or one where rows are few.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -36,13 +36,22 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
   for (int kt = 0; kt < k_tiles; kt++) {
     for (int p = 0; p < kTileK / 2; p++) {
       if (p % 4 == 0) prefetch_quarter(ahead, p / 4);
-      decltype(Arith::open(b)) w[NV];
+      const char* x = a + p * 2 * Arith::elem;
+      constexpr int row = kTileK * Arith::elem;
       // Columns past the first tile of the block lie one tile further on.
-      for (int v = 0; v < NV; v++)
-        w[v] = Arith::open(b + p * 64 + (v * W / kTileN) * kTileBytes + (v * W % kTileN) * 4);
-      for (int m = 0; m < rows; m++) {
-        const char* x = a + m * kTileK * Arith::elem + p * 2 * Arith::elem;
-        for (int v = 0; v < NV; v++) acc[m][v] = Arith::step(acc[m][v], x, w[v]);
+      auto weights = [&](int v) {
+        return Arith::open(b + p * 64 + (v * W / kTileN) * kTileBytes + (v * W % kTileN) * 4);
+      };
+      if constexpr (rows > NV) {
+        decltype(Arith::open(b)) w[NV];
+        for (int v = 0; v < NV; v++) w[v] = weights(v);
+        for (int m = 0; m < rows; m++)
+          for (int v = 0; v < NV; v++) acc[m][v] = Arith::step(acc[m][v], x + m * row, w[v]);
+      } else {
+        for (int v = 0; v < NV; v++) {
+          auto w = weights(v);
+          for (int m = 0; m < rows; m++) acc[m][v] = Arith::step(acc[m][v], x + m * row, w);
+        }
       }
     }
     a += tile_rows * kTileK * Arith::elem;
@@ -58,9 +67,12 @@ template <class Arith, int W, int NV, int rows>
 inline void tile_by_block(int live, const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate,
                           Ahead ahead, float* c) {
   if (live == rows) {
-    for (int column = 0; column < kBlockN; column += NV * W) {
+    // Few rows leave registers for the whole block: its weights are then read in one walk, as they lie.
+    constexpr bool whole = rows * (kBlockN / W) <= 8;
+    constexpr int NW = whole ? kBlockN / W : NV;
+    for (int column = 0; column < kBlockN; column += NW * W) {
       const char* at = b + (column / kTileN) * kTileBytes + (column % kTileN) * 4;
-      rows_by_columns<Arith, W, NV, rows>(a, tile_rows, at, k_tiles, accumulate, ahead, c + column);
+      rows_by_columns<Arith, W, NW, rows>(a, tile_rows, at, k_tiles, accumulate, ahead, c + column);
       ahead.lines = 0;
     }
   } else if constexpr (rows > 1) {

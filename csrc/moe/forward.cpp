@@ -43,7 +43,8 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
                    b + (size_t)k * 2 * kTileBytes, now};
-      down.next = down.last && tile + tiles == whole.tiles ? after : nullptr;
+      const char* then = down.last ? after : b + (size_t)(k + now) * 2 * kTileBytes;
+      down.next = tile + tiles == whole.tiles ? then : nullptr;
       experts_.kernels().down(down);
     });
   }

@@ -1,4 +1,4 @@
-// A counting sort over T * k entries: two walks over the ids, no comparison, no allocation once the vectors have grown.
+// A counting sort over T * k entries: two walks, no comparison, no allocation once the vectors have grown.
 #include "moe/route.h"
 
 #include <algorithm>
@@ -25,50 +25,59 @@ bool is_here(const Batch& b, int64_t expert, int32_t experts) {
 }
 
 // Tokens in the order in which they enter their experts: by adapter, then as they come.
-std::vector<int32_t> arrival_order(const Batch& b) {
-  std::vector<int32_t> order((size_t)b.tokens);
+void order_by_adapter(const Batch& b, std::vector<int32_t>& order) {
+  order.resize((size_t)b.tokens);
   std::iota(order.begin(), order.end(), 0);
-  if (b.adapter)
-    std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) { return b.adapter[x] < b.adapter[y]; });
-  return order;
+  std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) { return b.adapter[x] < b.adapter[y]; });
 }
 
 }  // namespace
 
 void route(const Batch& b, int32_t experts, Routing& r) {
-  std::vector<int32_t> start((size_t)experts + 1), left((size_t)b.tokens);
+  size_t entries = (size_t)b.tokens * (size_t)b.top_k;
+  r.start_.assign((size_t)experts + 1, 0);
+  r.left_.assign((size_t)b.tokens, 0);
+  r.expert_.resize(entries);
+  // The caller's ids are read once: whoever writes them meanwhile gets strange sums, not strange memory.
   for (int32_t t = 0; t < b.tokens; t++)
-    for (int32_t s = 0; s < b.top_k; s++)
-      if (int64_t e = expert_at(b, t, s); is_here(b, e, experts)) start[(size_t)e + 1]++, left[(size_t)t]++;
+    for (int32_t s = 0; s < b.top_k; s++) {
+      int64_t e = expert_at(b, t, s);
+      bool here = is_here(b, e, experts);
+      r.expert_[(size_t)t * (size_t)b.top_k + (size_t)s] = here ? (int32_t)e : -1;
+      if (here) r.start_[(size_t)e + 1]++, r.left_[(size_t)t]++;
+    }
 
   r.segments.clear();
   for (int32_t e = 0; e < experts; e++) {
-    int32_t count = start[(size_t)e + 1];
-    start[(size_t)e + 1] += start[(size_t)e];
-    if (count) r.segments.push_back({e, start[(size_t)e], count});
+    int32_t count = r.start_[(size_t)e + 1];
+    r.start_[(size_t)e + 1] += r.start_[(size_t)e];
+    if (count) r.segments.push_back({e, r.start_[(size_t)e], count});
   }
-  size_t rows = (size_t)start.back();
+  size_t rows = (size_t)r.start_.back();
   r.token.resize(rows);
   r.slot.resize(rows);
   r.weight.resize(rows);
   r.mark.resize(rows);
-  for (int32_t t : arrival_order(b))
+  if (b.adapter) order_by_adapter(b, r.order_);
+  for (int32_t n = 0; n < b.tokens; n++) {
+    int32_t t = b.adapter ? r.order_[(size_t)n] : n;
     for (int32_t s = 0; s < b.top_k; s++)
-      if (int64_t e = expert_at(b, t, s); is_here(b, e, experts)) {
-        size_t row = (size_t)start[(size_t)e]++;
+      if (int32_t e = r.expert_[(size_t)t * (size_t)b.top_k + (size_t)s]; e >= 0) {
+        size_t row = (size_t)r.start_[(size_t)e]++;
         r.token[row] = t;
         r.slot[row] = s;
         r.weight[row] = weight_at(b, t, s);
       }
+  }
 
   r.idle.clear();
   for (int32_t t = 0; t < b.tokens; t++)
-    if (!left[(size_t)t]) r.idle.push_back(t);
-  std::vector<uint8_t> seen((size_t)b.tokens);
+    if (!r.left_[(size_t)t]) r.idle.push_back(t);
+  r.seen_.assign((size_t)b.tokens, 0);
   for (size_t row = 0; row < rows; row++) {
     size_t t = (size_t)r.token[row];
-    r.mark[row] = (uint8_t)((seen[t] ? 0 : kFirst) | (--left[t] == 0 ? kLast : 0));
-    seen[t] = 1;
+    r.mark[row] = (uint8_t)((r.seen_[t] ? 0 : kFirst) | (--r.left_[t] == 0 ? kLast : 0));
+    r.seen_[t] = 1;
   }
 }
 

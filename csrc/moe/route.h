@@ -43,6 +43,11 @@ struct Routing {
   std::vector<float> weight;      // [rows]
   std::vector<uint8_t> mark;      // [rows] kFirst | kLast of kernels/table.h
   std::vector<int32_t> idle;      // tokens without any row: their output is zero
+
+ private:
+  friend void route(const Batch& batch, int32_t experts, Routing& routing);
+  std::vector<int32_t> expert_, start_, left_, order_;  // what sorting needs, kept from call to call
+  std::vector<uint8_t> seen_;
 };
 
 void route(const Batch& batch, int32_t experts, Routing& routing);

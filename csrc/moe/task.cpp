@@ -2,6 +2,7 @@
 #include "moe/task.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <cstring>
 
 #include "futex.h"
@@ -102,8 +103,25 @@ void Task::wait() {
 
 bool Task::done() const { return !under_way_.load(std::memory_order_acquire) || experts_.engine().pool.done(*this); }
 
+namespace {
+// Whatever the calling thread has set (flushed denormals, another rounding), a call's numbers are those of the default:
+// they must not depend on which thread takes which unit.
+class DefaultArithmetic {
+ public:
+  DefaultArithmetic() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultArithmetic() { std::fesetenv(&before_); }
+
+ private:
+  std::fenv_t before_;
+};
+}  // namespace
+
 // Units of the worker's own group first, then those of the others.
 void Task::work(const Worker& worker) {
+  DefaultArithmetic arithmetic;
   char* slice = workspace_.data() + plan_.threads_at + worker.index * plan_.thread_bytes;
   size_t groups = plan_.up.size();
   for (size_t i = 0; i < groups; i++) take_units((size_t)(worker.group + (int)i) % groups, slice);

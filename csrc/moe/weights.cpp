@@ -1,4 +1,4 @@
-// Packing runs on the pool, one unit per block, each on the node that will read it, so first touch puts pages in place.
+// Packing runs on the pool, one unit per block, those of a group first by its own threads.
 #include "moe/weights.h"
 
 #include <algorithm>

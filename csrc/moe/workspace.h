@@ -31,11 +31,6 @@ class Arena {
     if (buffer) free_.push_back(std::move(buffer));
   }
 
-  void trim() {
-    std::lock_guard lock(mutex_);
-    free_.clear();
-  }
-
  private:
   std::mutex mutex_;
   std::vector<Buffer> free_;
