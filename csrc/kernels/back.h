@@ -40,13 +40,57 @@ inline void turn_tiles(const char* in, char* out) {
       }
 }
 
+// Row r and r + d of a square of 16 dwords exchange the lanes in which they differ: four such stages transpose it.
+template <int d>
+inline void exchange(U32<16> (&row)[16]) {
+  U32<16> low, high;
+  for (uint32_t i = 0; i < 16; i++) {
+    low[i] = i & d ? 16 + i - d : i;
+    high[i] = i & d ? 16 + i : i + d;
+  }
+  for (int r = 0; r < 16; r++) {
+    if (r & d) continue;
+    U32<16> a = row[r], b = row[r + d];
+    row[r] = __builtin_shuffle(a, b, low);
+    row[r + d] = __builtin_shuffle(a, b, high);
+  }
+}
+
+// The same as turn_tiles with whole rows in registers: two 16-bit shuffles bring 32 n of one k together, and 16 such
+// rows of pairs along n are transposed.
+inline void turn_tiles_wide(const char* in, char* out) {
+  typedef uint16_t Row __attribute__((vector_size(64)));
+  Row even, odd;
+  for (uint16_t i = 0; i < 32; i++) even[i] = (uint16_t)(2 * i), odd[i] = (uint16_t)(2 * i + 1);
+  for (int half = 0; half < 2; half++) {
+    U32<16> row[16];
+    for (int p = 0; p < 8; p++) {
+      const char* at = in + (half * 8 + p) * 64;
+      Row a = load<Row>(at), b = load<Row>(at + kTileBytes);
+      row[2 * p] = (U32<16>)__builtin_shuffle(a, b, even);
+      row[2 * p + 1] = (U32<16>)__builtin_shuffle(a, b, odd);
+    }
+    exchange<8>(row);
+    exchange<4>(row);
+    exchange<2>(row);
+    exchange<1>(row);
+    for (int n = 0; n < 16; n++) store(out + half * kTileBytes + n * 64, row[n]);
+  }
+}
+
+template <int W>
 inline void turn_blocks(const Transpose& t) {
   for (int i = 0; i < t.count; i++) {
     const char* in = t.in + (int64_t)i * (int64_t)t.in_stride;
     // Neighbouring blocks lie far apart: each is fetched while the one before is turned.
     for (int line = 0; i + 1 < t.count && line < 2 * kTileBytes; line += 64)
       __builtin_prefetch(in + t.in_stride + line, 0, 3);
-    turn_tiles(in, t.out + (int64_t)i * 2 * kTileBytes);
+    char* out = t.out + (int64_t)i * 2 * kTileBytes;
+    if constexpr (W == 16) {
+      turn_tiles_wide(in, out);
+    } else {
+      turn_tiles(in, out);
+    }
   }
 }
 

@@ -126,7 +126,7 @@ constexpr KernelTable table_of(const char* name) {
           &run_up<Isa>,
           &run_down<Isa>,
           &pack_block<Isa::width>,
-          &turn_blocks,
+          &turn_blocks<Isa::width>,
           &run_back<Isa>,
           &measure_rate<Isa>};
 }
