@@ -19,7 +19,7 @@ DEFINES := -C cmake.define.KT_TESTS=ON -C cmake.define.KT_EMULATE=ON -C cmake.de
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test test-slow soak bench demo wheel asan tsan clean
+.PHONY: help build check test test-slow soak bench demo wheel asan tsan x86 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,15 @@ asan tsan:
 	$(CMAKE) -S . -B build/$@ -DCMAKE_BUILD_TYPE=Debug -DKT_SANITIZE=$(sanitizer) -DKT_TESTS=ON -DKT_EMULATE=ON -DKT_WERROR=ON
 	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests
 	build/$@/kt_tests
+
+# The x86-64 kernels from another architecture: a cross compiler, and an emulator that knows AVX2.
+x86: CROSS ?= x86_64-linux-gnu-
+x86: EMULATOR ?= qemu-x86_64 -cpu max -L /usr/x86_64-linux-gnu
+x86:  ## cross-compile all variants for x86-64 and run the native tests that an emulator can
+	$(CMAKE) -S . -B build/$@ -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=x86_64 -DCMAKE_CXX_COMPILER=$(CROSS)g++ \
+	  -DCMAKE_NM=$$(command -v $(CROSS)nm) -DCMAKE_BUILD_TYPE=Release -DKT_TESTS=ON -DKT_WERROR=ON
+	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests
+	$(EMULATOR) build/$@/kt_tests moe route plan backward
 
 clean:  ## remove .venv, build/ and dist/
 	rm -rf $(VENV) build dist

@@ -15,11 +15,11 @@ enum class DType : uint8_t { f32, bf16, f16 };
 
 constexpr size_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
 
-constexpr int kTileK = 32;         // contraction steps in a tile
-constexpr int kTileN = 16;         // outputs in a tile
-constexpr int kBlockN = 32;        // outputs in a block: two tiles side by side, 2 KB per k step
-constexpr int kTileBytes = 1024;   // bf16
-constexpr int kMaxRows = 16;       // tokens in an activation tile, at most
+constexpr int kTileK = 32;        // contraction steps in a tile
+constexpr int kTileN = 16;        // outputs in a tile
+constexpr int kBlockN = 32;       // outputs in a block: two tiles side by side, 2 KB per k step
+constexpr int kTileBytes = 1024;  // bf16
+constexpr int kMaxRows = 16;      // tokens in an activation tile, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

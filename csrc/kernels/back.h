@@ -58,17 +58,18 @@ inline void exchange(U32<16> (&row)[16]) {
 
 // The same as turn_tiles with whole rows in registers: two 16-bit shuffles bring 32 n of one k together, and 16 such
 // rows of pairs along n are transposed.
+template <int W>
 inline void turn_tiles_wide(const char* in, char* out) {
-  typedef uint16_t Row __attribute__((vector_size(64)));
+  using Row = typename Vec<W>::pairs;
   Row even, odd;
   for (uint16_t i = 0; i < 32; i++) even[i] = (uint16_t)(2 * i), odd[i] = (uint16_t)(2 * i + 1);
   for (int half = 0; half < 2; half++) {
-    U32<16> row[16];
+    U32<W> row[16];
     for (int p = 0; p < 8; p++) {
       const char* at = in + (half * 8 + p) * 64;
       Row a = load<Row>(at), b = load<Row>(at + kTileBytes);
-      row[2 * p] = (U32<16>)__builtin_shuffle(a, b, even);
-      row[2 * p + 1] = (U32<16>)__builtin_shuffle(a, b, odd);
+      row[2 * p] = (U32<W>)__builtin_shuffle(a, b, even);
+      row[2 * p + 1] = (U32<W>)__builtin_shuffle(a, b, odd);
     }
     exchange<8>(row);
     exchange<4>(row);
@@ -87,7 +88,7 @@ inline void turn_blocks(const Transpose& t) {
       __builtin_prefetch(in + t.in_stride + line, 0, 3);
     char* out = t.out + (int64_t)i * 2 * kTileBytes;
     if constexpr (W == 16) {
-      turn_tiles_wide(in, out);
+      turn_tiles_wide<W>(in, out);
     } else {
       turn_tiles(in, out);
     }

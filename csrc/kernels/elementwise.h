@@ -17,6 +17,7 @@ struct Vec {
   typedef int32_t i32 __attribute__((vector_size(W * 4)));
   typedef uint32_t u32 __attribute__((vector_size(W * 4)));
   typedef uint16_t u16 __attribute__((vector_size(W * 2)));
+  typedef uint16_t pairs __attribute__((vector_size(W * 4)));
 };
 
 template <int W>

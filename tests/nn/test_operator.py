@@ -71,8 +71,8 @@ class Case:
         return grads
 
     def tolerance(self) -> float:
-        """f32 activations: rounding of sums. bf16 ones: hidden rows, gradients and kept gate/up are rounded to 2^-8, and
-        a gate that rounds across its clamp loses or gains its whole gradient."""
+        """f32 activations: rounding of sums. bf16 ones: hidden rows, gradients and kept gate/up are rounded to 2^-8,
+        and a gate that rounds across its clamp loses or gains its whole gradient."""
         if self.store.isa in ("generic", "avx2", "avx512"):
             return 1e-5
         return 6e-2 if self.layer.limit else 1.5e-2

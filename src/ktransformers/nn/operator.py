@@ -1,10 +1,10 @@
 """The one door from PyTorch to the expert kernels: `apply_experts`, an operator that autograd knows.
 
-Shapes: hidden `[T, H]`, ids and routing weights `[T, k]`. The packed experts are no tensor, so the operator gets them as a
-handle, an integer that leads to a living store. It returns the output and, with `retain`, gate and up of every row as
-opaque bytes; without, backward computes them again. Both being outputs of a registered operator, selective checkpointing
-may keep them or let go of them, and gradient accumulation, non-reentrant checkpointing and GradScaler need nothing from
-us. Gradients go to hidden states and routing weights; the experts are frozen.
+Shapes: hidden `[T, H]`, ids and routing weights `[T, k]`. The packed experts are no tensor, so the operator gets them
+as a handle, an integer that leads to a living store. It returns the output and, with `retain`, gate and up of every row
+as opaque bytes; without, backward computes them again. Both being outputs of a registered operator, selective
+checkpointing may keep them or let go of them, and gradient accumulation, non-reentrant checkpointing and GradScaler
+need nothing from us. Gradients go to hidden states and routing weights; the experts are frozen.
 """
 
 from __future__ import annotations
@@ -95,4 +95,5 @@ def apply_experts(store: ExpertStore, hidden: Tensor, ids: Tensor, weights: Tens
         return store.forward(hidden, ids, weights)
     rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
     out, _ = experts(rows, ids.reshape(-1, top_k), weights.reshape(-1, top_k), handle_of(store), retain and learns)
-    return out.view(hidden.shape)
+    result: Tensor = out.view(hidden.shape)
+    return result

@@ -181,8 +181,8 @@ class ExpertStore:
     ) -> Tensor:
         """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
 
-        Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype. `keep`,
-        from `new_keep`, takes gate and up for a backward of the same batch.
+        Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
+        `keep`, from `new_keep`, takes gate and up for a backward of the same batch.
         """
         rows, out, target = self._rows(hidden, out)
         self._experts.forward(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, keep)

@@ -1,0 +1,9 @@
+"""Checkpoints on disk: which tensors are experts, and reading them layer by layer. Knows no model code."""
+
+from __future__ import annotations
+
+from ktransformers.checkpoint.experts import ExpertShape, Piece, check, read
+from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
+from ktransformers.checkpoint.shards import Shards
+
+__all__ = ["ExpertShape", "ExpertTensors", "Piece", "Shards", "check", "find_experts", "locate", "read"]

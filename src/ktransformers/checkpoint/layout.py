@@ -1,0 +1,84 @@
+"""Which tensors of a checkpoint are experts, told by their names alone.
+
+Two layouts exist: one tensor for each matrix of each expert (`...mlp.experts.7.gate_proj.weight`, in Mixtral's words
+`...block_sparse_moe.experts.7.w1.weight`), and fused ones that hold all experts of a layer
+(`...mlp.experts.gate_up_proj`, `[E, 2I, H]`). What a model calls `model.layers.3.mlp.experts` may lie in the file as
+`model.language_model.layers.3.block_sparse_moe.experts`, so layers are matched by their number and by what stands
+before `layers` apart from the usual wrappers; `mtp.layers.0` therefore is not `model.layers.0`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ktransformers.errors import InputError
+
+# Words of the files -> ours. Mixtral's w1, w3 and w2 are gate, up and down.
+MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+SINGLE = re.compile(r"(?P<root>.+)\.experts\.(?P<expert>\d+)\.(?P<matrix>" + "|".join(MATRICES) + r")\.(?P<kind>\w+)")
+FUSED = {
+    ".experts.gate_up_proj": "gate_up",
+    ".experts.up_proj": "up",
+    ".experts.down_proj": "down",
+    ".experts.gate_up_proj_bias": "gate_up_bias",
+    ".experts.up_proj_bias": "up_bias",
+    ".experts.down_proj_bias": "down_bias",
+    ".block_sparse_moe.input_linear.weight": "gate_up",  # granitemoe
+    ".block_sparse_moe.output_linear.weight": "down",
+    ".experts.fc1.weight": "gate_up",  # aria
+    ".experts.fc2.weight": "down",
+}
+WRAPPERS = {"model", "language_model", "backbone"}
+PLACE = re.compile(r"(?:(?P<outer>.*)\.)?layers\.(?P<layer>\d+)(?:\.(?P<block>.*))?")
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """Names of one layer's expert tensors by role (gate, up, down, gate_up, and each with `_bias`)."""
+
+    root: str  # what stands before "experts"
+    fused: Mapping[str, str]  # role -> name
+    single: Mapping[int, Mapping[str, str]]  # expert -> role -> name
+
+
+def find_experts(names: Iterable[str]) -> list[ExpertTensors]:
+    """Every layer of experts among these tensors, the model's own and others (MTP layers) alike."""
+    fused: dict[str, dict[str, str]] = {}
+    single: dict[str, dict[int, dict[str, str]]] = {}
+    for name in names:
+        if found := SINGLE.fullmatch(name):
+            kind = found["kind"]
+            role = MATRICES[found["matrix"]] + ("" if kind == "weight" else f"_{kind}")
+            single.setdefault(found["root"], {}).setdefault(int(found["expert"]), {})[role] = name
+            continue
+        for suffix, role in FUSED.items():
+            if name.endswith(suffix):
+                fused.setdefault(name.removesuffix(suffix), {})[role] = name
+    return [ExpertTensors(root, fused.get(root, {}), single.get(root, {})) for root in {**fused, **single}]
+
+
+def _place(path: str) -> tuple[str, int, str]:
+    """(what stands before the layers, layer, block within the layer)."""
+    found = PLACE.fullmatch(path)
+    if not found:
+        return path, -1, ""
+    outer = [word for word in (found["outer"] or "").split(".") if word and word not in WRAPPERS]
+    return ".".join(outer), int(found["layer"]), found["block"] or ""
+
+
+def locate(layers: Iterable[ExpertTensors], module: str) -> ExpertTensors:
+    """The tensors that belong to the model's module `module`, e.g. "model.layers.3.mlp.experts"."""
+    outer, layer, block = _place(module.removesuffix(".experts"))
+    near = [tensors for tensors in layers if _place(tensors.root)[:2] == (outer, layer)]
+    if len(near) > 1:
+        near = [tensors for tensors in near if _place(tensors.root)[2] == block]
+    if len(near) != 1:
+        raise InputError(
+            module,
+            "no expert tensors in the checkpoint" if not near else f"{len(near)} candidates in the checkpoint",
+            f"{module}.0.gate_proj.weight and so on, or {module}.gate_up_proj",
+            "the checkpoint is not of this model, or its layout is not known",
+        )
+    return near[0]

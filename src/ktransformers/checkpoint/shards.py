@@ -1,0 +1,104 @@
+"""The tensors of a safetensors checkpoint by name, in one file or in many.
+
+Names, shapes and dtypes come from the files' headers; data is mapped, not copied, so a tensor that was read costs page
+cache and no memory of the process. `release` lets go of the maps; tensors that are still in use keep theirs. Only
+safetensors is read: the older formats are pickles, which run code when opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ktransformers.errors import InputError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class Shards:
+    def __init__(self, files: Iterable[str | Path]) -> None:
+        self._open: dict[Path, Any] = {}  # safe_open, whose methods are not annotated
+        self._home: dict[str, Path] = {}
+        for file in map(Path, files):
+            if file.suffix != ".safetensors":
+                raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
+            for name in self._handle(file).keys():  # noqa: SIM118 (not a mapping)
+                if name in self._home:
+                    raise InputError(name, f"it in {self._home[name].name} and in {file.name}", "it in one file")
+                self._home[name] = file
+        self.release()
+
+    @classmethod
+    def of_directory(cls, directory: str | Path) -> Shards:
+        """A local Hugging Face directory: `model.safetensors.index.json` and its files, or `model.safetensors`."""
+        directory = Path(directory)
+        index = directory / INDEX
+        if not index.is_file():
+            if not (directory / SINGLE).is_file():
+                raise InputError(str(directory), f"a directory with neither {INDEX} nor {SINGLE}", "one of them")
+            return cls([directory / SINGLE])
+        weight_map = _weight_map(index)
+        shards = cls(directory / file for file in sorted(set(weight_map.values())))
+        for name, file in weight_map.items():
+            home = shards._home.get(name)
+            if home is None or home.name != file:
+                raise InputError(
+                    name, f"no such tensor in {directory / file}", f"what {INDEX} says", "download it anew"
+                )
+        return shards
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._home)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    def file(self, name: str) -> Path:
+        return self._home[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(self._home[name]).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As the file spells it: BF16, F16, F32, F8_E4M3, U8, ..."""
+        return str(self._handle(self._home[name]).get_slice(name).get_dtype())
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in mapped memory: read it, do not write to it."""
+        tensor: Tensor = self._handle(self._home[name]).get_tensor(name)
+        return tensor
+
+    def release(self) -> None:
+        """Close the files; the next question opens them again."""
+        self._open.clear()
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise InputError(str(file), "no such file", "a part of the checkpoint", "download it anew") from None
+            except (SafetensorError, OSError) as error:
+                raise InputError(
+                    str(file), f"a file that does not open ({error})", "safetensors", "download it anew"
+                ) from error
+        return self._open[file]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        pairs = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(str(index), f"{type(error).__name__}: {error}", "JSON with a weight_map") from error
+    for file in pairs.values():
+        if Path(file).name != file:
+            raise InputError(str(index), f"the file name {file!r}", "names of files beside it")
+    return pairs
