@@ -52,15 +52,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
     back.keep = up.keep - unit.block0 * row_bytes;
   }
 
-  Gather gather{};
-  gather.x = gradients_.out;
-  gather.dtype = gradients_.out_dtype;
-  gather.x_stride = gradients_.out_stride;
-  gather.token = routing_.token.data() + row0;
-  gather.live = r.live;
-  gather.tiling = r.tiling;
-  gather.width = experts_.shape().hidden;
-  gather.out = slice;
+  Gather gather = gather_of(unit, r, gradients_.out, gradients_.out_dtype, gradients_.out_stride, slice);
   back.tiling = r.tiling;
   back.live = r.live;
   back.gate = experts_.gate();

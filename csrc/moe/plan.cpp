@@ -63,7 +63,7 @@ Budget budget_of_machine() {
   // Guests hide siblings: an L2 of 2 MB is taken to have two threads at it even where the guest shows one.
   if (t.hypervisor && t.l2_sharers == 1) share = l2 / 2;
   share = std::max<int64_t>(share, 256 << 10);
-  return {share * 5 / 8, share / 4};
+  return {share * 5 / 8, share * 3 / 8};
 }
 
 void make_plan(const Routing& routing, const Weights& weights, const KernelTable& kernels, int32_t tokens, int threads,
@@ -78,13 +78,7 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
   plan.up_chunk = (int32_t)ceil_div(up.k_tiles(), chunks);
   int32_t most_tiles =
       (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * elem_tile * tile_rows) / 2 * 2);
-  int64_t most_rows = (most_tiles + most_tiles / 4 + 1) * tile_rows;
-  int32_t most_blocks = up.blocks();
-  if (chunks > 1)
-    most_blocks =
-        (int32_t)std::max<int64_t>(2, budget.sums_bytes / (most_rows * kBlockN * (int64_t)sizeof(float)) / 2 * 2);
   bool back = direction == Direction::backward;
-  if (back) most_blocks = std::min(most_blocks, kBackBlocks);
   plan.panel_k_tiles = back ? up.blocks() : down.k_tiles();
   plan.down_chunk = (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
 
@@ -94,14 +88,19 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
   plan.up.assign((size_t)groups, {});
   plan.lanes.assign((size_t)groups, {});
   int64_t hidden_bytes = 0;
-  int64_t largest_rows = 0;
+  int64_t largest_rows = 0;  // of a unit
   for (const Segment& s : segments) {
     Tiling t = kernels.tiling(s.count);
     plan.tilings.push_back(t);
     plan.hidden_at.push_back(hidden_bytes);
     hidden_bytes += round_up((int64_t)t.tiles * t.rows * elem_tile * plan.panel_k_tiles, 64);
-    largest_rows = std::max(largest_rows, std::min<int64_t>((int64_t)t.tiles * t.rows, most_rows));
+    largest_rows = std::max(largest_rows, ceil_div(t.tiles, pieces_of(t.tiles, most_tiles)) * t.rows);
   }
+  // Between chunks of K a unit's sums wait in L2; the fewer its blocks, the more often its rows are gathered.
+  int64_t block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * (int64_t)sizeof(float);
+  int32_t most_blocks = up.blocks();
+  if (chunks > 1) most_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
+  if (back) most_blocks = std::min(most_blocks, kBackBlocks);
   UpCutter cutter{weights, std::max(1, threads / groups), plan, most_tiles, most_blocks};
   size_t weight_bytes = segments.size() * down.block_bytes();
   for (int g = 0; g < groups; g++) {
@@ -117,7 +116,7 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
       round_up(std::max(largest_rows * plan.up_chunk * elem_tile,
                         std::min<int64_t>(largest_rows * up.k_tiles() * elem_tile, budget.panel_bytes * 5 / 4)),
                4096);
-  plan.partial_bytes = chunks > 1 ? round_up(largest_rows * most_blocks * kBlockN * (int64_t)sizeof(float), 4096) : 0;
+  plan.partial_bytes = chunks > 1 ? round_up(most_blocks * block_sums, 4096) : 0;
   plan.scratch_at = plan.panel_bytes + plan.partial_bytes;
   plan.keep_at = plan.scratch_at + kScratchFloats * (int64_t)sizeof(float);
   plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);

@@ -163,6 +163,12 @@ Task::UnitRows Task::rows_of(const UpUnit& unit) const {
   return r;
 }
 
+Gather Task::gather_of(const UpUnit& unit, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
+                       char* slice) const {
+  const int32_t* token = routing_.token.data() + routing_.segments[(size_t)unit.segment].begin + rows.first;
+  return {x, dtype, stride, token, rows.live, rows.tiling, 0, 0, experts_.shape().hidden, slice};
+}
+
 void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up) const {
   const BlockStore& store = experts_.weights().up();
   const KernelTable& kernels = experts_.kernels();
@@ -171,15 +177,7 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
   int32_t k_tiles = store.k_tiles();
   const char* b = first_read(unit);
 
-  Gather gather{};
-  gather.x = batch_.hidden;
-  gather.dtype = batch_.hidden_dtype;
-  gather.x_stride = batch_.hidden_stride;
-  gather.token = routing_.token.data() + segment.begin + r.first;
-  gather.live = r.live;
-  gather.tiling = r.tiling;
-  gather.width = experts_.shape().hidden;
-  gather.out = slice;
+  Gather gather = gather_of(unit, r, batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, slice);
   up.tiling = r.tiling;
   up.live = r.live;
   up.block_bytes = store.block_bytes();

@@ -69,6 +69,9 @@ class Task : private Job {
     int32_t chunk;  // k tiles of H to take at a time
   };
   UnitRows rows_of(const UpUnit& unit) const;
+  // Their gathering from a [T, H] tensor into the slice; the caller says which columns.
+  Gather gather_of(const UpUnit& unit, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
+                   char* slice) const;
   // The gate/up product of a unit; `up` brings what becomes of it (hidden, keep).
   void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up) const;
   // Columns of the running sums and of the output for Down; the caller fills in the product.
