@@ -19,15 +19,18 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   multiply_up(unit, next, slice, up);
 }
 
+const char* Call::columns_at(const Lane& lane, size_t index) const {
+  return experts_.weights().down().at(routing_.segments[index].expert, lane.block0);
+}
+
 void Call::run_columns(const Lane& lane, size_t index, char* slice) {
   const BlockStore& store = experts_.weights().down();
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int32_t k_tiles = store.k_tiles();
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
-  const char* b = store.at(segment.expert, lane.block0);
-  bool more = index + 1 < routing_.segments.size();
-  const char* after = more ? store.at(routing_.segments[index + 1].expert, lane.block0) : nullptr;
+  const char* b = columns_at(lane, index);
+  const char* after = index + 1 < routing_.segments.size() ? columns_at(lane, index + 1) : nullptr;
 
   Down down = columns_of(lane, slice);
   down.block_bytes = store.block_bytes();

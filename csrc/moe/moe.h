@@ -22,6 +22,7 @@ class Call final : public Task {
  private:
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
+  const char* columns_at(const Lane& lane, size_t segment) const override;
 
   char* keep_;
 };

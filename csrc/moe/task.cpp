@@ -9,6 +9,8 @@
 
 namespace kt {
 
+constexpr int64_t kFetchWaiting = 256 << 10;  // bytes of weights that a waiting thread brings into L2
+
 Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine)
     : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, kernels, engine_->pool) {}
 
@@ -215,10 +217,24 @@ Down Task::columns_of(const Lane& lane, char* slice) const {
   return down;
 }
 
-// The units are in the hands of running threads; one that lost its cpu to this very loop must get it back.
-void Task::await_up(size_t segment) {
-  for (int looks = 0; up_left_[segment].load(std::memory_order_acquire); looks++)
-    looks < 1000 ? relax() : (void)sched_yield();
+// The units are in the hands of running threads; one that lost its cpu to this very loop must get it back. With few
+// tokens everyone waits here for the last units: the lane's own weights come into L2 meanwhile.
+void Task::await_up(const Lane& lane, size_t segment) {
+  const int64_t bytes = (int64_t)(lane.block1 - lane.block0) * (int64_t)experts_.weights().down().block_bytes();
+  int64_t fetched = 0, at = 0;
+  size_t from = segment;
+  for (int looks = 0; up_left_[segment].load(std::memory_order_acquire); looks++) {
+    const char* weights = from < routing_.segments.size() ? columns_at(lane, from) : nullptr;
+    if (weights && fetched < kFetchWaiting) {
+      for (int line = 0; line < 8; line++) __builtin_prefetch(weights + at + line * 64, 0, 2);
+      fetched += 512, at += 512;
+      if (at >= bytes) at = 0, from++;
+    } else if (looks < 1000) {
+      relax();
+    } else {
+      sched_yield();
+    }
+  }
 }
 
 // Brings a lane forward from `segment` by a turn's worth of work; where it stands then.
@@ -226,7 +242,7 @@ int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
   int64_t cost = 0, per_block = (int64_t)(lane.block1 - lane.block0) * plan_.panel_k_tiles;
   int32_t end = (int32_t)routing_.segments.size();
   do {
-    await_up((size_t)segment);
+    await_up(lane, (size_t)segment);
     run_columns(lane, (size_t)segment, slice);
     cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
   } while (++segment < end && cost < kTurnCost);

@@ -60,6 +60,8 @@ class Task : private Job {
   virtual void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) = 0;
   virtual void unit_done(size_t) {}  // the last up unit of a segment is done
   virtual void run_columns(const Lane& lane, size_t segment, char* slice) = 0;
+  // The weights that run_columns will read one after another from here on, worth fetching while it must wait; or null.
+  virtual const char* columns_at(const Lane&, size_t) const { return nullptr; }
   void close();  // the derived destructor's first act: nothing may run while it goes
 
   // Rows [first, first + live) of a segment that a unit multiplies.
@@ -98,7 +100,7 @@ class Task : private Job {
   void finish();
   void settle();
   void clear_idle();
-  void await_up(size_t segment);
+  void await_up(const Lane& lane, size_t segment);
   void take_units(size_t group, char* slice);
   void take_lanes(size_t group, char* slice);
   int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
