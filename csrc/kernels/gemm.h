@@ -4,10 +4,10 @@
 // it stand the loops over blocks and token tiles, the activation that turns gate and up into the hidden panel, and the
 // scaled addition of down's rows into the running sums. Weights are the stream: while one block is multiplied, the next
 // one is fetched into L2, its lines spread evenly over all the k steps of the current one, so that memory and
-// arithmetic work at the same time. For the same reason the rows of one product are finished (activated, or added to
-// the sums) during the k steps of the next one, where the matrix unit leaves the vector units idle. What one token gets
-// does not depend on its neighbours in the tile or on the number of threads: every row sees the same operations in the
-// same order.
+// arithmetic work at the same time, as far as the core lets them (docs/log.md has how far). For the same reason the
+// rows of one product are finished (activated, or added to the sums) during the k steps of the next one, where the
+// matrix unit leaves the vector units idle. What one token gets does not depend on its neighbours in the tile or on the
+// number of threads: every row sees the same operations in the same order.
 #pragma once
 
 #include "kernels/elementwise.h"
