@@ -18,6 +18,8 @@ from ktransformers.checkpoint import ExpertShape
 from ktransformers.errors import InputError
 from ktransformers.nn.gate import Gate, probe_activation, probe_gate
 
+IMPLEMENTATION = "kt"  # our name among transformers' experts implementations
+
 
 @dataclass(frozen=True)
 class Contract:

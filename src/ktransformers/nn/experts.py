@@ -2,8 +2,9 @@
 
 transformers calls `experts_forward(module, hidden, ids, weights)` for every layer whose config says "kt". The module's
 `kt_store` holds its packed experts; a module that still has its own parameters is packed when first called. Packed
-parameters are frozen: the store is a copy, and no gradient reaches them. Hidden states on a GPU come down, are computed
-here and go up again.
+parameters are frozen: the store is a copy, and no gradient reaches them. Where the copy is to be the only one, ghosts
+take the place of the matrices, so that PEFT finds them. Hidden states on a GPU come down, are computed here and go up
+again.
 """
 
 from __future__ import annotations
@@ -11,27 +12,35 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from ktransformers import _core
 from ktransformers.checkpoint import Piece
-from ktransformers.nn.contract import Contract, expert_modules, read_contract
+from ktransformers.errors import InputError
+from ktransformers.nn.adapter import read_lora
+from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.nn.ghost import frozen_ghost
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import ExpertStore
-
-IMPLEMENTATION = "kt"
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`[T, H]`, `[T, k]`, `[T, k]` -> `[T, H]` on the device and in the dtype of the hidden states."""
     store = module.kt_store if hasattr(module, "kt_store") else pack_module(module)
-    assert isinstance(store, ExpertStore)
+    assert isinstance(store, ExpertStore) and isinstance(module.kt_contract, Contract)
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.requires_grad:
+            given = f"requires_grad on {name}"
+            raise InputError(type(module).__name__, given, "packed experts to be frozen", "train LoRA on them instead")
+    lora = read_lora(module, module.kt_contract)
+    more: Any = {} if lora is None else {"lora": lora}
     device = hidden_states.device
     if device.type == "cpu":
-        return apply_experts(store, hidden_states, top_k_index, top_k_weights)
-    return apply_experts(store, hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu()).to(device)
+        return apply_experts(store, hidden_states, top_k_index, top_k_weights, **more)
+    return apply_experts(store, hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu(), **more).to(device)
 
 
 def register() -> None:
@@ -72,20 +81,39 @@ def pack_module(
     pool: _core.Pool | None = None,
     isa: str | None = None,
 ) -> ExpertStore:
-    """Pack the module's own parameters into `module.kt_store`; `free` removes them, otherwise they are frozen."""
+    """Pack the module's own parameters into `module.kt_store`; `free` lets go of them, otherwise they are frozen."""
     contract = read_contract(name, module)
     store = new_store(contract, pool=pool, isa=isa)
     parameters = {role: module.get_parameter(parameter) for role, parameter in contract.parameters().items()}
     for expert in range(contract.shape.num_experts):
         tensors = {role: tensor[expert].detach().cpu() for role, tensor in parameters.items()}
         pack_piece(store, contract, Piece(expert, True, tensors))
-    for parameter in contract.parameters().values():
-        if free:
-            delattr(module, parameter)
-        else:
-            module.get_parameter(parameter).requires_grad_(False)
-    module.kt_store = store  # type: ignore[assignment]
+    if free:
+        settle(module, contract, store, strip(module, contract))
+    else:
+        for parameter in parameters.values():
+            parameter.requires_grad_(False)
+        settle(module, contract, store, {})
     return store
+
+
+def strip(module: nn.Module, contract: Contract) -> dict[str, torch.dtype]:
+    """Take the experts' parameters away; the dtypes of their matrices by name, for `settle`."""
+    dtypes = {}
+    for role, parameter in contract.parameters().items():
+        if not role.endswith("_bias"):
+            dtypes[parameter] = module.get_parameter(parameter).dtype
+        delattr(module, parameter)
+    return dtypes
+
+
+def settle(module: nn.Module, contract: Contract, store: ExpertStore, ghosts: dict[str, torch.dtype]) -> None:
+    """Give the module its packed experts, and ghosts in place of the matrices that were stripped."""
+    shapes = contract.shape.fused()
+    for role, parameter in contract.parameters().items():
+        if parameter in ghosts:
+            module.register_parameter(parameter, frozen_ghost(shapes[role], ghosts[parameter]))
+    module.kt_store, module.kt_contract = store, contract  # type: ignore[assignment]
 
 
 def select(model: PreTrainedModel) -> None:

@@ -24,7 +24,7 @@ from transformers import (
 from ktransformers import _core
 from ktransformers.checkpoint import Shards
 from ktransformers.errors import InputError
-from ktransformers.nn.experts import IMPLEMENTATION
+from ktransformers.nn.contract import IMPLEMENTATION
 from ktransformers.nn.quantizer import KTConfig, Progress
 
 # Checkpoints whose own type stock transformers lacks, and the type that computes the same.

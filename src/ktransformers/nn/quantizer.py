@@ -24,8 +24,8 @@ from ktransformers import _core
 from ktransformers.checkpoint import ExpertTensors, Shards, check, find_experts, locate, read
 from ktransformers.errors import InputError
 from ktransformers.log import logger
-from ktransformers.nn.contract import Contract, expert_modules, read_contract
-from ktransformers.nn.experts import IMPLEMENTATION, new_store, pack_module, pack_piece, select
+from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.nn.experts import new_store, pack_module, pack_piece, select, settle, strip
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -66,6 +66,7 @@ class Layer:
     module: nn.Module
     contract: Contract
     tensors: ExpertTensors
+    dtypes: dict[str, torch.dtype]  # of the parameters that were there
 
 
 @register_quantizer(IMPLEMENTATION)
@@ -93,11 +94,8 @@ class KTQuantizer(HfQuantizer):
             contract = read_contract(name, module)
             tensors = locate(found, name)
             check(self._shards, tensors, contract.shape)
-            self._layers.append(Layer(name, module, contract, tensors))
-        for layer in self._layers:
-            for parameter in layer.contract.parameters().values():
-                delattr(layer.module, parameter)
-            layer.module._is_hf_initialized = True  # type: ignore[assignment]
+            self._layers.append(Layer(name, module, contract, tensors, strip(module, contract)))
+            module._is_hf_initialized = True  # type: ignore[assignment]
         _ignore_unexpected(model, r"\.experts\.")
         _ignore_unexpected(model, r"\.block_sparse_moe\.(input|output)_linear")
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -115,7 +113,7 @@ class KTQuantizer(HfQuantizer):
             for piece in read(shards, layer.tensors, layer.contract.shape):
                 pack_piece(store, layer.contract, piece)
             shards.release()
-            layer.module.kt_store = store  # type: ignore[assignment]
+            settle(layer.module, layer.contract, store, layer.dtypes)
             log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
