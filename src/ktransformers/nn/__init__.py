@@ -9,15 +9,30 @@ from typing import TYPE_CHECKING
 from ktransformers.nn.store import ExpertCall, ExpertStore, default_pool
 
 if TYPE_CHECKING:
+    from ktransformers.nn.adapter import lora_parameters, set_lora_dropout
+    from ktransformers.nn.distributed import average_expert_gradients
     from ktransformers.nn.load import load_model
     from ktransformers.nn.quantizer import KTConfig, attach
 
-__all__ = ["ExpertCall", "ExpertStore", "KTConfig", "attach", "default_pool", "load_model"]
+__all__ = [
+    "ExpertCall",
+    "ExpertStore",
+    "KTConfig",
+    "attach",
+    "average_expert_gradients",
+    "default_pool",
+    "load_model",
+    "lora_parameters",
+    "set_lora_dropout",
+]
 
 _HOME = {
     "load_model": "ktransformers.nn.load",
     "attach": "ktransformers.nn.quantizer",
     "KTConfig": "ktransformers.nn.quantizer",
+    "lora_parameters": "ktransformers.nn.adapter",
+    "set_lora_dropout": "ktransformers.nn.adapter",
+    "average_expert_gradients": "ktransformers.nn.distributed",
 }
 
 

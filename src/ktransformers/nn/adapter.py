@@ -4,10 +4,10 @@ PEFT puts a `ParamWrapper` around an experts module for each parameter that it a
 lora_B [out, r * E] (the expert index fastest) per adapter. For a forward pass it registers a parametrization that adds
 B A to the whole weight: up to 0.20 a dense difference, from 0.21 a folded product for a single adapter and a dense
 difference for several. Here, in every version, experts that "kt" computes get the factors instead, so nothing of the
-size of the weights is ever built. That is the surprising decision: three methods of PEFT's class are replaced when this
-module is imported, and go on to PEFT's own for everything that is not ours. The other two keep expert LoRA in host
+size of the weights is ever built. That is the surprising decision: three methods of PEFT's classes are replaced when
+this module is imported, and go on to PEFT's own for everything that is not ours. The other two keep expert LoRA in host
 memory when a model is moved to a GPU (with its optimiser state it would fill one), and refuse a merge into weights that
-are packed.
+are packed before it begins.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.model import LoraModel
 from torch import Tensor, nn
 
 from ktransformers.errors import InputError
@@ -130,7 +131,8 @@ def _staying(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def _install() -> None:
     stock: Any = ParamWrapper
-    activate, move, merge = stock._activate_lora, stock._apply, stock.merge
+    tuner: Any = LoraModel
+    activate, move, allow = stock._activate_lora, stock._apply, tuner._check_merge_allowed
 
     @contextmanager
     def lend(self: Any, active_adapters: list[str]) -> Iterator[None]:
@@ -154,14 +156,12 @@ def _install() -> None:
             child._apply(fn if child is self.base_layer else _staying(fn))
         return self
 
-    def refuse(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        if _ours(self):
-            raise InputError(
-                f"merge of {self.parameter_name}", "packed experts", "the stock model", "load it without ktransformers"
-            )
-        merge(self, safe_merge=safe_merge, adapter_names=adapter_names)
+    def refuse(self: Any) -> None:
+        for name in expert_adapters(self):
+            raise InputError(f"merge of {name}", "packed experts", "a stock model", "load it without ktransformers")
+        allow(self)
 
-    stock._activate_lora, stock._apply, stock.merge = lend, stay, refuse
+    stock._activate_lora, stock._apply, tuner._check_merge_allowed = lend, stay, refuse
 
 
 _install()

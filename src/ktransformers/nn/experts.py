@@ -22,6 +22,7 @@ from ktransformers.checkpoint import Piece
 from ktransformers.errors import InputError
 from ktransformers.nn.adapter import read_lora
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.nn.distributed import active_ddp, follow
 from ktransformers.nn.ghost import frozen_ghost
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import ExpertStore
@@ -36,6 +37,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
             given = f"requires_grad on {name}"
             raise InputError(type(module).__name__, given, "packed experts to be frozen", "train LoRA on them instead")
     lora = read_lora(module, module.kt_contract)
+    if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
+        follow(ddp)
     more: Any = {} if lora is None else {"lora": lora}
     device = hidden_states.device
     if device.type == "cpu":

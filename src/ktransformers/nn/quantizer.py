@@ -25,6 +25,7 @@ from ktransformers.checkpoint import ExpertTensors, Shards, check, find_experts,
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.nn.distributed import keep_from_ddp
 from ktransformers.nn.experts import new_store, pack_module, pack_piece, select, settle, strip
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -119,6 +120,7 @@ class KTQuantizer(HfQuantizer):
                 config.progress(done, len(self._layers))
         self._layers, self._shapes, self._shards = [], {}, None
         select(model)
+        keep_from_ddp(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -147,6 +149,7 @@ def attach(
         read_contract(name, module)
     for name, module in modules.items():
         pack_module(module, name=name, free=free, pool=pool, isa=isa)
+    keep_from_ddp(model)
     if free:
         model.hf_quantizer = KTQuantizer(KTConfig(isa=isa))  # type: ignore[assignment]
         select(model)
