@@ -1,0 +1,29 @@
+"""One adapter, many dialects: read, write, convert, merge, and tell by a manifest whether it is still the same."""
+
+from __future__ import annotations
+
+from ktransformers.adapters.canonical import in_memory
+from ktransformers.adapters.convert import Conversion, Output, convert, describe_adapter, read_adapter, write_adapter
+from ktransformers.adapters.dialects import DIALECTS
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair, PairForm
+from ktransformers.adapters.model import ModelFacts, facts_of, find_facts
+
+__all__ = [
+    "DIALECTS",
+    "Adapter",
+    "Conversion",
+    "Experts",
+    "Extra",
+    "ModelFacts",
+    "Module",
+    "Output",
+    "Pair",
+    "PairForm",
+    "convert",
+    "describe_adapter",
+    "facts_of",
+    "find_facts",
+    "in_memory",
+    "read_adapter",
+    "write_adapter",
+]

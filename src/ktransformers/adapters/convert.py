@@ -1,0 +1,227 @@
+"""An adapter from one dialect into another: read and checked whole, written whole, counted on both sides.
+
+Reading goes over every tensor before anything is written: names, shapes, finite numbers, the manifest's sums where
+there is one, and the model's sizes where its config.json is known. Outputs appear together at the end or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktransformers.adapters.canonical import canonical
+from ktransformers.adapters.config import FILE as CONFIG
+from ktransformers.adapters.config import parse_config
+from ktransformers.adapters.content import Content, open_content
+from ktransformers.adapters.dialects import detect, dialect
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair, PairForm
+from ktransformers.adapters.manifest import FILE as MANIFEST
+from ktransformers.adapters.manifest import check_manifest, describe, read_manifest, write_manifest
+from ktransformers.adapters.model import ModelFacts, find_facts
+from ktransformers.adapters.parse import Known, complete
+from ktransformers.adapters.write import Record, check_target, finite, fresh_directory
+from ktransformers.errors import InputError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Output:
+    path: str
+    tensors: int
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done, for people and for programs."""
+
+    source: str  # dialect
+    dialect: str
+    read: int  # tensors
+    layers: int  # with experts
+    experts: int  # in each
+    shared: bool  # gate and up have one A
+    merged: Output
+    expert_only: Output | None = None
+    nonexpert_only: Output | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_adapter(
+    path: str | Path, *, model: str | None = None, lora_alpha: float | None = None, verify: bool = True
+) -> Adapter:
+    """Any dialect, checked, in its least form. `model` is where the base model's config.json lies."""
+    return _read(open_content(path), model, lora_alpha, verify)[0]
+
+
+def _read(content: Content, model: str | None, lora_alpha: float | None, verify: bool) -> tuple[Adapter, str]:
+    document = read_manifest(content.directory)
+    if verify:
+        if document is not None:
+            check_manifest(content, document)
+        for name, stored in content.tensors.items():
+            finite(name, stored.read())
+    known = Known(_facts(content, model, document), lora_alpha, document)
+    source = detect(content)
+    raw = source.read(content, known)
+    partial = parse_config({"r": 1, "lora_alpha": 1, **raw.config}, CONFIG).partial
+    complete(raw.experts, raw.modules, known.facts, partial)
+    adapter = canonical(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
+    content.release()
+    return adapter, source.name
+
+
+def _facts(content: Content, model: str | None, document: dict[str, Any] | None) -> ModelFacts | None:
+    """Of the model that was given, else that of the manifest, else the one that adapter_config.json names."""
+    if model is not None:
+        return find_facts(model)
+    if document is not None and document.get("model"):
+        return ModelFacts.of_json(document["model"])
+    file = content.directory / CONFIG
+    if content.fields is not None or not file.is_file():
+        return None
+    import json
+
+    try:
+        return find_facts(json.loads(file.read_text()).get("base_model_name_or_path"))
+    except (ValueError, AttributeError):
+        return None  # read_config words that error
+
+
+def write_adapter(adapter: Adapter, target: str | Path, to: str, *, overwrite: bool = False) -> Output:
+    """One directory in one dialect, with its manifest."""
+    with fresh_directory(Path(target), overwrite) as directory:
+        return _write(adapter, directory, Path(target), to)
+
+
+def _write(adapter: Adapter, directory: Path, target: Path, to: str) -> Output:
+    if not (adapter.experts or adapter.modules or adapter.extras):
+        raise InputError(str(target), "nothing to write", "an adapter with tensors for this output")
+    records = dialect(to).write(adapter, directory)
+    pairs = sum(dialect(to).pairs(layer) for layer in adapter.experts) + len(adapter.modules)
+    expected = 2 * pairs + len(adapter.extras)
+    if len(records) != expected:
+        raise InputError(str(target), f"{len(records)} tensors written", f"{expected}", "please report this")
+    write_manifest(
+        directory,
+        records,
+        dialect=to,
+        tensor_count=len(records),
+        gate_up="shared" if adapter.shared else "split",
+        roots=[layer.root for layer in adapter.experts],
+        model=adapter.model.to_json() if adapter.model else None,
+        lora_dropout=adapter.config.get("lora_dropout", 0.0),
+    )
+    return Output(str(target), len(records), _targets(adapter))
+
+
+def _targets(adapter: Adapter) -> tuple[str, ...]:
+    from ktransformers.adapters.names import ordered
+
+    leaves = {module.name.rpartition(".")[2] for module in adapter.modules}
+    return tuple(ordered(leaves | {adapter.words.matrix(role) for one in adapter.experts[:1] for role in one.forms}))
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    *,
+    expert_output_dir: str | Path | None = None,
+    nonexpert_output_dir: str | Path | None = None,
+    base_model_name_or_path: str | None = None,
+    lora_alpha: float | None = None,
+    dtype: str = "keep",
+    overwrite: bool = False,
+) -> Conversion:
+    dialect(to)
+    if dtype != "keep" and dtype not in DTYPES:
+        raise InputError("dtype", repr(dtype), "keep, " + ", ".join(DTYPES), "quantised adapters do not exist here")
+    outputs = {"merged": target, "expert_only": expert_output_dir, "nonexpert_only": nonexpert_output_dir}
+    places = {name: Path(place) for name, place in outputs.items() if place is not None}
+    _apart(Path(source), list(places.values()))
+    for place in places.values():
+        check_target(place, overwrite)
+    content = open_content(source)
+    adapter, found = _read(content, base_model_name_or_path, lora_alpha, verify=True)
+    if base_model_name_or_path is not None:
+        adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": base_model_name_or_path})
+    if dtype != "keep":
+        adapter = _cast(adapter, DTYPES[dtype])
+    parts = {"merged": adapter, "expert_only": adapter.only_experts(), "nonexpert_only": adapter.without_experts()}
+    with contextlib.ExitStack() as stack:
+        written = {
+            name: _write(parts[name], stack.enter_context(fresh_directory(place, overwrite)), place, to)
+            for name, place in places.items()
+        }
+    return Conversion(
+        source=found,
+        dialect=to,
+        read=len(content.tensors),
+        layers=len(adapter.experts),
+        experts=adapter.experts[0].experts if adapter.experts else 0,
+        shared=adapter.shared,
+        **written,
+    )
+
+
+def _apart(source: Path, places: list[Path]) -> None:
+    """No output inside the input, around it, or inside another output: --overwrite removes whole directories."""
+    paths = [source, *places]
+    for i, one in enumerate(paths):
+        for other in paths[i + 1 :]:
+            a, b = one.resolve(), other.resolve()
+            if a == b or a in b.parents or b in a.parents:
+                raise InputError(str(other), f"it and {one}, one of which holds the other", "separate directories")
+
+
+def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
+    def form(one: PairForm) -> PairForm:
+        return replace(one, dtype=dtype)
+
+    def pair(one: Pair) -> Pair:
+        return Pair(one.a.to(dtype), one.b.to(dtype), one.scaling)
+
+    def layer(one: Experts) -> Experts:
+        forms = {role: form(known) for role, known in one.forms.items()}
+        return replace(one, forms=forms, read=lambda: {role: pair(read) for role, read in one.read().items()})
+
+    def module(one: Module) -> Module:
+        return replace(one, form=form(one.form), read=lambda: pair(one.read()))
+
+    def extra(one: Extra) -> Extra:
+        return replace(one, dtype=dtype, read=lambda: one.read().to(dtype))
+
+    return replace(
+        adapter,
+        experts=tuple(map(layer, adapter.experts)),
+        modules=tuple(map(module, adapter.modules)),
+        extras=tuple(map(extra, adapter.extras)),
+    )
+
+
+def describe_adapter(path: str | Path, *, model: str | None = None) -> None:
+    """Writes kt_manifest.json for an adapter that somebody else has saved, after reading it with every check."""
+    content = open_content(path)
+    stale = content.directory / MANIFEST
+    stale.unlink(missing_ok=True)
+    adapter, found = _read(content, model, None, verify=True)
+    describe(
+        content,
+        dialect=found,
+        tensor_count=len(content.tensors),
+        gate_up="shared" if adapter.shared else "split",
+        roots=[layer.root for layer in adapter.experts],
+        model=adapter.model.to_json() if adapter.model else None,
+        lora_dropout=adapter.config.get("lora_dropout", 0.0),
+    )
+
+
+__all__ = ["Conversion", "Output", "Record", "convert", "describe_adapter", "read_adapter", "write_adapter"]

@@ -1,0 +1,56 @@
+"""What a dialect is: how to know it, how to read it, how to write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktransformers.adapters.config import FILE
+from ktransformers.adapters.content import Content
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
+from ktransformers.adapters.parse import Known
+from ktransformers.adapters.write import Batch, Entry, Record, write_json, write_safetensors
+
+MODEL = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    name: str
+    about: str  # for messages
+    claims: Callable[[Content], bool]
+    read: Callable[[Content, Known], Adapter]
+    write: Callable[[Adapter, Path], list[Record]]  # into a directory that exists and is empty
+    pairs: Callable[[Experts], int]  # how many it makes of one layer of experts, to count what was written
+
+
+def module_batches(adapter: Adapter, spell: Callable[[str], str]) -> Iterator[Batch]:
+    """The tensors that are not of experts, under the names that `spell` gives."""
+    for module in adapter.modules:
+        yield _module(module, spell)
+    for extra in adapter.extras:
+        yield _extra(extra, spell)
+
+
+def _module(module: Module, spell: Callable[[str], str]) -> Batch:
+    form, name = module.form, spell(module.name)
+
+    def read() -> tuple[Any, ...]:
+        pair = module.read()
+        return pair.a, pair.b
+
+    a = Entry(f"{name}.lora_A.weight", (form.rank, form.inputs), form.dtype)
+    b = Entry(f"{name}.lora_B.weight", (form.outputs, form.rank), form.dtype)
+    return Batch((a, b), read)
+
+
+def _extra(extra: Extra, spell: Callable[[str], str]) -> Batch:
+    return Batch((Entry(spell(extra.name), extra.shape, extra.dtype),), lambda: (extra.read(),))
+
+
+def save(directory: Path, batches: list[Batch], config: dict[str, Any]) -> list[Record]:
+    records = write_safetensors(directory / MODEL, batches)
+    write_json(directory / FILE, config)
+    return records

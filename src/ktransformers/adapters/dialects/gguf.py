@@ -1,0 +1,345 @@
+"""LoRA in llama.cpp's GGUF: `blk.3.ffn_gate_exps.weight.lora_a` and `.lora_b`, the experts of a layer stacked, a
+`[E, r, in]` and b `[E, out, r]` (numpy's order; GGUF itself names dimensions the other way round).
+
+llama.cpp scales by `adapter.lora.alpha` over the rank of each tensor, so alpha is one for all and what differs goes
+into B. It knows tensors by its own names; ROWS says which are ours, for the families whose attention llama.cpp takes as
+it is. Mixtral (arch "llama") is the exception that is handled: rows of q and k are permuted within each head for its
+rotary embedding, and so is B. Anything else that has no row is refused by name. What GGUF has no field for (the other
+fields of adapter_config.json, the prefix of names) goes into a key of our own, which llama.cpp ignores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.adapters.config import number
+from ktransformers.adapters.content import Content, Stored
+from ktransformers.adapters.dialects.dialect import Dialect
+from ktransformers.adapters.fit import fitted, refitted
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, Module, Pair, PairForm
+from ktransformers.adapters.model import ModelFacts
+from ktransformers.adapters.names import PROJ, ordered, place, stem
+from ktransformers.adapters.parse import Known
+from ktransformers.adapters.write import Record, finite, raw_bytes, record
+from ktransformers.errors import InputError
+
+FILE = "adapter.gguf"
+KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model
+EXPERTS = {f"ffn_{role}_exps": role for role in ROLES}
+ATTENTION = {f"attn_{w}": f"self_attn.{w}_proj" for w in "qkv"} | {"attn_output": "self_attn.o_proj"}
+MLA = {"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_output": "self_attn.o_proj"}
+MLA |= {"attn_q": "self_attn.q_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"}
+DENSE = {f"ffn_{role}": f"mlp.{role}_proj" for role in ROLES}
+ROUTER = {"ffn_gate_inp": "mlp.gate"}
+
+
+def _shared(block: str) -> dict[str, str]:
+    return {f"ffn_{role}_shexp": f"mlp.{block}.{role}_proj" for role in ROLES}
+
+
+@dataclass(frozen=True)
+class Arch:
+    name: str  # llama.cpp's
+    rows: Mapping[str, str]  # its tensor within a layer -> the model's module
+    permuted: bool = False  # rows of q and k
+
+
+ROWS: dict[str, Arch] = {
+    "qwen2_moe": Arch("qwen2moe", ATTENTION | ROUTER | _shared("shared_expert")),
+    "qwen3_moe": Arch("qwen3moe", ATTENTION | ROUTER),
+    "qwen3_next": Arch("qwen3next", ATTENTION | ROUTER | _shared("shared_expert")),
+    "qwen3_5_moe": Arch("qwen35moe", ATTENTION | ROUTER | _shared("shared_expert")),
+    "qwen3_5_moe_text": Arch("qwen35moe", ATTENTION | ROUTER | _shared("shared_expert")),
+    "mixtral": Arch("llama", ATTENTION | ROUTER, permuted=True),
+    "deepseek_v2": Arch("deepseek2", MLA | ROUTER | DENSE | _shared("shared_experts")),
+    "deepseek_v3": Arch("deepseek2", MLA | ROUTER | DENSE | _shared("shared_experts")),
+    "gpt_oss": Arch("gpt-oss", ATTENTION | {"ffn_gate_inp": "mlp.router"}),
+}
+
+
+def claims(content: Content) -> bool:
+    return content.fields is not None
+
+
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """(key-value part, tensors) of a GGUF file; data stays mapped."""
+    gguf = _package()
+    try:
+        reader = gguf.GGUFReader(str(file))
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise InputError(str(file), f"a file that does not open ({error})", "GGUF", "download it anew") from error
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    if fields.get("general.type") != "adapter" or fields.get("adapter.type") != "lora":
+        raise InputError(str(file), f"general.type {fields.get('general.type')!r}", "a LoRA adapter, not a model")
+    kinds = gguf.GGMLQuantizationType
+    dtypes = {kinds.F32: torch.float32, kinds.F16: torch.float16, kinds.BF16: torch.bfloat16, kinds.F64: torch.float64}
+    tensors = {}
+    for one in reader.tensors:
+        if one.tensor_type not in dtypes:
+            raise InputError(one.name, f"type {one.tensor_type.name}", "F32, F16, BF16 or F64")
+        shape, dtype = tuple(int(n) for n in one.shape[::-1]), dtypes[one.tensor_type]
+        tensors[one.name] = Stored(one.name, file.name, shape, dtype, _reader(one.data, shape, dtype))
+    return fields, tensors
+
+
+def _reader(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    def read_tensor() -> Tensor:
+        array = data.copy().reshape(-1).view("uint8")  # torch wants memory that it may write to
+        return torch.from_numpy(array).view(dtype).reshape(shape)
+
+    return read_tensor
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise InputError("gguf", "a package that is not installed", "it", "pip install 'ktransformers[gguf]'") from None
+    return gguf
+
+
+def read(content: Content, known: Known) -> Adapter:
+    assert content.fields is not None
+    ours = json.loads(content.fields.get(KEY, "{}"))
+    facts = known.facts or (ModelFacts.of_json(ours["model"]) if ours.get("model") else None)
+    arch = _arch_of(content, facts)
+    alpha = float(content.fields.get("adapter.lora.alpha", 0.0))
+    experts: dict[int, dict[str, tuple[Stored, Stored]]] = {}
+    forms: dict[int, dict[str, PairForm]] = {}
+    modules: list[Module] = []
+    before = ours.get("stem", "model.layers")
+    for name, (a, b) in _pairs(content).items():
+        form = _form(a, b, alpha)
+        layer, leaf = _split(name)
+        if leaf in EXPERTS:
+            experts.setdefault(layer, {})[EXPERTS[leaf]] = (a, b)
+            forms.setdefault(layer, {})[EXPERTS[leaf]] = form
+        else:
+            modules.append(_module(name, layer, leaf, a, b, form, arch, before, facts))
+    layers = tuple(
+        _experts(f"{before}.{layer}.{ours.get('block', 'mlp')}", layer, forms[layer], pairs)
+        for layer, pairs in experts.items()
+    )
+    words = facts.words if facts else PROJ
+    config = ours.get("config") or _config(layers, modules, alpha)
+    return Adapter(layers, tuple(modules), config=config, words=words, model=facts)
+
+
+def _config(layers: tuple[Experts, ...], modules: list[Module], alpha: float) -> dict[str, Any]:
+    leaves = {module.name.rpartition(".")[2] for module in modules}
+    forms = [*(form for layer in layers for form in layer.forms.values()), *(module.form for module in modules)]
+    return {"r": forms[0].rank, "lora_alpha": number(alpha), "target_modules": ordered(leaves)}
+
+
+def _arch_of(content: Content, facts: ModelFacts | None) -> Arch:
+    assert content.fields is not None
+    name = content.fields.get("general.architecture")
+    if facts is not None and facts.model_type in ROWS and ROWS[facts.model_type].name == name:
+        return ROWS[facts.model_type]
+    for arch in ROWS.values():
+        if arch.name == name:
+            return arch
+    raise InputError(str(content.path), f"architecture {name!r}", ", ".join(sorted({a.name for a in ROWS.values()})))
+
+
+def _pairs(content: Content) -> dict[str, tuple[Stored, Stored]]:
+    halves: dict[str, dict[str, Stored]] = {}
+    for name, stored in content.tensors.items():
+        base, dot, which = name.rpartition(".lora_")
+        if not dot or which not in ("a", "b"):
+            raise InputError(name, "a tensor that is no LoRA factor", "...weight.lora_a or ...weight.lora_b")
+        halves.setdefault(base.removesuffix(".weight"), {})[which] = stored
+    for base, half in halves.items():
+        for lack in {"a", "b"} - set(half):
+            raise InputError(
+                f"{base}.weight.lora_{lack}", "no such tensor", "the partner of the other", "it was dropped"
+            )
+    return {base: (half["a"], half["b"]) for base, half in halves.items()}
+
+
+def _form(a: Stored, b: Stored, alpha: float) -> PairForm:
+    if len(a.shape) != len(b.shape) or a.shape[:-2] != b.shape[:-2] or a.shape[-2] != b.shape[-1]:
+        raise InputError(b.name, f"shape {list(b.shape)} beside a {list(a.shape)}", "b [.., out, r] and a [.., r, in]")
+    rank = a.shape[-2]
+    scaling = alpha / rank if alpha else 1.0
+    return PairForm(rank, a.shape[-1], b.shape[-2], torch.promote_types(a.dtype, b.dtype), scaling)
+
+
+def _split(name: str) -> tuple[int, str]:
+    """("blk.3.attn_q") -> (3, "attn_q"); -1 for what is in no layer."""
+    words = name.split(".")
+    if words[0] == "blk" and len(words) == 3 and words[1].isdigit():
+        return int(words[1]), words[2]
+    return -1, name
+
+
+def _module(
+    name: str, layer: int, leaf: str, a: Stored, b: Stored, form: PairForm, arch: Arch, before: str, facts: Any
+) -> Module:
+    if layer < 0 and leaf == "output":
+        module = "lm_head"
+    elif layer >= 0 and leaf in arch.rows:
+        module = f"{before}.{layer}.{arch.rows[leaf]}"
+    else:
+        raise InputError(f"{name}.weight.lora_a", f"a tensor that is not known in {arch.name}", ", ".join(arch.rows))
+    heads = _heads(arch, leaf, facts)
+
+    def read_module() -> Pair:
+        rows = b.read()
+        return Pair(a.read(), _unpermuted(rows, heads) if heads else rows, form.scaling)
+
+    return Module(module, form, read_module)
+
+
+def _experts(
+    root: str, layer: int, forms: Mapping[str, PairForm], pairs: Mapping[str, tuple[Stored, Stored]]
+) -> Experts:
+    counts = {role: a.shape[0] for role, (a, _) in pairs.items()}
+    if len(set(counts.values())) != 1:
+        raise InputError(f"blk.{layer}.ffn_*_exps", f"{counts} experts", "one number of experts")
+
+    def read_layer() -> dict[str, Pair]:
+        return {role: Pair(a.read(), b.read(), forms[role].scaling) for role, (a, b) in pairs.items()}
+
+    return Experts(root, layer, next(iter(counts.values())), forms, read_layer)
+
+
+def _heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
+    """How many heads' rows are permuted, 0 for none."""
+    if not arch.permuted or leaf not in ("attn_q", "attn_k"):
+        return 0
+    count = facts and (facts.heads if leaf == "attn_q" else facts.kv_heads or facts.heads)
+    if not count:
+        raise InputError(
+            leaf, "a model that is not known", "its number of heads, by which llama.cpp orders rows of q and k",
+            "give --base-model-name-or-path DIR",
+        )  # fmt: skip
+    return count
+
+
+def _permuted(rows: Tensor, heads: int) -> Tensor:
+    return rows.reshape(heads, 2, -1, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _unpermuted(rows: Tensor, heads: int) -> Tensor:
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def write(adapter: Adapter, directory: Path) -> list[Record]:
+    facts = adapter.model
+    if facts is None or facts.model_type not in ROWS:
+        raise InputError(
+            "model", "not known" if facts is None else repr(facts.model_type), f"one of {', '.join(ROWS)}",
+            "give --base-model-name-or-path DIR: GGUF names the architecture" if facts is None else "",
+        )  # fmt: skip
+    if adapter.extras:
+        raise InputError(adapter.extras[0].name, "a tensor that is no LoRA factor", "none in GGUF")
+    arch = ROWS[facts.model_type]
+    alpha = max(form.alpha for form in adapter.forms())
+    adapter = fitted(adapter, lambda _, form: _with_alpha(form, alpha))
+    return _write(adapter, arch, alpha, directory / FILE)
+
+
+def _with_alpha(form: PairForm, alpha: float) -> PairForm:
+    """The form with the one alpha: B by a power of two at the least rank that allows it, otherwise B in f32."""
+    for shift in range(-16, 17):
+        rank = alpha / form.scaling * 2.0**shift
+        if rank >= form.rank and rank.is_integer() and alpha / rank == form.scaling / 2.0**shift:
+            return refitted(form, int(rank), alpha / rank)
+        if rank > 4 * form.rank:
+            break
+    return refitted(form, form.rank, alpha / form.rank)
+
+
+def _sources(adapter: Adapter, arch: Arch) -> list[tuple[list[tuple[str, PairForm]], int, Any]]:
+    """(tensor names with forms, experts or 0, reader of their pairs) in the order of the file."""
+    leaves = {path: leaf for leaf, path in arch.rows.items()}
+    sources: list[tuple[list[tuple[str, PairForm]], int, Any]] = []
+    for layer in adapter.experts:
+        if place(layer.root)[0]:
+            raise InputError(layer.root, "experts outside the main layers", "none")
+        named = [(f"blk.{layer.layer}.ffn_{role}_exps", form) for role, form in layer.forms.items()]
+        sources.append((named, layer.experts, lambda layer=layer: list(layer.read().values())))
+    for module in adapter.modules:
+        outer, number, path = place(module.name)
+        if number < 0 and path == "lm_head":
+            name, heads = "output", 0
+        elif not outer and path in leaves:
+            name, heads = f"blk.{number}.{leaves[path]}", _heads(arch, leaves[path], adapter.model)
+        else:
+            raise InputError(module.name, f"a module that {arch.name} has no plain tensor for", ", ".join(leaves))
+        sources.append(([(name, module.form)], 0, lambda module=module, heads=heads: [_rows(module.read(), heads)]))
+    return sources
+
+
+def _rows(pair: Pair, heads: int) -> Pair:
+    return replace(pair, b=_permuted(pair.b, heads)) if heads else pair
+
+
+def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Record]:
+    gguf = _package()
+    kinds = gguf.GGMLQuantizationType
+    types = {torch.float32: kinds.F32, torch.float16: kinds.F16, torch.bfloat16: kinds.BF16, torch.float64: kinds.F64}
+    writer = gguf.GGUFWriter(None, arch.name)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(alpha))
+    writer.add_string(KEY, json.dumps(_ours(adapter)))
+    sources = _sources(adapter, arch)
+    for named, experts, _ in sources:
+        for name, form in named:
+            lead = (experts,) if experts else ()
+            for half, shape in (("a", (form.rank, form.inputs)), ("b", (form.outputs, form.rank))):
+                size = form.dtype.itemsize * torch.Size((*lead, *shape)).numel()
+                writer.add_tensor_info(
+                    f"{name}.weight.lora_{half}", (*lead, *shape), _float32(), size, raw_dtype=types[form.dtype]
+                )
+    writer.open_output_file(path)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    records: list[Record] = []
+    for named, _, read_pairs in sources:
+        for (name, form), pair in zip(named, read_pairs(), strict=True):
+            for half, tensor in (("a", pair.a), ("b", pair.b)):
+                tensor = tensor.to(form.dtype).contiguous()
+                finite(f"{name}.weight.lora_{half}", tensor)
+                writer.write_tensor_data(_array(tensor))
+                records.append(record(f"{name}.weight.lora_{half}", path.name, tensor))
+    os.fsync(writer.fout[0].fileno())
+    writer.close()
+    return records
+
+
+def _float32() -> Any:
+    import numpy
+
+    return numpy.dtype("float32")  # only so that the writer does not take the shape for one of bytes
+
+
+def _array(tensor: Tensor) -> Any:
+    import numpy
+
+    return numpy.frombuffer(raw_bytes(tensor), dtype=numpy.uint8)
+
+
+def _ours(adapter: Adapter) -> dict[str, Any]:
+    roots = [layer.root for layer in adapter.experts]
+    names = roots or [module.name for module in adapter.modules if stem(module.name)]
+    return {
+        "config": dict(adapter.config),
+        "stem": stem(names[0]) if names else "model.layers",
+        "block": place(roots[0])[2] if roots else "mlp",
+        "model": adapter.model.to_json() if adapter.model else None,
+    }
+
+
+DIALECT = Dialect("gguf", "llama.cpp's GGUF LoRA", claims, read, write, lambda layer: len(layer.forms))

@@ -1,0 +1,214 @@
+"""kt-kernel's training output: `adapter_model.safetensors` for what is not experts, `fused_expert_lora.safetensors` for
+the experts, and a manifest with the files' sizes and sums.
+
+The fused file has `layers.{L}.experts.{gate,up,down}_lora_{a,b}`, a `[E, r, in]` and b `[E, out, r]`, in bf16 and
+nothing else: numbers that bf16 cannot hold are refused, not rounded. It says `layers.3` and no more, so the prefix
+comes from the other tensors' names or from our own manifest. Rank and alpha are adapter_config.json's, for everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.adapters.config import AdapterConfig, number, read_config, written
+from ktransformers.adapters.content import Content, Stored
+from ktransformers.adapters.dialects.dialect import MODEL, Dialect, module_batches
+from ktransformers.adapters.dialects.peft import leaf
+from ktransformers.adapters.fit import exactly, fitted, uniform
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, Pair, PairForm
+from ktransformers.adapters.names import KT, ordered, place, stem
+from ktransformers.adapters.parse import Known, collect, extras_of, modules_of, with_prefix
+from ktransformers.adapters.write import Batch, Entry, Record, write_json, write_safetensors
+from ktransformers.errors import InputError
+
+FUSED = "fused_expert_lora.safetensors"
+MANIFEST = "kt_adapter_manifest.json"
+
+
+def claims(content: Content) -> bool:
+    return any(KT.fullmatch(name) for name in content.tensors)
+
+
+def read(content: Content, known: Known) -> Adapter:
+    _check_sums(content)
+    config, fields = read_config(content.directory, known.lora_alpha)
+    fused = {stored.file for name, stored in content.tensors.items() if KT.fullmatch(name)}
+    layers: dict[int, dict[str, Stored]] = {}
+    rest = []
+    for name, stored in content.tensors.items():
+        if match := KT.fullmatch(name):
+            layers.setdefault(int(match["layer"]), {})[f"{match['role']}_{match['factor']}"] = stored
+        elif stored.file in fused:
+            raise InputError(
+                name, "a name that kt-kernel does not write", "layers.{L}.experts.{gate,up,down}_lora_{a,b}"
+            )
+        else:
+            rest.append(stored)
+    found, others = collect(rest)
+    modules = modules_of(found, config)
+    before, block = _where(known, [module.name for module in modules])
+    experts = tuple(
+        _layer(f"{before}.{layer}.{block}", layer, tensors, config) for layer, tensors in sorted(layers.items())
+    )
+    extras = extras_of(others, config)
+    return Adapter(experts, modules, extras, words=known.words, config=fields, model=known.facts)
+
+
+def _where(known: Known, names: list[str]) -> tuple[str, str]:
+    """(prefix up to `layers`, block within the layer) of the experts."""
+    roots = (known.manifest or {}).get("roots")
+    if roots:
+        return str(stem(roots[0])), place(roots[0])[2]
+    stems = {found for name in names if (found := stem(name)) and not place(name)[0]}
+    return (stems.pop() if len(stems) == 1 else "model.layers"), "mlp"
+
+
+def _layer(root: str, layer: int, tensors: Mapping[str, Stored], config: AdapterConfig) -> Experts:
+    forms: dict[str, PairForm] = {}
+    counts: dict[int, str] = {}
+    for role in ROLES:
+        for factor in "ab":
+            if f"{role}_{factor}" not in tensors:
+                raise InputError(
+                    f"layers.{layer}.experts.{role}_lora_{factor}",
+                    "no such tensor",
+                    "gate, up and down, a and b of each",
+                )
+        a, b = tensors[f"{role}_a"], tensors[f"{role}_b"]
+        if len(a.shape) != 3 or len(b.shape) != 3 or a.shape[0] != b.shape[0] or a.shape[1] != b.shape[2]:
+            raise InputError(
+                b.name, f"shape {list(b.shape)} beside a {list(a.shape)}", "b [E, out, r] and a [E, r, in]"
+            )
+        if a.shape[1] != config.r:
+            raise InputError(a.name, f"rank {a.shape[1]}", f"{config.r}, as adapter_config.json says")
+        counts.setdefault(a.shape[0], a.name)
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        forms[role] = PairForm(config.r, a.shape[2], b.shape[1], dtype, config.scaling(config.r))
+    if len(counts) > 1:
+        raise InputError(
+            list(counts.values())[1], f"{max(counts)} experts beside {min(counts)}", "one number of experts"
+        )
+
+    def read_layer() -> dict[str, Pair]:
+        return {
+            role: Pair(tensors[f"{role}_a"].read(), tensors[f"{role}_b"].read(), forms[role].scaling) for role in ROLES
+        }
+
+    return Experts(root, layer, next(iter(counts)), forms, read_layer)
+
+
+def _check_sums(content: Content) -> None:
+    """kt-kernel's own manifest, where there is one."""
+    file = content.directory / MANIFEST
+    if not file.is_file():
+        return
+    try:
+        document = json.loads(file.read_text())
+        artifacts = {str(name): dict(about) for name, about in document.get("artifacts", {}).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(str(file), f"a manifest that does not parse ({error})", "what kt-kernel wrote") from error
+    if document.get("status") != "ready":
+        raise InputError(str(file), f"status {document.get('status')!r}", "'ready'", "the save was not finished")
+    for name, about in artifacts.items():
+        found = content.directory / name
+        if Path(name).name != name or not found.is_file():
+            raise InputError(str(found), "no such file", f"what {MANIFEST} lists")
+        size, digest = found.stat().st_size, about.get("sha256")
+        if about.get("size", size) != size:
+            raise InputError(str(found), f"{size} bytes", f"{about['size']}, as {MANIFEST} says")
+        if digest is not None and _sum(found) != digest:
+            raise InputError(str(found), "other bytes", f"the sha256 of {MANIFEST}", "the file was changed")
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write(adapter: Adapter, directory: Path) -> list[Record]:
+    for layer in adapter.experts:
+        if set(layer.forms) != set(ROLES):
+            raise InputError(f"{layer.root}.experts", f"LoRA on {', '.join(layer.forms)}", "on gate, up and down")
+    adapter = uniform(adapter)
+    for layer in adapter.experts:
+        _check_bf16(layer)
+    adapter = fitted(adapter, lambda role, form: replace(form, dtype=torch.bfloat16) if role else form)
+    records: list[Record] = []
+    if adapter.modules or adapter.extras:
+        records += write_safetensors(directory / MODEL, list(module_batches(adapter, with_prefix)))
+    if adapter.experts:
+        records += write_safetensors(directory / FUSED, [_experts(layer) for layer in adapter.experts])
+    default = next(adapter.forms())
+    leaves = {leaf(module) for module in adapter.modules}
+    leaves |= {adapter.words.matrix(role) for role in ROLES if adapter.experts}
+    config = written(adapter, default, {}, target_modules=ordered(leaves), target_parameters=None)
+    config["lora_dropout"] = adapter.config.get("lora_dropout", 0.0)
+    write_json(directory / "adapter_config.json", config)
+    write_json(directory / MANIFEST, _manifest(adapter, directory, records, default))
+    return records
+
+
+def _check_bf16(layer: Experts) -> None:
+    if all(form.dtype == torch.bfloat16 for form in layer.forms.values()):
+        return
+    for role, pair in layer.read().items():
+        for factor, tensor in (("A", pair.a), ("B", pair.b)):
+            if not exactly(tensor, torch.bfloat16):
+                raise InputError(
+                    f"{layer.root}.experts: lora_{factor} of {role}",
+                    f"numbers in {layer.forms[role].dtype} that bf16 cannot hold",
+                    "bf16, the one dtype of kt-kernel's expert file",
+                    "--dtype bfloat16 rounds them",
+                )
+
+
+def _experts(layer: Experts) -> Batch:
+    many = layer.experts
+    entries: list[Entry] = []
+    for role in ROLES:
+        form, name = layer.forms[role], f"layers.{layer.layer}.experts.{role}_lora"
+        entries.append(Entry(f"{name}_a", (many, form.rank, form.inputs), torch.bfloat16))
+        entries.append(Entry(f"{name}_b", (many, form.outputs, form.rank), torch.bfloat16))
+
+    def read_layer() -> list[Tensor]:
+        pairs = layer.read()
+        return [tensor for role in ROLES for tensor in (pairs[role].a, pairs[role].b)]
+
+    return Batch(tuple(entries), read_layer)
+
+
+def _manifest(adapter: Adapter, directory: Path, records: list[Record], form: PairForm) -> dict[str, Any]:
+    files = sorted({record.file for record in records} | {"adapter_config.json"})
+    return {
+        "version": 1,
+        "status": "ready",
+        "expert_weight_format": "bf16",
+        "base": {"model_name_or_path": adapter.config.get("base_model_name_or_path")},
+        "lora": {"rank": form.rank, "alpha": number(form.alpha)},
+        "artifacts": {
+            name: {
+                "size": (directory / name).stat().st_size,
+                "sha256": _sum(directory / name),
+                "tensor_count": sum(record.file == name for record in records),
+            }
+            for name in files
+        },
+    }
+
+
+DIALECT = Dialect(
+    "kt",
+    "kt-kernel's training output, experts in a file of their own",
+    claims,
+    read,
+    write,
+    lambda layer: len(layer.forms),
+)

@@ -1,0 +1,268 @@
+"""PEFT's own dialect for fused experts: two pairs a layer, experts side by side in 2-D tensors.
+
+`{root}.experts.base_layer` is gate_up (the inner wrapper), `{root}.experts` is down (the outer one); where only one of
+them is adapted it stands at `{root}.experts`. A is `[E*r, in]`, experts outermost; B is `[out, r*E]`, experts
+*innermost*. Rows of gate_up's B are gate then up, or alternate where the model interleaves them, which only the model's
+family tells: without it such a file is refused rather than guessed. PEFT before it swapped sides for `[E, out, in]`
+parameters wrote A and B the other way round; that is seen by the sizes and read too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ktransformers.adapters.config import AdapterConfig, read_config, written
+from ktransformers.adapters.content import Content
+from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save
+from ktransformers.adapters.fit import fitted, refitted, usual_scaling
+from ktransformers.adapters.lora import Adapter, Experts, Module, Pair, PairForm
+from ktransformers.adapters.names import FUSED, factor, ordered, place
+from ktransformers.adapters.parse import Factors, Known, collect, extras_of, modules_of, with_prefix
+from ktransformers.adapters.write import Batch, Entry, Record
+from ktransformers.errors import InputError
+
+# PEFT >= 0.19 turns these target_modules into expert parameters, so linear layers of these names are targeted by their
+# weight instead.
+TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """One fused parameter: its two 2-D tensors, and whether A and B are the wrong way round."""
+
+    parameter: str  # gate_up_proj, up_proj or down_proj
+    factors: Factors
+    experts: int
+    rank: int
+    swapped: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(inputs, outputs)."""
+        sizes = self.factors.a.shape[1], self.factors.b.shape[0]
+        return sizes[::-1] if self.swapped else sizes
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """a `[E, r, in]`, b `[E, out, r]`."""
+        a = self.factors.a.read().reshape(self.experts, self.rank, -1)
+        b = self.factors.b.read().reshape(-1, self.rank, self.experts)
+        if self.swapped:
+            return b.permute(2, 1, 0), a.transpose(1, 2)
+        return a, b.permute(2, 0, 1)
+
+
+def claims(content: Content) -> bool:
+    return content.fields is None and any(factor(name) for name in content.tensors)
+
+
+def read(content: Content, known: Known) -> Adapter:
+    config, fields = read_config(content.directory, known.lora_alpha)
+    found, others = collect(content.tensors.values())
+    roots: dict[str, dict[str, Factors]] = {}
+    for name in list(found):
+        if match := FUSED.fullmatch(name):
+            roots.setdefault(match["root"], {})["inner" if match["inner"] else "outer"] = found.pop(name)
+    layers = tuple(_layer(root, wrapped, config, known) for root, wrapped in roots.items())
+    modules = modules_of(found, config)
+    extras = extras_of(others, config)
+    return Adapter(layers, modules, extras, words=known.words, config=fields, model=known.facts)
+
+
+def _layer(root: str, wrapped: Mapping[str, Factors], config: AdapterConfig, known: Known) -> Experts:
+    if "outer" not in wrapped:
+        raise InputError(
+            f"{root}.experts.lora_A.weight", "no such tensor", "the outer of two pairs, down_proj", "it was dropped"
+        )
+    if "inner" in wrapped:
+        wide = wrapped["inner"].b.shape[0], wrapped["inner"].a.shape[1]
+        narrow = wrapped["outer"].b.shape[0], wrapped["outer"].a.shape[1]
+        gated = sorted(wide) != sorted(narrow)
+        inner = _fused(root, "gate_up_proj" if gated else "up_proj", wrapped["inner"], config)
+        down = _fused(root, "down_proj", wrapped["outer"], config)
+        if inner.sizes[0] != down.sizes[1] and inner.sizes[1] == down.sizes[0]:
+            inner, down = replace(inner, swapped=True), replace(down, swapped=True)
+        parts = [inner, down]
+    else:
+        parts = [_fused(root, _single(root, config), wrapped["outer"], config)]
+    if len({part.experts for part in parts}) != 1:
+        counts = " and ".join(f"{part.experts} ({part.parameter})" for part in parts)
+        raise InputError(f"{root}.experts", f"tensors of {counts} experts", "one number of experts")
+    forms: dict[str, PairForm] = {}
+    for part in parts:
+        forms |= _forms(root, part, config)
+    interleaved = _interleaved(root, known) if "gate" in forms else False
+
+    def read_layer() -> dict[str, Pair]:
+        pairs: dict[str, Pair] = {}
+        for part in parts:
+            a, b = part.read()
+            if part.parameter == "gate_up_proj":
+                gate, up = (b[:, 0::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)
+                pairs |= {role: Pair(a, rows, forms[role].scaling) for role, rows in (("gate", gate), ("up", up))}
+            else:
+                role = part.parameter.removesuffix("_proj")
+                pairs[role] = Pair(a, b, forms[role].scaling)
+        return pairs
+
+    return Experts(root, place(root)[1], parts[0].experts, forms, read_layer)
+
+
+def _fused(root: str, parameter: str, factors: Factors, config: AdapterConfig) -> _Fused:
+    rank = config.rank(f"{root}.experts.{parameter}")
+    a, b = factors.a.shape, factors.b.shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        raise InputError(factors.b.name, f"shape {list(b)} beside A {list(a)}", "B [out, r*E] and A [E*r, in]")
+    if a[0] % rank:
+        raise InputError(factors.a.name, f"{a[0]} rows", f"a multiple of the rank {rank} that adapter_config.json says")
+    return _Fused(parameter, factors, a[0] // rank, rank)
+
+
+def _single(root: str, config: AdapterConfig) -> str:
+    named = {target.rpartition(".")[2] for target in config.target_parameters or []}
+    found = named & {"gate_up_proj", "up_proj", "down_proj"}
+    if len(found) != 1:
+        raise InputError(
+            f"{root}.experts.lora_A.weight",
+            f"one pair, and target_parameters {sorted(named)}",
+            "a pair for each of them, or one target",
+        )
+    return found.pop()
+
+
+def _forms(root: str, part: _Fused, config: AdapterConfig) -> dict[str, PairForm]:
+    inputs, outputs = part.sizes
+    scaling = config.scaling(part.rank, f"{root}.experts.{part.parameter}")
+    form = PairForm(part.rank, inputs, outputs, part.factors.dtype, scaling)
+    if part.parameter != "gate_up_proj":
+        return {part.parameter.removesuffix("_proj"): form}
+    if outputs % 2:
+        raise InputError(part.factors.b.name, f"{outputs} rows", "an even number, gate and up")
+    half = replace(form, outputs=outputs // 2)
+    return {"gate": half, "up": half}
+
+
+def _interleaved(root: str, known: Known) -> bool:
+    if known.facts is None:
+        raise InputError(
+            f"{root}.experts",
+            "gate and up in one tensor, of a model that is not known",
+            "the model's config.json, which tells how they lie",
+            "give --base-model-name-or-path DIR",
+        )
+    return known.facts.interleaved
+
+
+def write(adapter: Adapter, directory: Path) -> list[Record]:
+    if adapter.experts and {"gate", "up"} <= set(adapter.experts[0].forms):
+        scaling = usual_scaling(adapter)
+        rank = {role: max(layer.forms[role].rank for layer in adapter.experts) for role in adapter.experts[0].forms}
+        adapter = fitted(
+            adapter,
+            lambda role, form: refitted(form, rank[role], scaling) if role in ("gate", "up") else form,
+        )
+    batches = [_experts(layer, adapter) for layer in adapter.experts]
+    batches += module_batches(adapter, with_prefix)
+    return save(directory, batches, _config(adapter))
+
+
+def _parameters(layer: Experts, shared: bool) -> dict[str, PairForm]:
+    """Parameter -> form, in the order in which PEFT nests their wrappers, the innermost first."""
+    forms = dict(layer.forms)
+    found: dict[str, PairForm] = {}
+    if "gate" in forms:
+        if "up" not in forms:
+            raise InputError(f"{layer.root}.experts", "LoRA on gate alone", "on gate and up", "PEFT holds them in one")
+        gate, up = forms.pop("gate"), forms.pop("up")
+        rank = gate.rank if shared else gate.rank + up.rank
+        dtype = torch.promote_types(gate.dtype, up.dtype)
+        found["gate_up_proj"] = replace(gate, rank=rank, outputs=gate.outputs + up.outputs, dtype=dtype)
+    return found | {f"{role}_proj": forms[role] for role in ("up", "down") if role in forms}
+
+
+def _experts(layer: Experts, adapter: Adapter) -> Batch:
+    parameters = _parameters(layer, adapter.shared)
+    interleaved = adapter.model is not None and adapter.model.interleaved
+    paths = dict(zip(parameters, [".base_layer", ""][-len(parameters) :], strict=True))
+    entries = []
+    for parameter, form in parameters.items():
+        name, many = f"{with_prefix(layer.root)}.experts{paths[parameter]}", layer.experts
+        entries.append(Entry(f"{name}.lora_A.weight", (many * form.rank, form.inputs), form.dtype))
+        entries.append(Entry(f"{name}.lora_B.weight", (form.outputs, form.rank * many), form.dtype))
+
+    def read_layer() -> list[Tensor]:
+        pairs = dict(layer.read())
+        if "gate_up_proj" in parameters:
+            pairs["gate_up"] = _joined(pairs.pop("gate"), pairs.pop("up"), adapter.shared, interleaved)
+        tensors = []
+        for parameter in parameters:
+            pair = pairs[parameter.removesuffix("_proj")]
+            tensors.append(pair.a.reshape(-1, pair.a.shape[-1]))
+            tensors.append(pair.b.permute(1, 2, 0).reshape(pair.b.shape[1], -1))
+        return tensors
+
+    return Batch(tuple(entries), read_layer)
+
+
+def _joined(gate: Pair, up: Pair, shared: bool, interleaved: bool) -> Pair:
+    """One pair for gate_up: A as it is where it is shared, otherwise both below each other and B block-diagonal."""
+    upper, lower, a = gate.b, up.b, gate.a
+    if not shared:
+        a = torch.cat([gate.a, up.a], dim=1)
+        upper = torch.cat([gate.b, gate.b.new_zeros(*gate.b.shape[:2], up.rank)], dim=2)
+        lower = torch.cat([up.b.new_zeros(*up.b.shape[:2], gate.rank), up.b], dim=2)
+    if interleaved:
+        return Pair(a, torch.stack([upper, lower], dim=2).flatten(1, 2), gate.scaling)
+    return Pair(a, torch.cat([upper, lower], dim=1), gate.scaling)
+
+
+def _config(adapter: Adapter) -> dict[str, object]:
+    named: dict[str, PairForm] = {}
+    for layer in adapter.experts:
+        for parameter, form in _parameters(layer, adapter.shared).items():
+            named[f"{layer.root}.experts.{parameter}"] = form
+    parameters = full_or_short(adapter, set(named))
+    modules, weights = module_targets(adapter)
+    for module in adapter.modules:
+        named[f"{module.name}.weight" if leaf(module) in TAKEN else module.name] = module.form
+    return written(
+        adapter,
+        usual([module.form for module in adapter.modules] or list(named.values())),
+        named,
+        target_modules=modules,
+        target_parameters=[*parameters, *weights] or None,
+    )
+
+
+def _pairs(layer: Experts) -> int:
+    return len(_parameters(layer, shared=False))
+
+
+def usual(forms: list[PairForm]) -> PairForm:
+    return Counter(forms).most_common(1)[0][0]
+
+
+def leaf(module: Module) -> str:
+    return module.name.rpartition(".")[2]
+
+
+def full_or_short(adapter: Adapter, names: set[str]) -> list[str]:
+    """`mlp.experts.down_proj` where every layer that could have it does, the layers' full names where not."""
+    layers, facts = {layer.layer for layer in adapter.experts}, adapter.model
+    every = set(facts.sparse_layers) if facts is not None and facts.sparse_layers is not None else layers
+    return sorted({place(name)[2] for name in names} if layers == every else names)
+
+
+def module_targets(adapter: Adapter) -> tuple[list[str], list[str]]:
+    """(target_modules, target_parameters) for what is not routed experts."""
+    plain = {leaf(module) for module in adapter.modules} - TAKEN
+    weights = {f"{place(module.name)[2]}.weight" for module in adapter.modules if leaf(module) in TAKEN}
+    return ordered(plain), sorted(weights)
+
+
+DIALECT = Dialect("peft", "PEFT, experts fused in 3-D parameters", claims, read, write, _pairs)

@@ -1,0 +1,173 @@
+"""One pair for each matrix of each expert, with PEFT's prefix: `{root}.experts.7.gate_proj.lora_A.weight` `[r, in]` and
+`lora_B` `[out, r]`. Stock PEFT (for the families whose checkpoints are per-expert), SGLang and vLLM read it.
+
+PEFT fuses such files while loading and then gives gate_up the rank 2r of the configuration's r, whatever the tensors
+say; so r is gate's and up's rank, they are made equal, and everything else gets a pattern.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.adapters.config import AdapterConfig, number, read_config, written
+from ktransformers.adapters.content import Content
+from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save
+from ktransformers.adapters.dialects.peft import TAKEN, leaf, module_targets, usual
+from ktransformers.adapters.fit import fitted, refitted, usual_scaling
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, Pair, PairForm
+from ktransformers.adapters.names import PREFIX, PROJ, SINGLE, W123, Words, factor, in_files, in_model, ordered, place
+from ktransformers.adapters.parse import (
+    Factors,
+    Known,
+    adopt_stem,
+    collect,
+    extras_of,
+    linear,
+    modules_of,
+    with_prefix,
+)
+from ktransformers.adapters.write import Batch, Entry, Record
+from ktransformers.checkpoint.layout import MATRICES
+from ktransformers.errors import InputError
+
+
+def is_single(key: str) -> bool:
+    found = factor(key)
+    return found is not None and SINGLE.fullmatch(found[0]) is not None
+
+
+def claims(content: Content) -> bool:
+    return any(is_single(name) and name.startswith(PREFIX) for name in content.tensors)
+
+
+def read(content: Content, known: Known) -> Adapter:
+    config, fields = read_config(content.directory, known.lora_alpha)
+    found, others = collect(content.tensors.values())
+    roots: dict[str, dict[int, dict[str, Factors]]] = {}
+    words = known.words
+    for name in list(found):
+        if match := SINGLE.fullmatch(name):
+            role = MATRICES[match["matrix"]]
+            words = W123 if match["matrix"] in (W123.gate, W123.up, W123.down) else words
+            expert = roots.setdefault(match["root"], {}).setdefault(int(match["expert"]), {})
+            if role in expert:
+                raise InputError(found[name].a.name, f"it and {expert[role].a.name}", "one of them")
+            expert[role] = found.pop(name)
+    modules = modules_of(found, config)
+    names = [module.name for module in modules]
+    layers = tuple(
+        _layer(root, adopt_stem(in_model(root), names), experts, config, known, words)
+        for root, experts in roots.items()
+    )
+    extras = extras_of(others, config)
+    return Adapter(layers, modules, extras, words=words, config=fields, model=known.facts)
+
+
+def _layer(
+    written_root: str,
+    root: str,
+    experts: Mapping[int, Mapping[str, Factors]],
+    config: AdapterConfig,
+    known: Known,
+    words: Words,
+) -> Experts:
+    count = max(experts) + 1
+    if known.facts is not None and known.facts.experts is not None:
+        count = max(count, known.facts.experts)
+    roles = [role for role in ROLES if any(role in one for one in experts.values())]
+    forms: dict[str, PairForm] = {}
+    for expert in range(count):
+        for role in roles:
+            name = f"{written_root}.experts.{expert}.{words.matrix(role)}"
+            if role not in experts.get(expert, {}):
+                raise InputError(f"{name}.lora_A.weight", "no such tensor", f"one for each of {count} experts")
+            form = _form(name, experts[expert][role], config)
+            first = forms.setdefault(role, form)
+            if form != first:
+                raise InputError(
+                    f"{name}.lora_A.weight",
+                    f"{form.outputs} by {form.inputs}, rank {form.rank}, scaling {form.scaling:g}, {form.dtype}",
+                    f"{first.outputs} by {first.inputs}, {first.rank}, {first.scaling:g}, {first.dtype} as expert 0",
+                )
+
+    def stacked(role: str) -> Pair:
+        factors = [experts[expert][role] for expert in range(count)]
+        a = torch.stack([one.a.read() for one in factors])
+        return Pair(a, torch.stack([one.b.read() for one in factors]), forms[role].scaling)
+
+    return Experts(root, place(root)[1], count, forms, lambda: {role: stacked(role) for role in roles})
+
+
+def _form(name: str, factors: Factors, config: AdapterConfig) -> PairForm:
+    rank, inputs, outputs = linear(factors)
+    expected = config.rank(name)
+    if rank != expected:
+        raise InputError(factors.a.name, f"rank {rank}", f"{expected}, as adapter_config.json says")
+    return PairForm(rank, inputs, outputs, factors.dtype, config.scaling(rank, name))
+
+
+def expert_batch(layer: Experts, root: str, words: Words) -> Batch:
+    """All tensors of one layer, expert by expert."""
+    entries = []
+    for expert in range(layer.experts):
+        for role, form in layer.forms.items():
+            name = f"{root}.experts.{expert}.{words.matrix(role)}"
+            entries.append(Entry(f"{name}.lora_A.weight", (form.rank, form.inputs), form.dtype))
+            entries.append(Entry(f"{name}.lora_B.weight", (form.outputs, form.rank), form.dtype))
+
+    def read_layer() -> list[Tensor]:
+        pairs = layer.read()
+        return [
+            tensor[expert]
+            for expert in range(layer.experts)
+            for role in layer.forms
+            for tensor in (pairs[role].a, pairs[role].b)
+        ]
+
+    return Batch(tuple(entries), read_layer)
+
+
+def pairs(layer: Experts) -> int:
+    return layer.experts * len(layer.forms)
+
+
+def write(adapter: Adapter, directory: Path) -> list[Record]:
+    if adapter.experts:
+        scaling = usual_scaling(adapter)
+        ranks = {role: max(layer.forms[role].rank for layer in adapter.experts) for role in adapter.experts[0].forms}
+        inner = max((rank for role, rank in ranks.items() if role != "down"), default=0)
+        ranks = {role: rank if role == "down" else inner for role, rank in ranks.items()}
+        adapter = fitted(adapter, lambda role, form: refitted(form, ranks[role], scaling) if role else form)
+
+    def spell(name: str) -> str:
+        return with_prefix(in_files(name, adapter.words))
+
+    batches = [expert_batch(layer, spell(layer.root), adapter.words) for layer in adapter.experts]
+    return save(directory, [*batches, *module_batches(adapter, spell)], _config(adapter))
+
+
+def _config(adapter: Adapter) -> dict[str, Any]:
+    named = {
+        f"{module.name}.weight" if leaf(module) in TAKEN else module.name: module.form for module in adapter.modules
+    }
+    forms = adapter.experts[0].forms if adapter.experts else {}
+    default = forms.get("gate") or forms.get("up") or forms.get("down") or usual(list(named.values()))
+    targets, weights = module_targets(adapter)
+    config = written(adapter, default, named, target_modules=targets, target_parameters=weights or None)
+    config["target_modules"] = ordered({*targets, *(adapter.words.matrix(role) for role in forms)})
+    down = forms.get("down", default)
+    names = "|".join(sorted({re.escape(adapter.words.down), re.escape(PROJ.down)}))
+    if down.rank != default.rank:  # matches the fused parameter of the loaded model, and the files' own names
+        config["rank_pattern"] |= {rf"experts\.(\d+\.)?({names})": down.rank}
+    if down.alpha != default.alpha:
+        config["alpha_pattern"] |= {rf"experts\.(\d+\.)?({names})": number(down.alpha)}
+    return config
+
+
+DIALECT = Dialect("per-expert", "PEFT and vLLM, one pair for each expert", claims, read, write, pairs)

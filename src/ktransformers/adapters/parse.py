@@ -1,0 +1,209 @@
+"""From tensors by name to pairs by module: what the readers of all safetensors dialects share.
+
+Every factor must have its partner and fit it; a name that belongs nowhere is an error and says which one it is, because
+a tensor that is skipped in silence is the most common way to lose a fine-tuning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ktransformers.adapters.config import AdapterConfig
+from ktransformers.adapters.content import Stored
+from ktransformers.adapters.lora import Experts, Extra, Module, Pair, PairForm
+from ktransformers.adapters.model import ModelFacts
+from ktransformers.adapters.names import PREFIX, PROJ, Words, bare, factor, in_model, place, stem
+from ktransformers.errors import InputError
+
+AUTOMATIC = ("embed_tokens.weight", "lm_head.weight")  # PEFT saves them unasked when the vocabulary has grown
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the caller knows besides the files."""
+
+    facts: ModelFacts | None = None
+    lora_alpha: float | None = None
+    manifest: Mapping[str, Any] | None = None
+
+    @property
+    def words(self) -> Words:
+        return self.facts.words if self.facts else PROJ
+
+
+@dataclass(frozen=True)
+class Factors:
+    a: Stored
+    b: Stored
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.a.dtype, self.b.dtype)
+
+
+def collect(tensors: Iterable[Stored]) -> tuple[dict[str, Factors], list[Stored]]:
+    """(module -> its two factors, tensors that are no factors). A factor without its partner is an error."""
+    halves: dict[str, dict[str, Stored]] = {}
+    others: list[Stored] = []
+    for stored in tensors:
+        found = factor(stored.name)
+        if found is None:
+            others.append(stored)
+            continue
+        half = halves.setdefault(found[0], {})
+        if found[1] in half:
+            raise InputError(stored.name, f"it and {half[found[1]].name}", "one of them: they name the same matrix")
+        half[found[1]] = stored
+    for half in halves.values():
+        for have, lack in (("A", "B"), ("B", "A")):
+            if lack not in half:
+                partner = half[have].name.replace(f"lora_{have}", f"lora_{lack}")
+                raise InputError(partner, "no such tensor", f"the partner of {half[have].name}", "it was dropped")
+    return {module: Factors(half["A"], half["B"]) for module, half in halves.items()}, others
+
+
+def linear(factors: Factors) -> tuple[int, int, int]:
+    """(rank, inputs, outputs) of an ordinary pair."""
+    a, b = factors.a.shape, factors.b.shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        raise InputError(factors.b.name, f"shape {list(b)} beside A {list(a)}", "B [out, r] and A [r, in]")
+    return a[0], a[1], b[0]
+
+
+def module_of(name: str, factors: Factors, config: AdapterConfig) -> Module:
+    rank, inputs, outputs = linear(factors)
+    expected = config.rank(name, f"{name}.weight")
+    if rank != expected:
+        raise InputError(factors.a.name, f"rank {rank}", f"{expected}, as adapter_config.json says")
+    scaling = config.scaling(rank, name, f"{name}.weight")
+    return Module(
+        name,
+        PairForm(rank, inputs, outputs, factors.dtype, scaling),
+        lambda: Pair(factors.a.read(), factors.b.read(), scaling),
+    )
+
+
+def modules_of(found: Mapping[str, Factors], config: AdapterConfig) -> tuple[Module, ...]:
+    """What is left after the experts were taken out; a name that says experts must not be among them."""
+    modules = []
+    for name, factors in found.items():
+        if ".experts." in f"{name}." or ".base_layer" in name:
+            raise InputError(factors.a.name, "a name that no dialect has", "...experts.0.gate_proj, or ...experts")
+        if not (_targeted(name, config) or _targeted(in_model(name), config)):
+            raise InputError(
+                factors.a.name, "LoRA on a module that target_modules does not name", f"{config.target_modules}"
+            )
+        modules.append(module_of(in_model(name), factors, config))
+    return tuple(modules)
+
+
+def _targeted(name: str, config: AdapterConfig) -> bool:
+    targets = config.target_modules
+    if isinstance(targets, str):
+        return targets == "all-linear" or re.fullmatch(targets, name) is not None
+    named = [*(targets or []), *(target.removesuffix(".weight") for target in config.target_parameters or [])]
+    return not named or any(name == target or name.endswith(f".{target}") for target in named)
+
+
+def extras_of(others: Iterable[Stored], config: AdapterConfig) -> tuple[Extra, ...]:
+    saved = config.modules_to_save or []
+    extras = []
+    for stored in others:
+        name = bare(stored.name)
+        wanted = any(f".{module}." in f".{name}" for module in saved) or name.endswith(AUTOMATIC)
+        bias = name.endswith(".bias") and (config.model_extra or {}).get("bias", "none") != "none"
+        if not (wanted or bias or ".lora_embedding_" in name):
+            raise InputError(stored.name, "a tensor that is no LoRA factor", "one that modules_to_save names")
+        extras.append(Extra(name, stored.shape, stored.dtype, stored.read))
+    return tuple(extras)
+
+
+def adopt_stem(root: str, modules: Iterable[str]) -> str:
+    """Files for SGLang always say `model.layers`; where the other modules tell the model's real prefix, take that."""
+    stems = {found for name in modules if (found := stem(name)) and place(name)[0] == place(root)[0]}
+    if len(stems) != 1:
+        return root
+    return f"{stems.pop()}.{place(root)[1]}.{place(root)[2]}"
+
+
+def complete(
+    experts: tuple[Experts, ...], modules: tuple[Module, ...], facts: ModelFacts | None, partial: bool
+) -> None:
+    """One set of matrices and one size over all layers, and nothing missing where the model is known."""
+    if experts:
+        _alike(experts)
+    if facts is None:
+        return
+    for layer in experts:
+        _fits(layer, facts)
+    if partial:
+        return
+    if experts and facts.sparse_layers is not None:
+        _same_layers(f"{experts[0].root}.experts", {layer.layer for layer in experts}, set(facts.sparse_layers))
+    blocks: dict[str, set[int]] = {}
+    for module in modules:
+        outer, number, path = place(module.name)
+        if number >= 0 and not outer:
+            blocks.setdefault(path, set()).add(number)
+    for path, have in blocks.items():
+        expected = facts.attention_layers(path.partition(".")[0])
+        if expected is not None:
+            _same_layers(path, have, set(expected))
+
+
+def _alike(experts: tuple[Experts, ...]) -> None:
+    first = experts[0]
+    sizes = {role: (form.inputs, form.outputs) for role, form in first.forms.items()}
+    for layer in experts:
+        if layer.experts != first.experts:
+            raise InputError(
+                f"{layer.root}.experts", f"{layer.experts} experts", f"{first.experts}, as {first.root} has"
+            )
+        for role in {*sizes, *layer.forms}:
+            if role not in layer.forms or role not in sizes:
+                lacking, having = (layer, first) if role in sizes else (first, layer)
+                raise InputError(f"{lacking.root}.experts", f"no LoRA on {role}", f"one, as {having.root} has")
+        for role, form in layer.forms.items():
+            if (form.inputs, form.outputs) != sizes[role]:
+                raise InputError(
+                    f"{layer.root}.experts: {role}",
+                    f"{form.outputs} by {form.inputs}",
+                    f"{sizes[role][1]} by {sizes[role][0]}, as {first.root} has",
+                )
+
+
+def _fits(layer: Experts, facts: ModelFacts) -> None:
+    if facts.experts is not None and layer.experts != facts.experts:
+        raise InputError(f"{layer.root}.experts", f"{layer.experts} experts", f"{facts.experts}, as config.json says")
+    if facts.hidden is None or facts.intermediate is None:
+        return
+    for role, form in layer.forms.items():
+        wide = (facts.intermediate, facts.hidden) if role == "down" else (facts.hidden, facts.intermediate)
+        if (form.inputs, form.outputs) != wide:
+            raise InputError(
+                f"{layer.root}.experts: {role}",
+                f"{form.outputs} by {form.inputs}",
+                f"{wide[1]} by {wide[0]}, as config.json says",
+            )
+
+
+def _same_layers(what: str, have: set[int], expected: set[int]) -> None:
+    if have - expected:
+        raise InputError(what, f"LoRA in layer {min(have - expected)}", "no such layer of this kind, says config.json")
+    if expected - have:
+        lacking = sorted(expected - have)
+        raise InputError(
+            what,
+            f"no LoRA in layer {lacking[0]} ({len(lacking)} layers lack it)",
+            f"it in {len(expected)} layers, as config.json says",
+            "tensors were dropped; where that was meant, adapter_config.json has layers_to_transform",
+        )
+
+
+def with_prefix(name: str) -> str:
+    return PREFIX + name

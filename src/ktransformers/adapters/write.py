@@ -1,0 +1,172 @@
+"""Tensors into a safetensors file as they come, and directories that appear whole or not at all.
+
+The header of a safetensors file comes first and names every offset, so a writer must know all shapes before the first
+number. A Batch says what it will bring and brings it when its turn comes; no more than one batch is in memory. Tensors
+lie by size of their dtype (a reader maps them and wants them aligned), so data is written where it belongs rather than
+one after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.adapters.content import SPELLED
+from ktransformers.errors import InputError
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Batch:
+    entries: tuple[Entry, ...]
+    read: Callable[[], Sequence[Tensor]]  # in the order of entries
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was written, for the manifest."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float
+    sha256: str
+
+
+def record(name: str, file: str, tensor: Tensor) -> Record:
+    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
+    return Record(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def finite(name: str, tensor: Tensor) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise InputError(
+            name, "NaN or infinite values", "finite numbers", "the training diverged, or a dtype overflowed"
+        )
+
+
+def write_safetensors(path: Path, batches: Sequence[Batch]) -> list[Record]:
+    """The file is complete and on disk when this returns; the name is the caller's (a temporary directory)."""
+    entries = [entry for batch in batches for entry in batch.entries]
+    offsets, header = layout(entries)
+    records: list[Record] = []
+    with path.open("wb") as stream:
+        stream.write(header)
+        descriptor = stream.fileno()
+        stream.flush()
+        for batch in batches:
+            for entry, tensor in zip(batch.entries, batch.read(), strict=True):
+                if tuple(tensor.shape) != entry.shape:
+                    raise InputError(entry.name, f"shape {list(tensor.shape)}", f"{list(entry.shape)}")
+                tensor = tensor.to(entry.dtype).contiguous()
+                finite(entry.name, tensor)
+                write_at(descriptor, raw_bytes(tensor), len(header) + offsets[entry.name])
+                records.append(record(entry.name, path.name, tensor))
+        os.fsync(descriptor)
+    return records
+
+
+def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
+    """Offset of every tensor in the data, and the header with its length."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for entry in sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name)):
+        if entry.name in offsets:
+            raise InputError(entry.name, "two tensors of this name", "one")
+        offsets[entry.name], end = end, end + entry.size
+        fields[entry.name] = {
+            "dtype": SPELLED[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offsets[entry.name], end],
+        }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return offsets, struct.pack("<Q", len(text)) + text
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Atomic by itself, so that it may also go into a directory that is in use."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w") as stream:
+        json.dump(document, stream, indent=1, ensure_ascii=False)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.rename(path)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise InputError(str(target), "a file", "a directory to write, which need not exist")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise InputError(str(target), "a directory that is not empty", "a new one", "--overwrite replaces it")
+
+
+@contextlib.contextmanager
+def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary directory beside `target` that takes its place when the block ends well, and vanishes otherwise."""
+    check_target(target, overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        replace_directory(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def replace_directory(temporary: Path, target: Path) -> None:
+    sync_directory(temporary)
+    if target.exists():
+        old = target.with_name(f".{target.name}.{os.getpid()}.old")
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(target)
+    sync_directory(target.parent)
