@@ -1,0 +1,196 @@
+"""A dense Llama-class model on disk, from a GGUF file or a Hugging Face directory, with one face: `DenseModel`.
+
+Tensors are asked for by their Hugging Face names and come in the dtype of the file; those of a GGUF file are
+dequantised to float32. GGUF keeps the rows of q and k in another order (llama.cpp rotates neighbouring pairs of a head,
+transformers its two halves), so those rows are put back: `[heads, d/2, 2, H] -> [heads, 2, d/2, H]`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint.shards import Shards
+from ktransformers.errors import InputError
+
+# What turns text into tokens and back, and how to sample: copied as it is.
+KEPT = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+)
+# model_type -> whether q, k and v may have biases (qwen2 always has them)
+CLASSES = {"llama": False, "mistral": False, "qwen2": True}
+
+GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+GGUF_BLOCK = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    source: str  # for messages and the model card
+    config: dict[str, Any]  # the words of a Llama config.json
+    licence: str | None
+    biased: bool  # q, k and v have biases
+    read: Callable[[str], Tensor]  # by Hugging Face name
+    write_tokenizer: Callable[[Path], None]  # into a directory that exists
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config["tie_word_embeddings"])
+
+
+def open_dense(path: str | Path) -> DenseModel:
+    """The model in a GGUF file or in a Hugging Face directory."""
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path)
+    if (path / "config.json").is_file():
+        return _open_directory(path)
+    raise InputError(str(path), "neither", "a .gguf file or a Hugging Face directory with a config.json")
+
+
+def _open_directory(path: Path) -> DenseModel:
+    file = path / "config.json"
+    try:
+        words = json.loads(file.read_text())
+        kind = words.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise InputError(str(file), str(error), "a JSON object") from error
+    if kind not in CLASSES:
+        raise InputError(str(file), f"model_type {kind!r}", f"a dense model, one of {', '.join(CLASSES)}")
+    for key in ("attention_bias", "mlp_bias", "sliding_window", "quantization_config"):
+        active = words.get(key) and (key != "sliding_window" or words.get("use_sliding_window", kind != "qwen2"))
+        if active:
+            raise InputError(str(file), f"{key} = {words[key]!r}", "a model without it")
+    shards = Shards.of_directory(path)
+    words.setdefault("tie_word_embeddings", "lm_head.weight" not in shards)
+
+    def read(name: str) -> Tensor:
+        if name not in shards:
+            raise InputError(name, f"no such tensor in {path}", "every tensor of a Llama-class model")
+        tensor = shards.read(name)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise InputError(name, f"dtype {shards.dtype(name)}", "BF16, F16 or F32", "take an unquantised checkpoint")
+        return tensor
+
+    def write_tokenizer(directory: Path) -> None:
+        for name in KEPT:
+            if (path / name).is_file():
+                shutil.copyfile(path / name, directory / name)
+
+    return DenseModel(str(path), words, None, CLASSES[kind], read, write_tokenizer)
+
+
+def _open_gguf(path: Path) -> DenseModel:
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise InputError("gguf", "no such package", "the package gguf", "pip install 'ktransformers[gguf]'") from error
+    from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
+
+    try:
+        reader = GGUFReader(str(path))
+    except (ValueError, OSError, IndexError) as error:
+        raise InputError(
+            str(path), f"a file that does not open ({error})", "a GGUF file", "download it anew"
+        ) from error
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = _gguf_config(path, fields, tensors)
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+
+    def read(name: str) -> Tensor:
+        tensor = tensors.get(_gguf_name(name))
+        if tensor is None:
+            raise InputError(name, f"no {_gguf_name(name)} in {path}", "every tensor of a Llama-class model")
+        data = numpy.require(dequantize(tensor.data, tensor.tensor_type), numpy.float32, "W")  # not the file's own map
+        matrix = torch.from_numpy(data)
+        found = re.search(r"\.([qk])_proj\.weight$", name)
+        if not found:
+            return matrix
+        count = heads[found[1]]
+        pairs = matrix.reshape(count, matrix.shape[0] // count // 2, 2, matrix.shape[1])
+        return pairs.transpose(1, 2).reshape(matrix.shape)
+
+    def write_tokenizer(directory: Path) -> None:
+        for name, text in tokenizer_files(str(path), fields).items():
+            (directory / name).write_text(text)
+        ids = {
+            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
+        }
+        (directory / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+
+    return DenseModel(str(path), config, fields.get("general.license"), False, read, write_tokenizer)
+
+
+def _gguf_name(name: str) -> str:
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    return f"blk.{found[1]}.{GGUF_BLOCK[found[2]]}.weight" if found else GGUF_NAMES[name]
+
+
+def _gguf_config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    family = fields.get("general.architecture")
+    for given, wrong in (
+        (f"architecture {family!r}", family != "llama"),
+        ("a model that has experts already", bool(fields.get("llama.expert_count"))),
+        ("frequency factors of RoPE (rope_freqs.weight)", "rope_freqs.weight" in tensors),
+        ("scaled RoPE", fields.get("llama.rope.scaling.type", "none") != "none"),
+        ("biases", any(name.endswith(".bias") for name in tensors)),
+    ):
+        if wrong:
+            raise InputError(
+                str(path), given, "a dense model of architecture 'llama'", "take it as a Hugging Face directory"
+            )
+    heads, hidden = int(fields["llama.attention.head_count"]), int(fields["llama.embedding_length"])
+    config: dict[str, Any] = {
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(fields["llama.feed_forward_length"]),
+        "num_hidden_layers": int(fields["llama.block_count"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(fields.get("llama.attention.head_count_kv", heads)),
+        "head_dim": int(fields.get("llama.attention.key_length", hidden // heads)),
+        "hidden_act": "silu",
+        "max_position_embeddings": int(fields["llama.context_length"]),
+        # A GGUF file keeps float32; seven digits are what the number was written with.
+        "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.7g}"),
+        "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        number = fields.get(f"tokenizer.ggml.{name}_token_id")
+        config[f"{key}_token_id"] = None if number is None else int(number)
+    return config
