@@ -11,6 +11,9 @@ import sys
 import typer
 
 from ktransformers.cli.doctor import doctor
+from ktransformers.cli.make import make, upcycle
+from ktransformers.cli.model import model
+from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
 from ktransformers.errors import KTError
 
@@ -22,7 +25,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(doctor)
+app.command()(train)
 app.command()(version)
+app.add_typer(model)
+model.command()(make)
+model.command()(upcycle)
+app.add_typer(sft)
 
 
 def main() -> None:

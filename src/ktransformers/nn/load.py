@@ -7,7 +7,6 @@ warns about, a tensor that is missing and would be left random, is an error here
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,8 @@ from transformers import (
 from ktransformers import _core
 from ktransformers.checkpoint import Shards
 from ktransformers.errors import InputError
-from ktransformers.nn.contract import IMPLEMENTATION
+from ktransformers.nn.prepare import METHOD, in_stock_terms, read_config, refuse_quantised, take_quantisation
 from ktransformers.nn.quantizer import KTConfig, Progress
-
-# Checkpoints whose own type stock transformers lacks, and the type that computes the same.
-SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def load_model(
@@ -64,32 +60,16 @@ def load_model(
 
 
 def _config(directory: Path) -> PreTrainedConfig:
-    file = directory / "config.json"
-    if not file.is_file():
-        raise InputError(
-            str(directory),
-            "no directory with a config.json",
-            "a local Hugging Face directory",
-            "`hf download` makes one",
-        )
-    try:
-        words = json.loads(file.read_text())
-        kind = words.get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise InputError(str(file), str(error), "a JSON object") from error
-    if kind in SAME_AS:
-        words = {key: value for key, value in words.items() if key not in ("model_type", "auto_map")}
-        config = AutoConfig.for_model(SAME_AS[kind], **words)
-    else:
-        config = AutoConfig.from_pretrained(directory)
+    left, source = take_quantisation(read_config(directory))
+    if source is not None and source.get("quant_method") == METHOD:  # a prepared directory
+        source = source.get("source")
+    refuse_quantised(str(directory / "config.json"), source)
+    words = in_stock_terms(left)
+    if words.get("model_type") != left.get("model_type"):
+        same: PreTrainedConfig = AutoConfig.for_model(words.pop("model_type"), **words)
+        return same
+    config: PreTrainedConfig = AutoConfig.from_pretrained(directory)
     for part in (config, config.get_text_config(decoder=True)):
-        quantised = getattr(part, "quantization_config", None)
-        if quantised is None:
-            continue
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        if method != IMPLEMENTATION:
-            raise InputError(
-                str(file), f"a checkpoint quantised with {method!r}", "bf16, fp16 or fp32", "take an unquantised one"
-            )
-        del part.quantization_config
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
     return config

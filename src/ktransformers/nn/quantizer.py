@@ -27,6 +27,7 @@ from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import keep_from_ddp
 from ktransformers.nn.experts import new_store, pack_module, pack_piece, select, settle, strip
+from ktransformers.nn.prepare import refuse_quantised
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -35,22 +36,28 @@ log = logger(__name__)
 
 @register_quantization_config(IMPLEMENTATION)
 class KTConfig(QuantizationConfigMixin):
-    """Pass it as `quantization_config`. Of what it holds only `isa` is ever written to a file."""
+    """Pass it as `quantization_config`. Of what it holds `isa` and `source` are written to files.
+
+    `source` is the quantisation that the files themselves have, as `prepare` records it.
+    """
 
     def __init__(
         self,
         isa: str | None = None,
         pool: _core.Pool | None = None,
         progress: Progress | None = None,
+        source: dict[str, Any] | None = None,
         quant_method: str = IMPLEMENTATION,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa
+        self.source = source
         self.pool = pool
         self.progress = progress
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": self.quant_method} | ({"isa": self.isa} if self.isa else {})
+        found = {"quant_method": self.quant_method, "isa": self.isa, "source": self.source}
+        return {key: value for key, value in found.items() if value is not None}
 
     def __iter__(self) -> Any:
         yield from self.to_dict().items()
@@ -80,6 +87,10 @@ class KTQuantizer(HfQuantizer):
         self._layers: list[Layer] = []
         self._shapes: dict[str, torch.Size] = {}
         self._shards: Shards | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Asked before anything is built."""
+        refuse_quantised("quantization_config", self._config.source)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any

@@ -1,0 +1,143 @@
+"""`kt model prepare`: a directory of links that plain `from_pretrained` opens with packed experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from ktransformers.cli.main import app
+from ktransformers.errors import InputError
+from ktransformers.nn import ExpertStore, load_model, prepare
+
+from .families import build, save, tokens
+
+EXACT = 1e-4
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+}
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(tokens()).logits
+    return found
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def kt(*words: object) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["model", "prepare", *map(str, words), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_plain_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    source, out = save(build("qwen3_moe").to(dtype), tmp_path / "model", max_shard_size="60KB"), tmp_path / "new" / "kt"
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    found = kt(source, "-o", out)
+    assert found == {
+        "directory": str(out),
+        "source": str(source),
+        "model_type": "qwen3_moe",
+        "quantised": None,
+        "links": len(before) - 1,
+    }
+    assert {file.name for file in out.iterdir()} == before.keys()
+    assert all(
+        file.is_symlink() and file.samefile(source / file.name) for file in out.iterdir() if file.suffix != ".json"
+    )
+    assert not (out / "config.json").is_symlink()
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    assert [entry.name for entry in out.parent.iterdir()] == ["kt"]  # nothing half-written beside it
+    plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert sum(isinstance(getattr(module, "kt_store", None), ExpertStore) for module in plain.modules()) == 2
+    want = logits(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
+    torch.testing.assert_close(logits(plain), want, rtol=2e-3, atol=2e-3)
+    assert torch.equal(logits(load_model(out, dtype=torch.float32)), logits(plain))
+
+
+@pytest.mark.parametrize("method", FORMATS)
+def test_quantised_sources_are_recorded_and_named(method: str, tmp_path: Path) -> None:
+    source, out = save(build("qwen3_moe"), tmp_path / "model"), tmp_path / "kt"
+    edit(source, quantization_config=FORMATS[method])
+    assert kt(source, "-o", out)["quantised"].startswith(f"'{method}'")
+    written = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert written == {"quant_method": "kt", "source": FORMATS[method]}
+    assert AutoConfig.from_pretrained(out).quantization_config == written
+    for load in (load_model, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(InputError, match=f"a checkpoint quantised with '{method}'.*expected bf16, fp16 or fp32"):
+            load(out)
+    with pytest.raises(InputError, match=f"a checkpoint quantised with '{method}'"):
+        load_model(source)
+
+
+def test_kimi_k2(tmp_path: Path) -> None:
+    model = build("deepseek_v3")
+    source, out = save(model, tmp_path / "model"), tmp_path / "kt"
+    edit(source, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    assert kt(source, "--out", out)["model_type"] == "deepseek_v3"
+    words = json.loads((out / "config.json").read_text())
+    assert words["architectures"] == ["DeepseekV3ForCausalLM"] and "auto_map" not in words
+    for found in (AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), load_model(out, dtype=torch.float32)):
+        torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
+
+
+def test_nested_text_model() -> None:
+    """As released Kimi-K2.5 files have it: the quantisation and the foreign type stand inside text_config."""
+    words = {
+        "model_type": "kimi_k25",
+        "text_config": {"model_type": "kimi_k2", "quantization_config": {"quant_method": "compressed-tensors"}},
+    }
+    left, taken = prepare.take_quantisation(words)
+    assert taken == {"quant_method": "compressed-tensors"}
+    assert prepare.in_stock_terms(left) == {"model_type": "kimi_k25", "text_config": {"model_type": "deepseek_v3"}}
+    assert "quantization_config" in words["text_config"]  # the given words are left alone
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = save(build("qwen3_moe"), tmp_path / "model"), tmp_path / "kt"
+    with pytest.raises(InputError, match=r"nowhere: given no directory with a config\.json"):
+        prepare.prepare(tmp_path / "nowhere", out)
+    out.mkdir()
+    with pytest.raises(InputError, match="kt: given something that exists, expected a new directory"):
+        prepare.prepare(source, out)
+    assert list(out.iterdir()) == []
+    out.rmdir()
+    prepare.prepare(source, out)
+    with pytest.raises(InputError, match="prepared already"):
+        prepare.prepare(out, tmp_path / "again")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "config.json").write_text("[1]")
+    with pytest.raises(InputError, match="given a JSON list, expected a JSON object"):
+        prepare.prepare(tmp_path / "words", tmp_path / "again")
+
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(prepare.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare.prepare(source, tmp_path / "again")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kt", "model", "words"]
+
+
+def test_links_survive_a_relative_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(build("qwen3_moe"), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    prepare.prepare("model", "kt")
+    monkeypatch.chdir("/")
+    assert load_file(tmp_path / "kt" / "model.safetensors")
