@@ -1,0 +1,1 @@
+"""Training data: files -> rows -> conversations -> token ids with labels."""

@@ -1,0 +1,247 @@
+"""A row of any of the known forms as what is trained on: a `Conversation`, a `Pair`, or plain `Text`.
+
+Messages are dicts as chat templates take them: role, content, and tool_calls where the assistant calls a function. A
+form that is not named by dataset_info.json is recognised by its fields: `messages`, `conversations`, `prompt` with
+`completion`, `prompt` with `chosen` and `rejected`, `text`, `instruction`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ktransformers.train.data.files import Row, bad_row
+from ktransformers.train.data.registry import Source
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    messages: list[Message]
+    tools: list[Any] | None = None
+    raw_prompt: str | None = None  # {prompt, completion} as strings: no chat template; messages hold the completion
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`prompt` is None where prompt, chosen and rejected are plain strings, then kept in `raw`."""
+
+    prompt: list[Message]
+    chosen: Message
+    rejected: Message
+    tools: list[Any] | None = None
+    raw: tuple[str, str, str] | None = None
+
+
+Sample = Conversation | Text | Pair
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def _text(row: Row, field: str, *, optional: bool = False) -> str:
+    value = row.values.get(field)
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
+        given = f"no {field}" if field not in row.values else f"{field}: {type(value).__name__}"
+        raise bad_row(row, given, f"text in {field}", f"the row has {', '.join(row.values) or 'no fields'}")
+    return value
+
+
+def _tools(row: Row, field: str) -> list[Any] | None:
+    value = row.values.get(field)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise bad_row(row, f"{field}: {error.msg}", "a JSON list of functions") from error
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise bad_row(row, f"{field}: {type(value).__name__}", "a JSON list of functions")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+
+
+def _calls(row: Row, text: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise bad_row(
+            row, f"a function call that is no JSON ({error.msg})", '{"name": ..., "arguments": ...}'
+        ) from error
+    calls = found if isinstance(found, list) else [found]
+    for call in calls:
+        if not isinstance(call, dict) or "name" not in call:
+            raise bad_row(row, f"a function call {call!r}", '{"name": ..., "arguments": ...}')
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+        for call in calls
+    ]
+
+
+def _turn(row: Row, turn: Any, source: Source) -> Message:
+    tags = source.tags
+    if not isinstance(turn, dict):
+        raise bad_row(
+            row, f"a turn of type {type(turn).__name__}", f"an object with {tags.role_tag}, {tags.content_tag}"
+        )
+    role, content = turn.get(tags.role_tag), turn.get(tags.content_tag)
+    names = {
+        tags.user_tag: "user",
+        tags.assistant_tag: "assistant",
+        tags.observation_tag: "tool",
+        tags.function_tag: "function",
+        tags.system_tag: "system",
+    }
+    if role not in names:
+        raise bad_row(row, f"a turn from {role!r}", f"one of {', '.join(names)}")
+    if names[role] == "function":
+        if not isinstance(content, str):
+            content = json.dumps(content)
+        return {"role": "assistant", "content": "", "tool_calls": _calls(row, content)}
+    if not isinstance(content, str):
+        raise bad_row(row, f"{tags.content_tag}: {type(content).__name__}", "text")
+    return {"role": names[role], "content": content}
+
+
+def _openai(row: Row, turn: Any) -> Message:
+    if not isinstance(turn, dict) or turn.get("role") not in ROLES:
+        given = turn.get("role") if isinstance(turn, dict) else turn
+        raise bad_row(row, f"a message with role {given!r}", f"one of {', '.join(ROLES)}")
+    content, calls = turn.get("content"), turn.get("tool_calls")
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise bad_row(row, f"content: {type(content).__name__}", "text")
+    kept = {key: turn[key] for key in ("reasoning_content", "name", "tool_call_id") if turn.get(key) is not None}
+    return {"role": turn["role"], "content": content, **kept, **({"tool_calls": calls} if calls else {})}
+
+
+def check_order(row: Row, messages: list[Message]) -> list[Message]:
+    """System at most first; an assistant turn somewhere, and none before the user or a tool has spoken."""
+    turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
+    if any(message["role"] == "system" for message in turns):
+        raise bad_row(row, "a system message in the middle", "one at the beginning")
+    if not turns or turns[0]["role"] != "user":
+        raise bad_row(row, f"{turns[0]['role'] if turns else 'nothing'} first", "a user's turn first")
+    return messages
+
+
+def _needs_answer(row: Row, messages: list[Message]) -> list[Message]:
+    if check_order(row, messages)[-1]["role"] != "assistant":
+        raise bad_row(row, f"{messages[-1]['role']} last", "an assistant's turn last")
+    return messages
+
+
+def _alpaca_prompt(row: Row, source: Source) -> list[Message]:
+    columns = source.columns
+    prompt = [_text(row, columns.prompt), _text(row, columns.query, optional=True)]
+    messages: list[Message] = []
+    system = _text(row, columns.system, optional=True)
+    if system:
+        messages.append({"role": "system", "content": system})
+    for turn in row.values.get(columns.history) or []:
+        if not isinstance(turn, (list, tuple)) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise bad_row(row, f"{columns.history}: {turn!r}", "pairs of texts")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return [*messages, {"role": "user", "content": "\n".join(part for part in prompt if part)}]
+
+
+def _alpaca(row: Row, source: Source) -> Sample:
+    columns, prompt = source.columns, _alpaca_prompt(row, source)
+    tools = _tools(row, columns.tools)
+    if source.ranking or (columns.chosen in row.values and columns.rejected in row.values):
+        chosen, rejected = (
+            {"role": "assistant", "content": _text(row, key)} for key in (columns.chosen, columns.rejected)
+        )
+        return Pair(prompt, chosen, rejected, tools)
+    answer = {"role": "assistant", "content": _text(row, columns.response)}
+    return Conversation([*prompt, answer], tools)
+
+
+def _sharegpt(row: Row, source: Source) -> Sample:
+    columns = source.columns
+    turns = row.values.get(columns.messages)
+    if not isinstance(turns, list) or not turns:
+        raise bad_row(row, f"{columns.messages}: {type(turns).__name__}", "a list of turns")
+    messages = [_turn(row, turn, source) for turn in turns]
+    system = _text(row, columns.system, optional=True)
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    tools = _tools(row, columns.tools)
+    if source.ranking or (columns.chosen in row.values and columns.rejected in row.values):
+        chosen, rejected = (_turn(row, row.values.get(key), source) for key in (columns.chosen, columns.rejected))
+        return _pair(row, check_order(row, messages), chosen, rejected, tools)
+    return Conversation(_needs_answer(row, messages), tools)
+
+
+def _pair(row: Row, prompt: list[Message], chosen: Message, rejected: Message, tools: list[Any] | None) -> Pair:
+    if not prompt or prompt[-1]["role"] == "assistant":
+        raise bad_row(row, "a prompt that ends with the assistant", "a user's turn before chosen and rejected")
+    for message in (chosen, rejected):
+        if message["role"] != "assistant":
+            raise bad_row(row, f"an answer from {message['role']}", "the assistant's")
+    return Pair(prompt, chosen, rejected, tools)
+
+
+def _messages(row: Row, value: Any, field: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise bad_row(row, f"{field}: {type(value).__name__}", "a list of messages")
+    return [_openai(row, turn) for turn in value]
+
+
+def _trl_pair(row: Row) -> Pair:
+    """TRL's preference rows: explicit prompt or not, messages or strings."""
+    values, tools = row.values, _tools(row, "tools")
+    if all(isinstance(values.get(key), str) for key in ("prompt", "chosen", "rejected")):
+        texts = (values["prompt"], values["chosen"], values["rejected"])
+        answers = [{"role": "assistant", "content": text} for text in texts[1:]]
+        return Pair([], answers[0], answers[1], None, raw=texts)
+    chosen = _messages(row, values.get("chosen"), "chosen")
+    rejected = _messages(row, values.get("rejected"), "rejected")
+    if "prompt" in values:
+        prompt = _messages(row, values["prompt"], "prompt")
+        if len(chosen) != 1 or len(rejected) != 1:
+            raise bad_row(row, "several answers", "one message in chosen and one in rejected")
+    else:
+        prompt = chosen[:-1]
+        if prompt != rejected[:-1]:
+            raise bad_row(row, "chosen and rejected that differ before the last turn", "the same prompt in both")
+    return _pair(row, check_order(row, prompt), chosen[-1], rejected[-1], tools)
+
+
+def _recognised(row: Row, source: Source) -> Sample:
+    values = row.values
+    if {"chosen", "rejected"} <= values.keys() and "conversations" not in values and "instruction" not in values:
+        return _trl_pair(row)
+    if "messages" in values:
+        messages = _messages(row, values["messages"], "messages")
+        return Conversation(_needs_answer(row, messages), _tools(row, "tools"))
+    if "conversations" in values:
+        return _sharegpt(row, source)
+    if {"prompt", "completion"} <= values.keys():
+        prompt, completion = values["prompt"], values["completion"]
+        if isinstance(prompt, str):
+            answer = {"role": "assistant", "content": _text(row, "completion")}
+            return Conversation([answer], None, raw_prompt=prompt)
+        messages = _messages(row, prompt, "prompt") + _messages(row, completion, "completion")
+        return Conversation(_needs_answer(row, messages), _tools(row, "tools"))
+    if "instruction" in values:
+        return _alpaca(row, source)
+    if "text" in values:
+        return Text(_text(row, "text"))
+    expected = "messages, conversations, prompt with completion or chosen and rejected, instruction, or text"
+    raise bad_row(row, f"fields {', '.join(map(str, values)) or 'none'}", expected)
+
+
+def read_sample(row: Row, source: Source) -> Sample:
+    if source.formatting == "auto":
+        return _recognised(row, source)
+    return _alpaca(row, source) if source.formatting == "alpaca" else _sharegpt(row, source)

@@ -1,0 +1,153 @@
+"""What a name in `dataset:` stands for: an entry of dataset_info.json, a file, or data that we may not ship.
+
+Looked up in the user's `dataset_dir` (or `data/` in the working directory) first, then in what ships with the package.
+Entries have LLaMA-Factory's form (file_name, formatting, columns, tags, ranking, num_samples); those that would
+download are answered with the address instead, because training should not begin with a surprise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ktransformers.errors import InputError
+from ktransformers.train.data.files import SUFFIXES
+
+SHIPPED = Path(__file__).resolve().parent.parent / "demo_data"
+INFO = "dataset_info.json"
+
+# Demo sets of LLaMA-Factory that cannot be redistributed here, and where they are.
+_LLAMA_FACTORY = "https://github.com/hiyouga/LLaMA-Factory/tree/main/data"
+ELSEWHERE = {
+    "alpaca_en_demo": f"{_LLAMA_FACTORY} (alpaca_en_demo.json, CC BY-NC 4.0)",
+    "alpaca_zh_demo": f"{_LLAMA_FACTORY} (alpaca_zh_demo.json, CC BY-NC 4.0)",
+    "glaive_toolcall_zh_demo": f"{_LLAMA_FACTORY} (glaive_toolcall_zh_demo.json)",
+    "dpo_zh_demo": f"{_LLAMA_FACTORY} (dpo_zh_demo.json)",
+    "afrimed_qa": "https://huggingface.co/datasets/afrimedqa/afrimedqa_v2 (CC BY-NC-SA 4.0)",
+}
+
+
+class Columns(BaseModel):
+    """Names of the file's fields for each part of a row."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prompt: str = "instruction"
+    query: str = "input"
+    response: str = "output"
+    history: str = "history"
+    messages: str = "conversations"
+    system: str = "system"
+    tools: str = "tools"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+
+class Tags(BaseModel):
+    """How a turn of a conversation says who speaks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    role_tag: str = "from"
+    content_tag: str = "value"
+    user_tag: str = "human"
+    assistant_tag: str = "gpt"
+    observation_tag: str = "observation"
+    function_tag: str = "function_call"
+    system_tag: str = "system"
+
+
+class Source(BaseModel):
+    """One dataset: where it is and how to read it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    path: Path
+    formatting: Literal["auto", "alpaca", "sharegpt", "openai"] = "auto"
+    ranking: bool = False
+    columns: Columns = Columns()
+    tags: Tags = Tags()
+    num_samples: int | None = Field(default=None, ge=1)
+    fill: dict[str, str] = Field(default_factory=dict)  # {{word}} in the rows -> text
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    file = folder / INFO
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(str(file), str(error), "a readable JSON object") from error
+    if not isinstance(found, dict):
+        raise InputError(str(file), type(found).__name__, "an object: name -> entry")
+    return found
+
+
+def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
+    where = f"{folder / INFO}, entry {name}"
+    for key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
+        if entry.get(key) and not entry.get("file_name"):
+            raise InputError(where, f"{key}: {entry[key]}", "file_name", "download the data and name its file")
+    moot = {"hf_hub_url", "ms_hub_url", "om_hub_url", "licence", "origin", "subset", "split", "folder"}
+    columns = {key: value for key, value in (entry.get("columns") or {}).items() if value is not None}
+    for media in ("images", "videos", "audios"):
+        if columns.pop(media, None):
+            raise InputError(where, f"columns.{media}", "text", "only text is trained")
+    if columns.pop("kto_tag", None):
+        raise InputError(where, "columns.kto_tag", "chosen and rejected", "stage is sft or dpo")
+    values = {key: value for key, value in entry.items() if key not in moot}
+    file = values.pop("file_name", None)
+    if not isinstance(file, str):
+        raise InputError(where, "no file_name", "the name of a file beside it")
+    tags = values.pop("tags", None) or {}
+    given = values.pop("formatting", "alpaca" if entry.get("columns") else "auto")
+    openai = given == "openai"
+    defaults = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    try:
+        return Source(
+            name=name,
+            path=folder / file,
+            formatting=given,
+            columns=Columns(**({"messages": "messages"} | columns if openai else columns)),
+            tags=Tags(**((defaults | {"observation_tag": "tool"}) | tags if openai else tags)),
+            **{key: value for key, value in values.items() if key != "columns"},
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(where, f"{'.'.join(map(str, first['loc']))}: {first.get('input')!r}", first["msg"]) from error
+
+
+def folders(dataset_dir: str | None) -> list[Path]:
+    own = Path(dataset_dir) if dataset_dir else Path("data")
+    if dataset_dir and not own.is_dir():
+        raise InputError("dataset_dir", dataset_dir, "a folder")
+    return [folder for folder in (own, SHIPPED) if (folder / INFO).is_file()]
+
+
+def find_source(name: str, dataset_dir: str | None) -> Source:
+    known: dict[str, Path] = {}
+    for folder in folders(dataset_dir):
+        info = _read_info(folder)
+        if name in info:
+            return _source(name, info[name], folder)
+        known |= {other: folder for other in info if other not in known}
+    if name.endswith(SUFFIXES):
+        places = [Path(dataset_dir) / name, Path(name)] if dataset_dir else [Path(name)]
+        for path in places:
+            if path.is_file():
+                return Source(name=path.stem, path=path)
+        raise InputError("dataset", name, "a file that exists", f"looked for {', '.join(map(str, places))}")
+    if name in ELSEWHERE:
+        raise InputError(
+            "dataset",
+            f"{name}, whose licence does not let it ship with kt",
+            "an entry for it in your dataset_info.json",
+            f"get it from {ELSEWHERE[name]}",
+        )
+    near = difflib.get_close_matches(name, known, n=1)
+    raise InputError(
+        "dataset",
+        f"{name}, which is in none of {', '.join(str(folder / INFO) for folder in folders(dataset_dir))}",
+        f"`{near[0]}`, perhaps" if near else f"one of {', '.join(known)}, or a file",
+    )

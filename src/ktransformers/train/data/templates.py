@@ -1,0 +1,147 @@
+"""Chat templates by name, as data: what stands before and after each kind of message.
+
+The tokens are those that LLaMA-Factory's templates of the same name use, so that an adapter means the same to both. A
+form becomes a jinja template of the tokenizer, which is saved with the adapter. Tool calls have no form here: the
+tokenizer's own template knows the model's, and is what a run without `template` uses.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from ktransformers.errors import InputError
+
+THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Form:
+    user: tuple[str, str]  # before and after the content
+    assistant: tuple[str, str]
+    system: tuple[str, str] = ("", "\n\n")
+    prefix: str = ""
+    default_system: str = ""
+    bos: bool = False  # the tokenizer's first token comes first
+    eos: bool = False  # the assistant's turn ends with the tokenizer's last token
+    thinks: bool = False  # an answer without thoughts gets an empty thought
+    tokens: tuple[str, ...] = ()  # what must be single tokens for the form to mean anything
+
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+def _chatml(default_system: str = "", thinks: bool = False) -> Form:
+    return Form(
+        user=("<|im_start|>user\n", "<|im_end|>\n"),
+        assistant=("<|im_start|>assistant\n", "<|im_end|>\n"),
+        system=("<|im_start|>system\n", "<|im_end|>\n"),
+        default_system=default_system,
+        thinks=thinks,
+        tokens=_CHATML,
+    )
+
+
+def _kimi(default_system: str) -> Form:
+    return Form(
+        user=("<|im_user|>user<|im_middle|>", "<|im_end|>"),
+        assistant=("<|im_assistant|>assistant<|im_middle|>", "<|im_end|>"),
+        system=("<|im_system|>system<|im_middle|>", "<|im_end|>"),
+        default_system=default_system,
+        tokens=("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>"),
+    )
+
+
+def _deepseek3(thinks: bool = False) -> Form:
+    return Form(
+        user=("<｜User｜>", ""),
+        assistant=("<｜Assistant｜>", ""),
+        system=("", ""),
+        bos=True,
+        eos=True,
+        thinks=thinks,
+        tokens=("<｜User｜>", "<｜Assistant｜>"),
+    )
+
+
+FORMS: dict[str, Form] = {
+    "chatml": _chatml(),
+    "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    "qwen3": _chatml(thinks=True),
+    "qwen3_nothink": _chatml(),
+    "qwen3_5": _chatml(thinks=True),
+    "qwen3_5_nothink": _chatml(),
+    "deepseek": Form(user=("User: ", "\n\n"), assistant=("Assistant:", ""), bos=True, eos=True),
+    "deepseek3": _deepseek3(),
+    "deepseekr1": _deepseek3(thinks=True),
+    "kimi": _kimi("You are a helpful assistant"),
+    "kimi_vl": _kimi("You are a helpful assistant"),
+    "moonlight": _kimi("You are a helpful assistant provided by Moonshot-AI."),
+    "kimi_k2": _kimi("You are Kimi, an AI assistant created by Moonshot AI."),
+    "llama3": Form(
+        user=("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
+        assistant=("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+        system=("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
+        bos=True,
+        tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "alpaca": Form(
+        user=("### Instruction:\n", "\n\n"),
+        assistant=("### Response:\n", "\n\n"),
+        default_system=(
+            "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        ),
+        eos=True,
+    ),
+    "default": Form(user=("Human: ", "\n"), assistant=("Assistant:", "\n"), system=("System: ", "\n"), eos=True),
+    "empty": Form(user=("", ""), assistant=("", ""), system=("", ""), eos=True),
+}
+
+
+def find_form(name: str) -> Form:
+    if name not in FORMS:
+        near = difflib.get_close_matches(name, FORMS, n=1)
+        raise InputError(
+            "template",
+            name,
+            f"`{near[0]}`, perhaps" if near else "one of " + ", ".join(FORMS),
+            "leave it out to use the tokenizer's own",
+        )
+    return FORMS[name]
+
+
+def jinja(form: Form) -> str:
+    """The form as a chat template: system, then user and assistant in any order, then the assistant's beginning."""
+
+    def text(word: str) -> str:
+        return "'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
+
+    bos = "(bos_token or '')" if form.bos else "''"
+    end = f"eos_token + {text(form.assistant[1])}" if form.eos else text(form.assistant[1])
+    system = f"{text(form.system[0])} + system + {text(form.system[1])}"
+    thought = f"({text(THOUGHT)} if '<think>' not in message['content'] else '')" if form.thinks else "''"
+    begin = text(form.assistant[0])
+    if form.thinks:
+        begin += f" + ({text(THOUGHT)} if enable_thinking is defined and enable_thinking is false else '')"
+    return (
+        "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else "
+        f"{text(form.default_system)} -%}}"
+        f"{{{{- {bos} + {text(form.prefix)} -}}}}"
+        f"{{%- if system -%}}{{{{- {system} -}}}}{{%- endif -%}}"
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' -%}"
+        f"{{{{- {text(form.user[0])} + message['content'] + {text(form.user[1])} -}}}}"
+        "{%- elif message['role'] == 'assistant' -%}"
+        f"{{{{- {text(form.assistant[0])} + {thought} + message['content'] + {end} -}}}}"
+        "{%- elif message['role'] != 'system' -%}"
+        "{{- raise_exception('this template has no form for ' + message['role']) -}}"
+        "{%- endif -%}{%- endfor -%}"
+        f"{{%- if add_generation_prompt -%}}{{{{- {begin} -}}}}{{%- endif -%}}"
+    )
+
+
+def missing_tokens(form: Form, tokenizer: Any) -> list[str]:
+    """Marks of the form that this tokenizer spells in several tokens."""
+    vocabulary = tokenizer.get_vocab()
+    return [token for token in form.tokens if token not in vocabulary]

@@ -1,0 +1,159 @@
+"""Keys that are known and not honoured as such: three tables, each entry with the sentence that the user reads.
+
+MOOT keys are accepted with one line, because the design makes them needless. OFF keys ask for something that does not
+exist here: they pass at the value that asks for nothing, anything else is an error. MOVED keys have another name or
+form now. LLaMA-Factory's key lists (0.9.4, 0.9.5 and later) and those that transformers 5 dropped are covered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MOOT: dict[str, str] = {
+    "overwrite_cache": "rows are read anew in every run, there is no cache",
+    "preprocessing_num_workers": "rows are tokenised by one process, some hundreds a second",
+    "preprocessing_batch_size": "rows are tokenised one by one",
+    "data_shared_file_system": "every process reads the files",
+    "low_cpu_mem_usage": "experts never become parameters",
+    "print_param_status": "kt_manifest.json lists every trained tensor",
+    "ignore_pad_token_for_loss": "padding never has a loss",
+    "infer_backend": "belongs to inference",
+    "infer_dtype": "belongs to inference",
+    "offload_folder": "nothing is offloaded to disk",
+    "use_kv_cache": "belongs to inference",
+    "split_special_tokens": "special tokens in data are read as text",
+    "hf_hub_token": "the token of `hf auth login` is used",
+    "ms_hub_token": "models come from the Hugging Face hub or from a directory",
+    "om_hub_token": "models come from the Hugging Face hub or from a directory",
+    "chunk_size": "a call of any size is split by the kernels themselves",
+    "mode": "belongs to inference",
+    "kt_maxlen": "belongs to inference",
+    "kt_use_cuda_graph": "belongs to inference",
+    "kt_mode": "belongs to inference",
+    "kt_force_think": "belongs to inference",
+    "kt_use_lora_experts": "experts are named in lora_target",
+    "kt_tp_enabled": "experts are split over NUMA nodes by themselves",
+    "kt_max_cache_depth": "autograd keeps what backward needs",
+    "kt_share_backward_bb": "backward reads the one packed copy",
+    "kt_share_cache_pool": "autograd keeps what backward needs",
+    "kt_weight_lifecycle": "the packed experts live as long as the model",
+    "kt_model_max_length": "buffers grow with the batch",
+    "kt_force_fused_expert_lora": "one adapter file holds the experts, too",
+    "kt_skip_expert_loading": "experts are read straight into the packed store",
+    "kt_non_expert_weight_path": "everything but the experts is read from the model directory",
+    "save_safetensors": "nothing else is written",
+    "half_precision_backend": "torch's autocast is the only one",
+    "fp16_backend": "torch's autocast is the only one",
+    "fp16_opt_level": "torch's autocast is the only one",
+    "use_legacy_prediction_loop": "it left transformers",
+    "use_ipex": "it left transformers",
+    "jit_mode_eval": "it left transformers",
+    "ray_scope": "it left transformers",
+    "past_index": "it left transformers",
+    "mp_parameters": "it left transformers",
+    "use_mps_device": "it left transformers",
+    "tpu_num_cores": "it left transformers",
+    "tpu_metrics_debug": "it left transformers",
+    "include_tokens_per_second": "tokens per second are always logged",
+    "eval_on_each_dataset": "one evaluation set holds all",
+    "generation_max_length": "belongs to inference",
+    "generation_num_beams": "belongs to inference",
+    "sortish_sampler": "it left transformers",
+}
+
+
+@dataclass(frozen=True)
+class Off:
+    """The values that ask for nothing, and what to do instead of the others."""
+
+    values: tuple[Any, ...]
+    remedy: str
+
+
+_NO = (False, None)
+OFF: dict[str, Off] = {
+    "quantization_bit": Off((None,), "give a checkpoint in the format that it was released in"),
+    "quantization_method": Off((None, "bnb"), "give a checkpoint in the format that it was released in"),
+    "quantization_type": Off((None, "nf4"), "leave it out"),
+    "double_quantization": Off((True, False, None), "leave it out"),
+    "quantization_device_map": Off((None,), "leave it out"),
+    "use_unsloth": Off(_NO, "leave it out; the experts have kernels of their own"),
+    "use_unsloth_gc": Off(_NO, "leave it out; checkpointing is on by itself"),
+    "enable_liger_kernel": Off(_NO, "leave it out; TRL computes the loss in chunks already"),
+    "shift_attn": Off(_NO, "leave it out"),
+    "mixture_of_depths": Off((None,), "leave it out"),
+    "rope_scaling": Off((None,), "set it in the model's config.json"),
+    "resize_vocab": Off(_NO, "tokens cannot be added to a frozen model"),
+    "add_tokens": Off((None, ""), "tokens cannot be added to a frozen model"),
+    "add_special_tokens": Off((None, ""), "tokens cannot be added to a frozen model"),
+    "new_special_tokens_config": Off((None,), "tokens cannot be added to a frozen model"),
+    "train_from_scratch": Off(_NO, "experts are frozen; train an adapter"),
+    "upcast_layernorm": Off(_NO, "norms are frozen; use bf16"),
+    "upcast_lmhead_output": Off(_NO, "log-probabilities are computed in f32 already"),
+    "use_dora": Off(_NO, "use lora; experts know no DoRA"),
+    "pissa_init": Off(_NO, "it would change the frozen weights"),
+    "pissa_iter": Off((None, 16), "leave it out"),
+    "pissa_convert": Off(_NO, "leave it out"),
+    "additional_target": Off((None, "", ()), "only adapters are trained"),
+    "create_new_adapter": Off(_NO, "leave adapter_name_or_path out to start a new adapter"),
+    "adapter_folder": Off((None,), "give the whole path in adapter_name_or_path"),
+    "loraplus_lr_embedding": Off((None, 1e-6), "embeddings are not trained"),
+    "use_galore": Off(_NO, "leave it out; adapters are small"),
+    "use_apollo": Off(_NO, "leave it out; adapters are small"),
+    "use_badam": Off(_NO, "leave it out; adapters are small"),
+    "use_adam_mini": Off(_NO, "choose one by `optim`"),
+    "use_muon": Off(_NO, "choose one by `optim`"),
+    "use_mca": Off(_NO, "leave it out"),
+    "use_llama_pro": Off(_NO, "use finetuning_type: lora"),
+    "use_swanlab": Off(_NO, "use report_to: swanlab"),
+    "use_dft_loss": Off(_NO, "leave it out"),
+    "use_asft_loss": Off(_NO, "leave it out"),
+    "use_eaft_loss": Off(_NO, "leave it out"),
+    "freeze_vision_tower": Off((True, None), "only the language model's adapters are trained"),
+    "freeze_multi_modal_projector": Off((True, None), "only the language model's adapters are trained"),
+    "freeze_language_model": Off(_NO, "leave it out"),
+    "compute_accuracy": Off(_NO, "TRL logs mean_token_accuracy by itself"),
+    "predict_with_generate": Off(_NO, "evaluate the adapter after training"),
+    "do_predict": Off(_NO, "evaluate the adapter after training"),
+    "streaming": Off(_NO, "leave it out; files are read at once"),
+    "buffer_size": Off((None, 16384), "leave it out"),
+    "tokenized_path": Off((None,), "leave it out; tokenising takes little beside training"),
+    "media_dir": Off((None,), "only text is trained"),
+    "tool_format": Off((None,), "leave `template` out: the tokenizer's own template knows its tools"),
+    "ref_model": Off((None,), "the reference is the base with the adapter off"),
+    "ref_model_adapters": Off((None,), "the reference is the base with the adapter off"),
+    "ref_model_quantization_bit": Off((None,), "the reference is the base with the adapter off"),
+    "reward_model": Off((None,), "stage is sft or dpo"),
+    "pref_bco_weight": Off((0, 0.0, None), "leave it out"),
+    "ld_alpha": Off((None,), "leave it out"),
+    "kt_num_gpu_experts": Off((0, None), "experts are computed on the CPU"),
+    "kt_lora_expert_num": Off((None, 0), "no experts are added; name experts in lora_target"),
+    "kt_lora_expert_intermediate_size": Off((None, 0), "no experts are added; name experts in lora_target"),
+    "fsdp": Off((None, "", False, []), "experts are in host memory already; use several processes as DDP"),
+    "deepspeed": Off((None, ""), "experts are in host memory already; use several processes as DDP"),
+    "torch_compile": Off(_NO, "leave it out"),
+    "use_liger_kernel": Off(_NO, "leave it out; TRL computes the loss in chunks already"),
+    "auto_find_batch_size": Off(_NO, "set kt_tokens_per_batch"),
+    "push_to_hub": Off(_NO, "`hf upload` the output directory when the run has ended"),
+}
+
+# Derived from other keys in LLaMA-Factory, which does not let the user set them either.
+DERIVED = (
+    "kt_lora_rank",
+    "kt_lora_alpha",
+    "kt_lora_dropout",
+    "kt_train_mode",
+    "kt_full_weight_grad",
+    "kt_activation_policy",
+)
+
+# Another name, the same value.
+RENAMED: dict[str, str] = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "cpu_infer": "kt_num_threads",
+    "kt_expert_checkpoint_path": "kt_weight_path",
+}

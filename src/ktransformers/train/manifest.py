@@ -1,0 +1,98 @@
+"""kt_manifest.json: what was trained on what, so that whoever uses the adapter can check that all of it arrived.
+
+Every trained tensor with shape, dtype, norm and whether it got a gradient; the base by a hash of its config and of the
+headers and sizes of its shards (hundreds of gigabytes are not read for it); template, data, seed, versions, ISA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ktransformers import system
+from ktransformers.errors import KTError
+from ktransformers.train.settings import Settings
+from ktransformers.train.watch import Witness
+
+NAME = "kt_manifest.json"
+PACKAGES = ("ktransformers", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
+
+
+def base_hash(directory: Path) -> str:
+    """Of config.json and of every shard's name, size and header."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for shard in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{shard.name} {shard.stat().st_size}".encode())
+        with shard.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(min(length, 2**28)))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def trained_tensors(model: nn.Module, witness: Witness) -> list[dict[str, Any]]:
+    found = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        module, _, part = name.partition(".lora_")
+        trace = witness.traces[module]
+        found.append(
+            {
+                "name": name.replace(".default.", "."),
+                "shape": list(parameter.shape),
+                "dtype": str(parameter.dtype).removeprefix("torch."),
+                "norm": parameter.detach().float().norm().item(),
+                "gradient_seen": trace.b_seen if part.startswith("B") else trace.a_seen,
+            }
+        )
+    return found
+
+
+def check_gradients(witness: Witness, steps: int) -> None:
+    """A targeted tensor without a gradient is an error: the adapter would say more than it learned."""
+    dead = witness.dead()
+    if dead and steps:
+        shown = ", ".join(name.removeprefix("base_model.model.") for name in dead[:8])
+        more = f" and {len(dead) - 8} more" if len(dead) > 8 else ""
+        raise KTError(
+            f"{len(dead)} of {len(witness.traces)} adapted modules never got a gradient: {shown}{more}; "
+            "leave them out of lora_target, or report it: nothing in the model depends on them"
+        )
+
+
+def make_manifest(
+    model: nn.Module, settings: Settings, witness: Witness, directory: Path, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """`facts` are what the run knows: rows, steps, the template's hash."""
+    from ktransformers import _core
+
+    return {
+        "version": 1,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "base": {"path": settings.model.model_name_or_path, "hash": base_hash(directory)},
+        "experts": {"format": "bf16", "isa": _core.isa(), "lora_dropout": settings.lora.lora_dropout},
+        "seed": int(settings.trainer.get("seed", 42)),
+        "stage": settings.data.stage,
+        "dataset": list(settings.data.dataset),
+        **facts,
+        "versions": {name: system.version_of(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "tensors": trained_tensors(model, witness),
+        "experts_without_gradient": {
+            name.removeprefix("base_model.model."): experts for name, experts in witness.unvisited().items()
+        },
+    }
+
+
+def text_hash(text: str | None) -> str | None:
+    return None if text is None else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    words: dict[str, Any] = json.loads((folder / NAME).read_text())
+    return words

@@ -1,0 +1,189 @@
+"""The model of a run: where it is, opened with packed experts, its adapter by stock PEFT.
+
+Checkpointing keeps the output of the experts' operator where `kt_cpu_activation: retain` asks for it: attention is
+computed again in backward, the experts are not. The adapter's dropout: PEFT refuses one on parameters, so the
+configuration says 0 where experts are adapted, and the layers get theirs afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ktransformers.errors import InputError
+from ktransformers.nn.adapter import expert_adapters, set_lora_dropout
+from ktransformers.train.resolve import isa_of
+from ktransformers.train.settings import LoraSettings, ModelSettings, Settings
+from ktransformers.train.targets import Targets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from ktransformers import _core
+
+ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+
+
+def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
+    """The model's directory; None where it is on the hub and not to be fetched now."""
+    given = settings.model_name_or_path
+    path = Path(given)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError("model_name_or_path", f"{given}, a folder without config.json", "a model's folder")
+        return path
+    if given.startswith(("/", ".", "~")) or given.count("/") != 1:
+        raise InputError("model_name_or_path", f"{given}, which does not exist", "a model's folder, or a hub id")
+    from huggingface_hub import snapshot_download
+
+    options: Any = {"revision": settings.model_revision, "cache_dir": settings.cache_dir}
+    try:
+        return Path(snapshot_download(given, local_files_only=not download, **options))
+    except Exception as error:  # the hub's own errors come from many places
+        if not download:
+            return None
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            "model_name_or_path", f"{given} ({reason})", "a folder, or a hub id that can be fetched"
+        ) from error
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    try:
+        words: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise InputError(str(directory / "config.json"), str(error), "a JSON object") from error
+    return words
+
+
+def skeleton(directory: Path) -> nn.Module:
+    """The model without numbers, to find what is trained."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from ktransformers.nn import load
+
+    config = load._config(directory)  # what load_model will see; it refuses what it cannot open
+    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model: nn.Module = auto.from_config(config)
+    return model
+
+
+def expert_pool(settings: Settings) -> tuple[_core.Pool | None, list[str]]:
+    """Threads as asked for, never more than this process may use."""
+    from ktransformers import _core
+
+    experts = settings.experts
+    if experts.kt_num_threads is None and experts.kt_threadpool_count is None:
+        return None, []
+    machine = _core.machine()
+    notes, threads, groups = [], experts.kt_num_threads or 0, experts.kt_threadpool_count or 0
+    if threads > machine["cpus"]:
+        notes.append(f"kt_num_threads: {threads} asked for, {machine['cpus']} CPUs are here: the pool chooses")
+        threads = 0
+    if groups > machine["nodes"]:
+        notes.append(f"kt_threadpool_count: {groups} asked for, {machine['nodes']} NUMA nodes are here: one each")
+        groups = 0
+    return _core.Pool(threads=threads, groups=groups), notes
+
+
+def open_model(
+    directory: Path,
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[PreTrainedModel, list[str]]:
+    from ktransformers.nn import load_model
+
+    pool, notes = expert_pool(settings)
+    model = load_model(
+        directory,
+        dtype=dtype,
+        device=None if device.type == "cpu" else device,
+        pool=pool,
+        isa=isa_of(settings.experts.kt_backend),
+        progress=progress,
+    )
+    if settings.model.flash_attn != "auto":
+        try:
+            model.set_attn_implementation(ATTENTION[settings.model.flash_attn])
+        except (ImportError, ValueError) as error:
+            raise InputError("flash_attn", settings.model.flash_attn, "one that is installed", str(error)) from error
+    model.config.use_cache = False
+    return model, notes
+
+
+def lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:
+    from peft import LoraConfig
+
+    if settings.adapter_name_or_path:
+        if not (Path(settings.adapter_name_or_path) / "adapter_config.json").is_file():
+            raise InputError("adapter_name_or_path", settings.adapter_name_or_path, "a folder with adapter_config.json")
+        config: LoraConfig = LoraConfig.from_pretrained(settings.adapter_name_or_path)
+        config.inference_mode = False
+        return config
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha or 2 * settings.lora_rank,  # type: ignore[arg-type]
+        lora_dropout=0.0 if targets.parameters else settings.lora_dropout,
+        target_modules=targets.module_names(model),
+        target_parameters=targets.parameter_names() or None,
+        use_rslora=settings.use_rslora,
+    )
+
+
+def finish_adapter(model: Any, settings: Settings) -> None:
+    """What PEFT's configuration cannot say, once the adapter is there."""
+    lora = settings.lora
+    if lora.adapter_name_or_path:
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        result: Any = set_peft_model_state_dict(model, load_peft_weights(lora.adapter_name_or_path, device="cpu"))
+        missing = [name for name in result.missing_keys if "lora_" in name]
+        if result.unexpected_keys or missing:
+            first = (result.unexpected_keys or missing)[0]
+            raise InputError(lora.adapter_name_or_path, f"{first}, which does not fit", "an adapter of this very model")
+    if lora.lora_dropout and expert_adapters(model):
+        set_lora_dropout(model, lora.lora_dropout)
+        ours = set(expert_adapters(model).values())
+        for layer in model.modules():
+            if layer not in ours and isinstance(getattr(layer, "lora_dropout", None), nn.ModuleDict):
+                for name in layer.lora_dropout:
+                    layer.lora_dropout[name] = nn.Dropout(lora.lora_dropout)
+    if settings.model.pure_bf16:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _keep_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    ours = getattr(operator, "namespace", "") == "ktransformers"
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_activations(model: Any, settings: Settings) -> None:
+    given = settings.trainer.get("gradient_checkpointing", True)
+    if settings.model.disable_gradient_checkpointing or not given:
+        return
+    options: dict[str, Any] = dict(settings.trainer.get("gradient_checkpointing_kwargs") or {})
+    options.setdefault("use_reentrant", settings.model.use_reentrant_gc)
+    if settings.experts.kt_cpu_activation == "retain":
+        if options["use_reentrant"]:
+            raise InputError("use_reentrant_gc", True, "false with kt_cpu_activation: retain")
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_experts)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.enable_input_require_grads()

@@ -1,0 +1,158 @@
+"""What a run leaves behind: the directory that LLaMA-Factory and the HF Trainer would have left, plus the manifest.
+
+Everything but checkpoints is written at the end: first beside its place, then each file by one rename, the manifest
+last, so that a directory with a manifest is a finished one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ktransformers.errors import KTError
+from ktransformers.train.files import STAGING, move_files, saved, write_json, write_text
+from ktransformers.train.manifest import NAME
+from ktransformers.train.settings import Settings
+
+CARD = """---
+base_model: {base}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora, mixture-of-experts, ktransformers, {stage}]
+---
+
+# {name}
+
+A LoRA adapter (rank {rank}, alpha {alpha:g}) of `{base}`, trained by `kt train` with stage {stage} on {datasets}.
+
+```python
+from transformers import AutoModelForCausalLM
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{output}")
+```
+
+| | |
+|---|---|
+{rows}
+
+`kt_manifest.json` lists every trained tensor and the hash of the base that it belongs to.
+"""
+
+
+def model_card(settings: Settings, results: dict[str, Any]) -> str:
+    lora, trainer = settings.lora, settings.trainer
+    shown = {
+        "targets": ", ".join(lora.lora_target),
+        "template": settings.data.template or "the tokenizer's own",
+        "learning rate": trainer.get("learning_rate", 5e-5),
+        "epochs": round(float(results.get("epoch", 0.0)), 3),
+        "seed": trainer.get("seed", 42),
+    } | {name: f"{value:.4g}" for name, value in results.items() if name.endswith("loss")}
+    return CARD.format(
+        base=settings.model.model_name_or_path,
+        name=Path(settings.output_dir).name,
+        output=settings.output_dir,
+        stage=settings.data.stage,
+        rank=lora.lora_rank,
+        alpha=lora.lora_alpha or 2 * lora.lora_rank,
+        datasets=", ".join(settings.data.dataset),
+        rows="\n".join(f"| {name} | {value} |" for name, value in shown.items()),
+    )
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """An exponential mean that forgets more slowly the longer the curve is."""
+    keep = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
+    found, last = [], values[0]
+    for value in values:
+        last = keep * last + (1 - keep) * value
+        found.append(last)
+    return found
+
+
+def plot_loss(history: list[dict[str, Any]], path: Path) -> bool:
+    """training_loss.png; False where there is nothing to draw or nothing to draw with."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    curves = {}
+    for key in ("loss", "eval_loss"):
+        points = [(entry["step"], entry[key]) for entry in history if key in entry]
+        if points:
+            curves[key] = points
+    if "loss" not in curves:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for key, points in curves.items():
+        steps, values = [point[0] for point in points], [point[1] for point in points]
+        axes.plot(steps, values, alpha=0.35 if key == "loss" else 1.0, label=key, marker="." if len(points) < 3 else "")
+        if key == "loss":
+            axes.plot(steps, _smooth(values), color="C0", label="smoothed")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    return True
+
+
+def _results(output: Path, results: dict[str, Any]) -> None:
+    parts = {
+        "train": {name: value for name, value in results.items() if not name.startswith("eval_")},
+        "eval": {name: value for name, value in results.items() if name.startswith("eval_") or name == "epoch"},
+    }
+    for name, values in parts.items():
+        if name == "train" or any(key != "epoch" for key in values):
+            write_json(output / f"{name}_results.json", values)
+    write_json(output / "all_results.json", results)
+
+
+def begin_output(output: Path, *, anew: bool) -> None:
+    """Clear away what an interrupted save left, and with `anew` the checkpoints and the adapter of an earlier run."""
+    with saved(output):
+        output.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(output / STAGING, ignore_errors=True)
+    (output / NAME).unlink(missing_ok=True)
+    if anew:
+        for path in output.glob("checkpoint-*"):
+            if path.is_dir() and (path / "trainer_state.json").is_file():
+                shutil.rmtree(path)
+        for name in ("adapter_model.safetensors", "trainer_log.jsonl"):
+            (output / name).unlink(missing_ok=True)
+
+
+def finish_output(trainer: Any, settings: Settings, results: dict[str, Any], manifest: dict[str, Any]) -> None:
+    output = Path(settings.output_dir)
+    staging = output / STAGING
+    with saved(output):
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        trainer.model.save_pretrained(str(staging))
+        trainer.processing_class.save_pretrained(str(staging))
+        trainer.state.save_to_json(str(staging / "trainer_state.json"))
+        if settings.run.plot_loss:
+            plot_loss(trainer.state.log_history, staging / "training_loss.png")
+        (staging / "README.md").write_text(model_card(settings, results))
+        check_saved(staging, manifest)
+        move_files(staging, output)
+        _results(output, results)
+        write_text(output / NAME, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+
+
+def check_saved(folder: Path, manifest: dict[str, Any]) -> None:
+    """Trained = saved, tensor by tensor."""
+    from safetensors import safe_open
+
+    expected = {tensor["name"]: tensor["shape"] for tensor in manifest["tensors"]}
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if found != expected:
+        wrong = sorted({name for name in {*found, *expected} if found.get(name) != expected.get(name)})
+        raise KTError(f"{folder}: {wrong[0]} was trained and not saved as such ({len(wrong)} tensors differ)")

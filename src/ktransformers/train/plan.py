@@ -1,0 +1,233 @@
+"""The plan of a run, made before anything heavy is loaded: data read and tokenised, targets found on a skeleton.
+
+This is what `--dry-run` prints and what `run` starts from, so that a dry run checks what a run uses. Where the model is
+not on this machine yet, the parts that need its tokenizer or config are left out, and a note says so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktransformers.errors import InputError
+from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, step_rows, trainer_arguments
+from ktransformers.train.data.prepare import Found, Split, pack, prepare, read_datasets
+from ktransformers.train.data.render import PairTokens, Renderer, Tokens, show
+from ktransformers.train.data.templates import find_form, jinja, missing_tokens
+from ktransformers.train.model import locate_model, read_config, skeleton
+from ktransformers.train.settings import SECTIONS, Settings
+from ktransformers.train.targets import Targets, find_targets, trained_numbers
+
+
+@dataclass(frozen=True)
+class DatasetPlan:
+    name: str
+    file: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Counts after tokenising."""
+
+    train_rows: int
+    evaluation_rows: int
+    dropped_rows: int
+    sequences: int  # what the trainer sees: rows, or packs of them
+    tokens: int
+    learned_tokens: int
+    longest: int
+    steps_per_epoch: int
+    steps: int
+    example: str  # the first row, what is learned in « »
+
+
+@dataclass(frozen=True)
+class Plan:
+    settings: Settings
+    model: str | None  # directory
+    device: str
+    dtype: str | None
+    start: str
+    datasets: tuple[DatasetPlan, ...]
+    data: DataPlan | None
+    targets: Targets | None
+    trained_numbers: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with the things that a run needs and a report does not show."""
+
+    plan: Plan
+    directory: Path | None
+    tokenizer: Any
+    split: Split | None
+
+
+def load_tokenizer(directory: Path, settings: Settings) -> tuple[Any, list[str]]:
+    """The tokenizer with the template that is trained on; it is saved with the adapter."""
+    from transformers import AutoTokenizer
+
+    model, data = settings.model, settings.data
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            directory,
+            trust_remote_code=model.trust_remote_code,
+            use_fast=model.use_fast_tokenizer,
+            padding_side="right",
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(str(directory), str(error).splitlines()[0], "a tokenizer beside the model") from error
+    notes = []
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if data.template is not None:
+        form = find_form(data.template)
+        lacking = missing_tokens(form, tokenizer)
+        if lacking:
+            given = ", ".join(lacking)
+            notes.append(f"template {data.template}: {given} are no tokens of this model and are spelled out")
+        tokenizer.chat_template = jinja(form)
+    elif tokenizer.chat_template is None:
+        raise InputError("template", "nothing, and the tokenizer has none", "a name", "docs/train.md lists them")
+    return tokenizer, notes
+
+
+def sequences(rows: list[Any], settings: Settings) -> list[Any]:
+    """What the trainer sees as rows."""
+    return pack(rows, settings.data.cutoff_len) if packs(settings) else list(rows)
+
+
+def _lengths(row: Tokens | PairTokens) -> tuple[int, int, int]:
+    """Tokens, learned tokens, length of the longest sequence."""
+    if isinstance(row, PairTokens):
+        both = len(row.chosen) + len(row.rejected)
+        return 2 * len(row.prompt) + both, both, len(row.prompt) + max(len(row.chosen), len(row.rejected))
+    return len(row.ids), row.learned, len(row.ids)
+
+
+def _count(split: Split, settings: Settings, tokenizer: Any) -> DataPlan:
+    lengths = [_lengths(row) for row in split.train]
+    count = len(sequences(split.train, settings))
+    rows, parts = step_rows(settings)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    per_epoch = math.ceil(math.ceil(count / (rows * world)) / parts)
+    given = int(settings.trainer.get("max_steps", -1))
+    epochs = float(settings.trainer.get("num_train_epochs", 3.0))
+    first = split.train[0]
+    if isinstance(first, PairTokens):
+        prompt, chosen, rejected = (tokenizer.decode(ids) for ids in (first.prompt, first.chosen, first.rejected))
+        example = f"{prompt}«{chosen}» rather than «{rejected}»"
+    else:
+        example = show(first, tokenizer)
+    return DataPlan(
+        train_rows=len(split.train),
+        evaluation_rows=len(split.evaluation),
+        dropped_rows=split.dropped,
+        sequences=count,
+        tokens=sum(tokens for tokens, _, _ in lengths),
+        learned_tokens=sum(learned for _, learned, _ in lengths),
+        longest=max(longest for _, _, longest in lengths),
+        steps_per_epoch=per_epoch,
+        steps=given if given > 0 else math.ceil(per_epoch * epochs),
+        example=example,
+    )
+
+
+def _check_kinds(found: list[Found], settings: Settings) -> None:
+    """Without a tokenizer, at least pairs where pairs are needed."""
+    from ktransformers.train.data.files import bad_row
+    from ktransformers.train.data.formats import Pair
+
+    wanted = settings.data.stage == "dpo"
+    for part in found:
+        for row, sample in part.samples:
+            if isinstance(sample, Pair) != wanted:
+                given = "a row with one answer" if wanted else "chosen and rejected"
+                raise bad_row(row, given, f"a row for stage {settings.data.stage}")
+
+
+def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
+    """Raises InputError for whatever would stop the run."""
+    notes = list(settings.notes)
+    trainer_arguments(settings)
+    if settings.data.template is not None:
+        find_form(settings.data.template)
+    start = resume_point(settings)[1]
+    found = read_datasets(settings.data.dataset, settings.data)
+    held_out = read_datasets(settings.data.eval_dataset, settings.data)
+    _check_kinds(found + held_out, settings)
+    directory = locate_model(settings.model, download=download)
+    seed = int(settings.trainer.get("seed", 42))
+    tokenizer, split, data, targets, numbers, dtype = None, None, None, None, None, None
+    if directory is None:
+        notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
+    else:
+        tokenizer, more = load_tokenizer(directory, settings)
+        notes += more
+        options = settings.data
+        renderer = Renderer(
+            tokenizer,
+            options.cutoff_len,
+            options.train_on_prompt,
+            options.mask_history,
+            options.default_system,
+            options.enable_thinking,
+        )
+        split = prepare(found, held_out, renderer, options, seed)
+        data = _count(split, settings, tokenizer)
+        if split.dropped:
+            notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
+        model = skeleton(directory)
+        targets = find_targets(model, settings.lora)
+        numbers = trained_numbers(model, targets, settings.lora.lora_rank)
+        notes += targets.notes
+        dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
+        _check_vocabulary(split, model, directory)
+    plan = Plan(
+        settings=settings,
+        model=None if directory is None else str(directory),
+        device=device_of(settings).type,
+        dtype=dtype,
+        start=start,
+        datasets=tuple(
+            DatasetPlan(part.source.name, str(part.source.path), len(part.samples)) for part in found + held_out
+        ),
+        data=data,
+        targets=targets,
+        trained_numbers=numbers,
+        notes=tuple(notes),
+    )
+    return Prepared(plan, directory, tokenizer, split)
+
+
+def _check_vocabulary(split: Split, model: Any, directory: Path) -> None:
+    size = model.get_input_embeddings().num_embeddings
+    for row in split.train:
+        ids = row.prompt + row.chosen + row.rejected if isinstance(row, PairTokens) else row.ids
+        if max(ids) >= size:
+            raise InputError(str(directory), f"token {max(ids)}", f"tokens below {size}, the model's vocabulary")
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """For --json."""
+    settings = plan.settings
+    sections = {name: getattr(settings, name).model_dump(mode="json") for name in SECTIONS}
+    targets = plan.targets
+    return {
+        "model": plan.model,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "start": plan.start,
+        "datasets": [vars(part) for part in plan.datasets],
+        "data": None if plan.data is None else vars(plan.data),
+        "targets": None if targets is None else {"modules": targets.modules, "parameters": targets.parameters},
+        "trained_numbers": plan.trained_numbers,
+        "settings": sections | {"trainer": settings.trainer},
+        "notes": list(plan.notes),
+    }

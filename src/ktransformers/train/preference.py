@@ -1,0 +1,65 @@
+"""Losses on pairs of answers, with LLaMA-Factory's definitions.
+
+Log-probabilities are sums over an answer's tokens `[pairs]`; orpo, simpo and ipo use their means. orpo and simpo know
+no reference. `pref_ftx` adds the mean negative log-probability of the chosen answer. Everything returns one number for
+each pair, so that a batch may be cut into parts and weighted again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ktransformers.train.settings import PreferenceSettings
+
+WITHOUT_REFERENCE = ("orpo", "simpo")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Log-probabilities and token counts of the chosen and the rejected answers, each `[pairs]`."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+
+    def mean(self) -> tuple[Tensor, Tensor]:
+        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+
+
+def pair_losses(policy: Answers, reference: tuple[Tensor, Tensor] | None, settings: PreferenceSettings) -> Tensor:
+    """`reference` holds the same sums under the base, None for losses that need none."""
+    beta, kind = settings.pref_beta, settings.pref_loss
+    chosen, rejected = policy.mean()
+    if kind == "orpo":
+        odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+        losses = -chosen - beta * F.logsigmoid(odds)
+    elif kind == "simpo":
+        losses = -F.logsigmoid(beta * (chosen - rejected) - settings.simpo_gamma)
+    else:
+        assert reference is not None
+        base_chosen, base_rejected = reference
+        if kind == "ipo":
+            base_chosen, base_rejected = base_chosen / policy.chosen_tokens, base_rejected / policy.rejected_tokens
+            margin = (chosen - rejected) - (base_chosen - base_rejected)
+            losses = (margin - 1 / (2 * beta)) ** 2
+        else:
+            margin = (policy.chosen - policy.rejected) - (base_chosen - base_rejected)
+            if kind == "hinge":
+                losses = torch.relu(1 - beta * margin)
+            else:
+                flipped = settings.dpo_label_smoothing
+                losses = -F.logsigmoid(beta * margin) * (1 - flipped) - F.logsigmoid(-beta * margin) * flipped
+    return losses - settings.pref_ftx * chosen if settings.pref_ftx else losses
+
+
+def rewards(policy: Answers, reference: tuple[Tensor, Tensor] | None, beta: float) -> tuple[Tensor, Tensor]:
+    """What the margin is made of, for the log."""
+    if reference is None:
+        chosen, rejected = policy.mean()
+        return beta * chosen.detach(), beta * rejected.detach()
+    return beta * (policy.chosen - reference[0]).detach(), beta * (policy.rejected - reference[1]).detach()

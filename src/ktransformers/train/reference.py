@@ -1,0 +1,91 @@
+"""The reference of preference training: log-probabilities of every answer under the base, computed once and kept.
+
+The base is the model with its adapter off, so nothing is copied. The numbers are kept in the output directory under a
+hash of what they depend on (base, dtype, tokens): a run that goes on reads them, another dataset or base computes its
+own. Rows are taken by length, so that the experts see large batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ktransformers.train.batches import budget_parts
+from ktransformers.train.trainers import answer_logps
+
+FILE = "kt_reference.safetensors"
+COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+def _key(base: str, dtype: str, datasets: dict[str, Any]) -> str:
+    digest = hashlib.sha256(f"{base} {dtype}".encode())
+    for name, dataset in datasets.items():
+        digest.update(name.encode())
+        for row in dataset:
+            for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
+                digest.update(torch.tensor(row[column], dtype=torch.int32).numpy().tobytes())
+                digest.update(b"|")
+    return digest.hexdigest()
+
+
+def _read(path: Path, key: str) -> dict[str, Tensor] | None:
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        if (file.metadata() or {}).get("key") != key:
+            return None
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _compute(trainer: Any, dataset: Any, budget: int, report: Callable[[int, int], None]) -> list[Tensor]:
+    rows = list(dataset)
+    lengths = [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
+    found = [torch.zeros(len(rows)) for _ in COLUMNS]
+    done = 0
+    for part in budget_parts([2 * length for length in lengths], budget):
+        batch = trainer.data_collator([rows[index] for index in part])
+        for column, values in zip(found, answer_logps(trainer, batch), strict=True):
+            column[torch.tensor(part)] = values
+        done += len(part)
+        report(done, len(rows))
+    return found
+
+
+def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, int], None]) -> bool:
+    """Give the trainer's datasets their reference columns; True where they had to be computed."""
+    datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+    datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+    path = Path(trainer.args.output_dir) / FILE
+    key = _key(base, str(next(trainer.model.parameters()).dtype), datasets)
+    kept = _read(path, key)
+    computed = kept is None
+    if kept is None:
+        was_training = trainer.model.training
+        trainer.model.eval()
+        kept = {
+            f"{name}.{column}": values
+            for name, dataset in datasets.items()
+            for column, values in zip(COLUMNS, _compute(trainer, dataset, budget, report), strict=True)
+        }
+        trainer.model.train(was_training)
+        if trainer.args.should_save:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.tmp")
+            save_file(kept, temporary, metadata={"key": key})
+            temporary.replace(path)
+        trainer.accelerator.wait_for_everyone()
+    for name, dataset in datasets.items():
+        for column in COLUMNS:
+            dataset = dataset.add_column(column, kept[f"{name}.{column}"].tolist())
+        if name == "train":
+            trainer.train_dataset = dataset
+        else:
+            trainer.eval_dataset = dataset
+    return computed

@@ -1,0 +1,159 @@
+"""A run from plan to output directory: open the model, give it an adapter, train, check, save.
+
+`Watcher` is how a caller looks on; nothing is printed here. An interrupted run leaves whole checkpoints and raises
+`Interrupted`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ktransformers.errors import InputError
+from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
+from ktransformers.train.data.render import PairTokens
+from ktransformers.train.manifest import base_hash, check_gradients, make_manifest, text_hash
+from ktransformers.train.model import checkpoint_activations, finish_adapter, lora_config, open_model, read_config
+from ktransformers.train.output import begin_output, finish_output
+from ktransformers.train.plan import Plan, Prepared, make_plan, sequences
+from ktransformers.train.preference import WITHOUT_REFERENCE
+from ktransformers.train.settings import Settings
+from ktransformers.train.targets import find_targets
+from ktransformers.train.watch import ExpertClock, Interrupted, Journal, Progress, Stopper, Witness
+
+
+class Watcher(Protocol):
+    def planned(self, plan: Plan) -> None: ...
+    def loading(self, done: int, layers: int) -> None: ...
+    def referring(self, done: int, rows: int) -> None: ...
+    def noted(self, line: str) -> None: ...
+    def stepped(self, progress: Progress) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    output: Path
+    results: dict[str, Any]
+    manifest: dict[str, Any]
+
+
+def _columns(rows: list[Any], settings: Settings) -> Any:
+    """Rows as TRL's trainers take them."""
+    from datasets import Dataset  # type: ignore[import-untyped]
+
+    if settings.data.stage == "dpo":
+        pairs: list[PairTokens] = rows
+        return Dataset.from_dict(
+            {
+                "prompt_ids": [pair.prompt for pair in pairs],
+                "chosen_ids": [pair.chosen for pair in pairs],
+                "rejected_ids": [pair.rejected for pair in pairs],
+            }
+        )
+    if packs(settings):
+        packed = sequences(rows, settings)
+        return Dataset.from_dict(
+            {
+                "input_ids": [[token for row in part for token in row.ids] for part in packed],
+                "labels": [[label for row in part for label in row.labels] for part in packed],
+                "seq_lengths": [[len(row.ids) for row in part] for part in packed],
+            }
+        )
+    return Dataset.from_dict({"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]})
+
+
+def build_trainer(model: Any, prepared: Prepared, settings: Settings) -> Any:
+    """TRL's trainer on the opened model, its adapter in place."""
+    from ktransformers.train.trainers import PreferenceTrainer, SupervisedTrainer
+
+    split = prepared.split
+    assert split is not None
+    targets = find_targets(model, settings.lora)
+    kind: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
+    trainer = kind(
+        model=model,
+        args=trainer_arguments(settings),
+        train_dataset=_columns(split.train, settings),
+        eval_dataset=_columns(split.evaluation, settings) if split.evaluation else None,
+        processing_class=prepared.tokenizer,
+        peft_config=lora_config(model, targets, settings.lora),
+    )
+    finish_adapter(trainer.model, settings)
+    checkpoint_activations(trainer.model, settings)
+    trainer.begin_run(settings, Witness(trainer.model))
+    return trainer
+
+
+def _quiet_stock_callbacks(trainer: Any) -> None:
+    """Our journal says what these would print."""
+    from transformers import PrinterCallback, ProgressCallback
+
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+
+
+def train(settings: Settings, watcher: Watcher) -> Result:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    prepared = make_plan(settings, download=True)
+    watcher.planned(prepared.plan)
+    directory, output = prepared.directory, Path(settings.output_dir)
+    assert directory is not None
+    checkpoint, _ = resume_point(settings)
+    main = int(os.environ.get("RANK", "0")) == 0
+    if main:
+        begin_output(output, anew=checkpoint is None)
+    dtype = dtype_of(settings, read_config(directory))
+    model, notes = open_model(directory, settings, dtype, device_of(settings), watcher.loading)
+    for line in notes:
+        watcher.noted(line)
+    trainer = build_trainer(model, prepared, settings)
+    if settings.data.stage == "dpo" and settings.preference.pref_loss not in WITHOUT_REFERENCE:
+        from ktransformers.train.reference import add_reference
+
+        budget = max(4 * settings.data.cutoff_len, settings.experts.kt_tokens_per_batch or 0)
+        if not add_reference(trainer, base_hash(directory), budget, watcher.referring):
+            watcher.noted("the reference's log-probabilities are those of the earlier run")
+    if checkpoint is not None:
+        trainer.witness.restore(checkpoint)
+    clock, stopper = ExpertClock(model), Stopper()
+    _quiet_stock_callbacks(trainer)
+    for callback in (trainer.witness, Journal(output, clock, watcher.stepped), stopper, *_early(settings)):
+        trainer.add_callback(callback)
+    with stopper.listening():
+        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    clock.close()
+    if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
+        raise Interrupted(stopper.received, trainer.state.global_step)
+    results = dict(outcome.metrics)
+    check_gradients(trainer.witness, trainer.state.global_step)
+    if trainer.eval_dataset is not None:
+        results |= _last_evaluation(trainer) or trainer.evaluate()
+    facts = {
+        "rows": len(trainer.train_dataset),
+        "steps": trainer.state.global_step,
+        "chat_template": text_hash(prepared.tokenizer.chat_template),
+    }
+    manifest = make_manifest(trainer.model, settings, trainer.witness, directory, facts)
+    if main:
+        finish_output(trainer, settings, results, manifest)
+    return Result(output, results, manifest)
+
+
+def _last_evaluation(trainer: Any) -> dict[str, Any]:
+    """What an evaluation at the last step found already."""
+    entries = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not entries or entries[-1]["step"] != trainer.state.global_step:
+        return {}
+    return {name: value for name, value in entries[-1].items() if name != "step"}
+
+
+def _early(settings: Settings) -> list[Any]:
+    if settings.run.early_stopping_steps is None:
+        return []
+    from transformers import EarlyStoppingCallback
+
+    if str(settings.trainer.get("eval_strategy", "no")) == "no":
+        raise InputError("early_stopping_steps", settings.run.early_stopping_steps, "eval_strategy beside it")
+    return [EarlyStoppingCallback(early_stopping_patience=settings.run.early_stopping_steps)]

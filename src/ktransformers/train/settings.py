@@ -1,0 +1,147 @@
+"""Every key that `kt train` honours itself, as pydantic models: the field's name is the YAML key.
+
+Keys have LLaMA-Factory's names and meanings. A section is a place in the program, not in the file: the file is flat but
+for `kt_config`. Keys of the HF Trainer are not listed: `Settings.trainer` holds those that were given, checked against
+the installed transformers (`resolve.py`). What is accepted without effect, mapped or refused stands in `keys.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Names = tuple[str, ...]
+
+
+def split_names(value: Any) -> Any:
+    """`"a, b"` and `["a", "b"]` are the same list."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(",") if word.strip())
+    return value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSettings(Section):
+    model_name_or_path: str = Field(description="a local Hugging Face directory, or a hub id")
+    model_revision: str = Field("main", description="branch, tag or commit of a hub id")
+    cache_dir: str | None = Field(None, description="where hub downloads go")
+    trust_remote_code: bool = Field(False, description="run the tokenizer's own code, where it has some")
+    use_fast_tokenizer: bool = Field(True, description="the fast tokenizer, where there is one")
+    flash_attn: Literal["auto", "disabled", "sdpa", "fa2", "fa3"] = Field(
+        "auto", description="attention: the model's choice, eager, sdpa, or flash attention"
+    )
+    moe_aux_loss_coef: float | None = Field(
+        None, ge=0, description="weight of the router's balance loss; none by itself"
+    )
+    disable_gradient_checkpointing: bool = Field(False, description="keep activations instead of computing them again")
+    use_reentrant_gc: bool = Field(False, description="the older kind of checkpointing")
+    pure_bf16: bool = Field(False, description="bf16 without autocast, adapters included")
+
+
+class LoraSettings(Section):
+    finetuning_type: Literal["lora"] = Field("lora", description="adapters; nothing else is trained")
+    adapter_name_or_path: str | None = Field(None, description="an adapter to train further")
+    lora_rank: int = Field(8, ge=1, description="rank of the adapter")
+    lora_alpha: float | None = Field(None, gt=0, description="scale is alpha / rank; twice the rank by itself")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
+    lora_target: Names = Field(
+        ("all",), description="`all` (attention, linear attention, routed experts) or names of modules"
+    )
+    use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
+    loraplus_lr_ratio: float | None = Field(None, gt=0, description="learning rate of B over that of A")
+
+    _names = field_validator("lora_target", mode="before")(split_names)
+
+
+class DataSettings(Section):
+    stage: Literal["sft", "dpo"] = Field("sft", description="supervised, or preference pairs")
+    dataset: Names = Field((), description="names of dataset_info.json, or files; several are mixed")
+    eval_dataset: Names = Field((), description="the same, for evaluation")
+    dataset_dir: str | None = Field(None, description="folder with dataset_info.json; `data`, then the shipped one")
+    template: str | None = Field(None, description="a chat template by name; the tokenizer's own by itself")
+    default_system: str | None = Field(None, description="system message for rows that have none")
+    enable_thinking: bool | None = Field(None, description="passed to the chat template")
+    cutoff_len: int = Field(2048, ge=8, description="tokens of a row; what is longer is cut")
+    train_on_prompt: bool = Field(False, description="loss on the whole row, not on the assistant alone")
+    mask_history: bool = Field(False, description="loss on the last assistant turn only")
+    packing: bool = Field(False, description="several rows in one sequence of cutoff_len, none seeing the other")
+    neat_packing: bool = Field(False, description="the same as packing, which is always neat here")
+    max_samples: int | None = Field(None, ge=1, description="rows taken of each dataset")
+    val_size: float = Field(0.0, ge=0, description="rows for evaluation: a count, or a share below 1")
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over"] = Field(
+        "concat", description="how several datasets become one"
+    )
+    interleave_probs: tuple[float, ...] = Field((), description="shares of the datasets when interleaved")
+    disable_shuffling: bool = Field(False, description="rows in the order of the files")
+    identity_name: str | None = Field(None, description="fills {{name}} in the shipped `identity` data")
+    identity_author: str | None = Field(None, description="fills {{author}} there")
+
+    _names = field_validator("dataset", "eval_dataset", mode="before")(split_names)
+
+    @field_validator("interleave_probs", mode="before")
+    @classmethod
+    def _shares(cls, value: Any) -> Any:
+        return tuple(float(word) for word in split_names(value))
+
+
+class PreferenceSettings(Section):
+    pref_loss: Literal["sigmoid", "orpo", "simpo", "ipo", "hinge"] = Field("sigmoid", description="the loss on a pair")
+    pref_beta: float = Field(0.1, gt=0, description="how far from the reference")
+    pref_ftx: float = Field(0.0, ge=0, description="weight of the supervised loss on the chosen answer")
+    simpo_gamma: float = Field(0.5, description="margin of simpo")
+    dpo_label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs taken as flipped (sigmoid)")
+
+
+class ExpertSettings(Section):
+    use_kt: bool = Field(True, description="experts computed by ktransformers; there is no other way here")
+    kt_num_threads: int | None = Field(None, ge=1, description="threads for the experts, all NUMA nodes together")
+    kt_threadpool_count: int | None = Field(None, ge=1, description="groups of threads, one per NUMA node by itself")
+    kt_backend: str | None = Field(None, description="auto, or a CPU variant as in AMXBF16")
+    kt_expert_weight_format: str = Field("bf16", description="format of the experts in memory")
+    kt_cpu_activation: Literal["retain", "recompute"] | None = Field(
+        None, description="with checkpointing: keep what the experts computed, or compute it again"
+    )
+    kt_tokens_per_batch: int | None = Field(
+        None, ge=1, description="tokens that go through the experts at once; the gradients stay those of accumulation"
+    )
+
+
+class RunSettings(Section):
+    plot_loss: bool = Field(False, description="training_loss.png at the end")
+    overwrite_output_dir: bool = Field(False, description="start anew where there are checkpoints, and remove them")
+    resume_from_checkpoint: bool | str | None = Field(None, description="true: the last whole checkpoint; or a path")
+    include_effective_tokens_per_second: bool = Field(False, description="tokens/s of rows without padding in results")
+    early_stopping_steps: int | None = Field(None, ge=1, description="evaluations without progress before it stops")
+
+
+class Settings(Section):
+    model: ModelSettings
+    lora: LoraSettings
+    data: DataSettings
+    preference: PreferenceSettings
+    experts: ExpertSettings
+    run: RunSettings
+    trainer: dict[str, Any] = Field(default_factory=dict, description="keys of the HF Trainer that were given")
+    notes: tuple[str, ...] = Field((), description="what was taken over, mapped, or has no effect")
+
+    @property
+    def output_dir(self) -> str:
+        return str(self.trainer["output_dir"])
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelSettings,
+    "lora": LoraSettings,
+    "data": DataSettings,
+    "preference": PreferenceSettings,
+    "experts": ExpertSettings,
+    "run": RunSettings,
+}
+# key -> the section that holds it
+HOME = {key: section for section, model in SECTIONS.items() for key in model.model_fields}

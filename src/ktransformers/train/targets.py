@@ -1,0 +1,125 @@
+"""What `lora_target` means for a given model: linear modules by name, and the routed experts' parameters.
+
+`all` is attention, linear attention and the routed experts, because that is where a Mixture-of-Experts model learns;
+the router, shared experts, dense MLPs and the vision tower are trained only if they are named. A name is the last part
+of a module's path (`q_proj`), a longer end of it (`shared_experts.up_proj`), or a module that contains linear ones
+(`shared_experts`, `self_attn`); `experts` and the names of the experts' matrices mean the routed experts. The model may
+be a skeleton on the meta device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ktransformers.errors import InputError
+from ktransformers.nn.contract import expert_modules
+from ktransformers.train.settings import LoraSettings
+
+# Expert LoRA needs the kernels' LoRA; this is the one switch.
+EXPERTS_LEARN = False
+
+ATTENTION = {
+    "self_attn",
+    "attn",
+    "attention",
+    "self_attention",
+    "linear_attn",
+    "mamba",
+    "conv",
+    "mixer",
+    "temporal_block",
+}
+VISION = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower"}
+EXPERTS = {"experts"}  # besides the matrices' own names
+# Checkpoints and older files call the halves of gate_up_proj by these names; here they are one matrix.
+HALVES = {"gate_proj", "up_proj"}
+
+
+@dataclass(frozen=True)
+class Targets:
+    modules: tuple[str, ...]  # full names
+    parameters: tuple[str, ...]  # full names of the experts' matrices
+    notes: tuple[str, ...] = ()
+
+    def module_names(self, model: nn.Module) -> list[str]:
+        """As short as they can be said: ends of names where these mean the same modules, full names otherwise."""
+        ends = sorted({name.rpartition(".")[2] for name in self.modules})
+        meant = {name for name, _ in linears(model) if name.rpartition(".")[2] in ends}
+        shared = HALVES | {"down_proj"}  # PEFT takes these for the experts' matrices
+        return ends if meant == set(self.modules) and not shared & set(ends) else list(self.modules)
+
+    def parameter_names(self) -> list[str]:
+        """`mlp.experts.gate_up_proj`, once for all layers."""
+        return sorted({".".join(name.split(".")[-3:]) for name in self.parameters})
+
+
+def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Full name -> shape of every matrix of routed experts."""
+    return {
+        f"{name}.{parameter}": tuple(tensor.shape)
+        for name, module in expert_modules(model).items()
+        for parameter, tensor in module.named_parameters(recurse=False)
+        if tensor.dim() == 3
+    }
+
+
+def _all_modules(model: nn.Module) -> list[str]:
+    homes = {name.rpartition(".")[0] for name in expert_modules(model)}  # blocks that hold experts
+    found = []
+    for name, _ in linears(model):
+        parts = set(name.split("."))
+        inside = any(name.startswith(f"{home}.") for home in homes if home.rpartition(".")[2] not in ("", "layers"))
+        if parts & ATTENTION and not parts & VISION and not inside:
+            found.append(name)
+    return found
+
+
+def _named(model: nn.Module, word: str) -> list[str]:
+    """Linear modules that end with the word, or lie in a module that does."""
+    return [
+        name for name, _ in linears(model) if f".{name}.".find(f".{word}.") >= 0 and not set(name.split(".")) & VISION
+    ]
+
+
+def find_targets(model: nn.Module, settings: LoraSettings) -> Targets:
+    experts = matrices(model)
+    ends = {name.rpartition(".")[2] for name in experts}
+    modules: dict[str, None] = {}
+    parameters: dict[str, None] = {}
+    notes: list[str] = []
+    for word in settings.lora_target:
+        if word == "all":
+            modules |= dict.fromkeys(_all_modules(model))
+            if EXPERTS_LEARN:
+                parameters |= dict.fromkeys(experts)
+            elif experts:
+                notes.append("lora_target: all means attention here; the routed experts do not learn yet")
+            continue
+        named = [] if word in ("lm_head", "embed_tokens") else _named(model, word)
+        if word in ends or word in EXPERTS or (word in HALVES and "gate_up_proj" in ends):
+            wanted = {"gate_up_proj"} if word in HALVES else ends if word in EXPERTS else {word}
+            if not EXPERTS_LEARN and not named:
+                raise InputError("lora_target", word, "attention", "the routed experts do not learn yet")
+            if EXPERTS_LEARN:
+                parameters |= dict.fromkeys(name for name in experts if name.rpartition(".")[2] in wanted)
+        elif not named:
+            known = sorted({name.rpartition(".")[2] for name, _ in linears(model)} | ends)
+            raise InputError("lora_target", word, "`all`, `experts`, or one of " + ", ".join(known))
+        modules |= dict.fromkeys(named)
+    if not modules and not parameters:
+        raise InputError("lora_target", ", ".join(settings.lora_target), "something to train")
+    return Targets(tuple(modules), tuple(parameters), tuple(notes))
+
+
+def trained_numbers(model: nn.Module, targets: Targets, rank: int) -> int:
+    """How many numbers the adapter has."""
+    shapes = dict(linears(model))
+    count = sum(rank * (shapes[name].in_features + shapes[name].out_features) for name in targets.modules)
+    sizes = matrices(model)
+    return count + sum(sizes[name][0] * rank * (sizes[name][1] + sizes[name][2]) for name in targets.parameters)

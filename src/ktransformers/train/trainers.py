@@ -1,0 +1,196 @@
+"""TRL's SFT and DPO trainers with what a run needs beyond them, each in one overridden method.
+
+Checkpoints are written beside their place and renamed into it, so that one which is there is whole. A step may be cut
+by tokens (`batches.py`). B may learn faster than A (LoRA+). Pairs get LLaMA-Factory's losses (`preference.py`), with
+the reference's log-probabilities taken from the rows. The reference is the base: TRL would copy an adapter that it is
+given, so it is given a configuration and makes the adapter itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
+
+from ktransformers.train.arguments import whole_checkpoints
+from ktransformers.train.batches import cut_step
+from ktransformers.train.files import STAGING, saved, sync_tree, write_json
+from ktransformers.train.preference import WITHOUT_REFERENCE, Answers, pair_losses, rewards
+from ktransformers.train.settings import Settings
+from ktransformers.train.watch import Witness
+
+
+class RunMixin:
+    """Overrides that both trainers share; `begin_run` is called once after construction."""
+
+    pairs = False
+    settings: Settings
+    witness: Witness
+
+    def begin_run(self: Any, settings: Settings, witness: Witness) -> None:
+        self.settings, self.witness = settings, witness
+        self._staging: Path | None = None
+        self._share = 1.0
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The card is written at the end, by output.py."""
+
+    def _send_telemetry(self) -> None:
+        """Nothing about a run leaves the machine."""
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        return str(self._staging or self.args.output_dir)
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        output = Path(self.args.output_dir)
+        staging = output / STAGING
+        name = f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._staging = staging
+        try:
+            with saved(output):
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    self._publish(staging / name, output / name)
+        finally:
+            self._staging = None
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+    def _publish(self: Any, staged: Path, final: Path) -> None:
+        best = self.state.best_model_checkpoint
+        if best and Path(best).parent == staged.parent:
+            self.state.best_model_checkpoint = str(final.parent / Path(best).name)
+            self.state.save_to_json(str(staged / "trainer_state.json"))
+        write_json(staged / "kt_gradients.json", self.witness.state())
+        sync_tree(staged)
+        shutil.rmtree(final, ignore_errors=True)
+        staged.rename(final)
+        limit = self.args.save_total_limit
+        if limit and limit > 0:
+            kept = {str(final), str(self.state.best_model_checkpoint)}
+            old = [path for path in whole_checkpoints(final.parent) if str(path) not in kept]
+            for path in old[: max(0, len(old) + len(kept - {"None"}) - limit)]:
+                shutil.rmtree(path)
+
+    def create_optimizer(self: Any, model: Any = None) -> Any:
+        ratio = self.settings.lora.loraplus_lr_ratio
+        if ratio is None or self.optimizer is not None:
+            return super().create_optimizer(model)  # type: ignore[misc]
+        network = self.model if model is None else model
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, network)
+        decaying = set(self.get_decay_parameter_names(network))
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                groups.setdefault(("lora_B" in name, name in decaying), []).append(parameter)
+        self.optimizer = kind(
+            [
+                {
+                    "params": parameters,
+                    "lr": options["lr"] * (ratio if is_b else 1.0),
+                    "weight_decay": self.args.weight_decay if decays else 0.0,
+                }
+                for (is_b, decays), parameters in groups.items()
+            ],
+            **options,
+        )
+        return self.optimizer
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        budget = self.settings.experts.kt_tokens_per_batch
+        if budget is None:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        if num_items_in_batch is None and not self.pairs:
+            num_items_in_batch = inputs["labels"][:, 1:].ne(-100).sum()
+        total: Tensor | float = 0.0
+        parts = cut_step(inputs, budget, self.pairs)
+        for number, (part, share) in enumerate(parts, 1):
+            self._share = share
+            quiet = self.accelerator.no_sync(model) if number < len(parts) else contextlib.nullcontext()
+            with quiet:
+                total = total + super().training_step(model, part, num_items_in_batch)  # type: ignore[misc]
+        self._share = 1.0
+        return total
+
+
+class SupervisedTrainer(RunMixin, SFTTrainer):
+    pass
+
+
+class PreferenceTrainer(RunMixin, DPOTrainer):
+    pairs = True
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset  # the rows are tokens already
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        mode = "train" if self.model.training else "eval"
+        settings = self.settings.preference
+        mask = inputs["completion_mask"]
+        outputs = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            labels=inputs["input_ids"].masked_fill(mask == 0, -100),
+            use_cache=False,
+            fused_lm_head=True,
+            **({"output_router_logits": True} if self.aux_loss_enabled else {}),
+        )
+        sums = outputs.log_probs.float().sum(1)
+        counts = mask[:, 1:].sum(1).clamp(min=1)
+        policy = Answers(*sums.chunk(2), *counts.chunk(2))
+        reference = None
+        if settings.pref_loss not in WITHOUT_REFERENCE:
+            reference = inputs["ref_chosen_logps"].to(sums), inputs["ref_rejected_logps"].to(sums)
+        losses = pair_losses(policy, reference, settings)
+        loss = losses.mean() * (self._share if mode == "train" else 1.0)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        self._note(mode, policy, reference, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _note(self: Any, mode: str, policy: Answers, reference: Any, inputs: Any) -> None:
+        chosen, rejected = rewards(policy, reference, self.settings.preference.pref_beta)
+        gather = self.accelerator.gather_for_metrics
+        found = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "rewards/margins": chosen - rejected,
+            "logps/chosen": policy.chosen.detach(),
+            "logps/rejected": policy.rejected.detach(),
+        }
+        for name, values in found.items():
+            self._metrics[mode][name].append(gather(values).mean().item())
+        if mode == "train":
+            self._total_train_tokens += int(gather(inputs["attention_mask"].sum()).sum().item())
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+
+
+@torch.no_grad()
+def answer_logps(trainer: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sums over the answers of one collated batch, with the adapter off."""
+    device = trainer.accelerator.device
+    batch = {key: value.to(device) for key, value in batch.items()}
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    with trainer.model.disable_adapter(), trainer.accelerator.autocast():
+        outputs = trainer.model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            labels=labels,
+            use_cache=False,
+            fused_lm_head=True,
+        )
+    chosen, rejected = outputs.log_probs.float().sum(1).cpu().chunk(2)
+    return chosen, rejected

@@ -1,0 +1,306 @@
+"""Rows of every form into tokens with the right loss, and bad rows named by file and line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktransformers.errors import InputError
+from ktransformers.train.data.files import Row, read_rows
+from ktransformers.train.data.formats import Conversation, Pair, Text, read_sample
+from ktransformers.train.data.prepare import mix, pack, prepare, read_datasets
+from ktransformers.train.data.registry import SHIPPED, Source, find_source
+from ktransformers.train.data.render import IGNORED, Renderer, Tokens, show
+from ktransformers.train.data.templates import FORMS, find_form, jinja, missing_tokens
+from ktransformers.train.settings import DataSettings
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "data" / "chat_templates"
+TALK = [
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "Four"},
+]
+ANSWERS = {"messages": TALK}
+FOUND = Conversation(TALK)
+
+
+def sample_of(values: dict[str, Any], **entry: Any) -> Any:
+    return read_sample(Row("f.jsonl", 7, values), Source(name="x", path=Path("f.jsonl"), **entry))
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": who, "value": text} for who, text in pairs]
+
+
+def test_forms_that_are_recognised() -> None:
+    assert sample_of(ANSWERS) == FOUND
+    sharegpt = turns(("human", "Hi there"), ("gpt", "Hello."), ("human", "And 2+2?"), ("gpt", "Four"))
+    assert sample_of({"conversations": sharegpt}) == FOUND
+    alpaca = {"instruction": "And", "input": "2+2?", "output": "Four", "history": [["Hi there", "Hello."]]}
+    assert [turn["content"] for turn in sample_of(alpaca).messages] == ["Hi there", "Hello.", "And\n2+2?", "Four"]
+    assert sample_of({"prompt": TALK[:1], "completion": TALK[1:2]}) == Conversation(TALK[:2])
+    assert sample_of({"prompt": "a", "completion": "b"}).raw_prompt == "a"
+    assert sample_of({"text": "all of it"}) == Text("all of it")
+    with_system = sample_of({"instruction": "a", "output": "b", "system": "be kind"})
+    assert with_system.messages[0] == {"role": "system", "content": "be kind"}
+
+
+def test_pairs_of_llama_factory_and_of_trl() -> None:
+    expected = Pair(TALK[:1], TALK[1], {"role": "assistant", "content": "No."})
+    rejected = {"role": "assistant", "content": "No."}
+    named = {"from": "gpt", "value": "Hello."}, {"from": "gpt", "value": "No."}
+    rows = [
+        {"conversations": turns(("human", "Hi there")), "chosen": named[0], "rejected": named[1]},
+        {"instruction": "Hi there", "chosen": "Hello.", "rejected": "No."},
+        {"prompt": TALK[:1], "chosen": TALK[1:2], "rejected": [rejected]},
+        {"chosen": TALK[:2], "rejected": [TALK[0], rejected]},
+    ]
+    for row in rows:
+        assert sample_of(row) == expected, row
+    assert sample_of({"prompt": "p", "chosen": "c", "rejected": "r"}).raw == ("p", "c", "r")
+
+
+def test_tool_calls() -> None:
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    row = {
+        "conversations": turns(("human", "1+1?"), ("function_call", call), ("observation", "2"), ("gpt", "Two.")),
+        "tools": '[{"name": "add", "description": "adds", "parameters": {}}]',
+    }
+    found = sample_of(row, formatting="sharegpt")
+    assert [turn["role"] for turn in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert found.tools[0]["function"]["name"] == "add"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"instruction": "a", "output": 3}, "output: int"),
+        ({"instruction": "a"}, "no output"),
+        ({"foo": 1}, "fields foo"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, "role 'boss'"),
+        ({"messages": TALK[:1]}, "user last"),
+        ({"messages": TALK[1:]}, "assistant first"),
+        ({"messages": [*TALK, {"role": "system", "content": "x"}, *TALK]}, "in the middle"),
+        ({"messages": []}, "messages: list"),
+        ({"conversations": turns(("robot", "x"))}, "'robot'"),
+        ({"conversations": turns(("human", "x"), ("function_call", "{"))}, "no JSON"),
+        ({"chosen": TALK[:2], "rejected": TALK}, "differ before the last turn"),
+        ({"instruction": "a", "output": "b", "history": ["x"]}, "pairs of texts"),
+        ({"instruction": "a", "output": "b", "tools": "{"}, "tools"),
+    ],
+)
+def test_bad_rows_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        sample_of(values)
+    assert "f.jsonl, line 7" in str(error.value) and message in str(error.value)
+
+
+def test_files_of_every_kind(tmp_path: Path) -> None:
+    rows = [{"instruction": f"q{n}", "input": "", "output": "a\nb"} for n in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    with (tmp_path / "c.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    lines = {"a.json": [2, 7, 12], "b.jsonl": [1, 2, 3], "c.csv": [2, 4, 6], "d.parquet": [1, 2, 3]}
+    for name, expected in lines.items():
+        found = list(read_rows(tmp_path / name))
+        assert [row.values for row in found] == rows, name
+        assert [row.line for row in found] == expected, name
+    (tmp_path / "one.json").write_text(json.dumps(rows[0], indent=1))
+    assert [row.values for row in read_rows(tmp_path / "one.json")] == rows[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.json", '[\n{"a": 1},\n{"a" 2}\n]', "x.json, line 3"),
+        ("x.json", '[{"a": 1},', "without end"),
+        ("x.json", '[\n{"a": 1},\n\n3]', "x.json, line 4: given a int"),
+        ("x.jsonl", '{"a": 1}\n{"a": 2\n', "x.jsonl, line 2"),
+        ("x.csv", "a,b\n1,2\n1\n", "x.csv, line 3"),
+        ("x.txt", "a", "kind .txt"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError) as error:
+        list(read_rows(tmp_path / name))
+    assert message in str(error.value)
+
+
+def test_shipped_data_is_read_and_licensed() -> None:
+    info = json.loads((SHIPPED / "dataset_info.json").read_text())
+    assert {"identity", "dpo_en_demo", "style_neko_en"} <= set(info)
+    for name, entry in info.items():
+        assert entry["licence"] and entry["origin"]
+        (found,) = read_datasets([name], DataSettings(dataset=(name,)))
+        assert len(found.samples) >= 60
+    licences = {entry["licence"].partition(", ")[2] for entry in info.values()} - {""}
+    assert all((SHIPPED / name).is_file() for name in licences)
+
+
+def test_identity_is_filled() -> None:
+    settings = DataSettings(dataset=("identity",), identity_author="me")
+    (found,) = read_datasets(["identity"], settings)
+    texts = json.dumps([sample.messages for _, sample in found.samples], ensure_ascii=False)
+    assert "{{" not in texts and "Kite" in texts and "developed by me" in texts
+
+
+def test_dataset_info_of_the_user_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    entry = {"file_name": "mine.jsonl", "columns": {"prompt": "q", "response": "a", "query": None}}
+    openai = {"file_name": "mine.jsonl", "formatting": "openai"}
+    hub = {"hf_hub_url": "a/b"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"identity": entry, "chat": openai, "far": hub}))
+    settings = DataSettings(dataset=("identity",), dataset_dir=str(tmp_path))
+    (found,) = read_datasets(["identity"], settings)
+    assert [turn["content"] for turn in found.samples[0][1].messages] == ["a", "b"]
+    assert find_source("chat", str(tmp_path)).tags.role_tag == "role"
+    assert find_source("dpo_en_demo", str(tmp_path)).ranking, "the shipped ones are still there"
+    assert find_source("mine.jsonl", str(tmp_path)).formatting == "auto"
+    for name, message in {
+        "far": "hf_hub_url",
+        "identty": "`identity`, perhaps",
+        "x.json": "a file that exists",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            find_source(name, str(tmp_path))
+    with pytest.raises(InputError, match=r"CC BY-NC"):
+        find_source("alpaca_en_demo", None)
+
+
+def rendered(tokenizer: Any, template: str | None, conversation: Conversation = FOUND, **options: Any) -> str:
+    before = tokenizer.chat_template
+    tokenizer.chat_template = before if template is None else template
+    try:
+        renderer = Renderer(tokenizer, options.pop("cutoff_len", 500), **options)
+        return show(renderer.encode(conversation, Row("f", 1, {})), tokenizer)
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_loss_is_on_the_assistant_alone(tokenizer: Any) -> None:
+    head = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
+    middle = "\n<|im_start|>user\nAnd 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    plain = jinja(FORMS["qwen3_nothink"])
+    assert rendered(tokenizer, plain) == f"{head}«Hello.<|im_end|>»{middle}«Four<|im_end|>»"
+    assert rendered(tokenizer, plain, mask_history=True) == f"{head}Hello.<|im_end|>{middle}«Four<|im_end|>»"
+    assert rendered(tokenizer, plain, train_on_prompt=True) == f"«{head}Hello.<|im_end|>{middle}Four<|im_end|>»"
+    system = "<|im_start|>system\nBe kind<|im_end|>\n"
+    assert rendered(tokenizer, plain, default_system="Be kind").startswith(system + head)
+
+
+def test_thoughts(tokenizer: Any) -> None:
+    think = jinja(FORMS["qwen3"])
+    empty = "<think>\n\n</think>\n\n"
+    assert f"«{empty}Four<|im_end|>»" in rendered(tokenizer, think)
+    assert f"{empty}«Four<|im_end|>»" in rendered(tokenizer, think, enable_thinking=False)
+    thought = Conversation([TALK[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}])
+    own = (TEMPLATES / "qwen3.jinja").read_text()
+    for template in (think, own):
+        assert rendered(tokenizer, template, thought).endswith("«<think>\nhm\n</think>\n\nHello.<|im_end|>»")
+    assert rendered(tokenizer, own).endswith(f"«{empty}Four<|im_end|>»")
+    assert "«Hello.<|im_end|>»" in rendered(tokenizer, own), "the history of Qwen3's own template has no thoughts"
+
+
+def test_named_templates_are_those_of_the_models(tokenizer: Any) -> None:
+    """Marks and masks: the released templates say the same as ours of that name."""
+    system = Conversation([{"role": "system", "content": "Be kind."}, *TALK])
+    one = Conversation(TALK[:2])
+    qwen, deepseek = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("qwen3", "deepseek_v3"))
+    deepseek = deepseek.replace("<｜end▁of▁sentence｜>", tokenizer.eos_token)
+    for conversation in (FOUND, system, one):
+        assert rendered(tokenizer, jinja(FORMS["deepseek3"]), conversation) == rendered(
+            tokenizer, deepseek, conversation
+        )
+    assert rendered(tokenizer, jinja(FORMS["qwen3"]), one) == rendered(tokenizer, qwen, one)
+    for prompt in (FOUND.messages[:1], system.messages[:2]):
+        for name, released in (("qwen3", qwen), ("qwen3_nothink", qwen), ("deepseek3", deepseek)):
+            texts = [
+                tokenizer.apply_chat_template(prompt, chat_template=text, tokenize=False, add_generation_prompt=True)
+                for text in (jinja(FORMS[name]), released)
+            ]
+            assert texts[0] == texts[1], name
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_template_masks_and_ends(tokenizer: Any, name: str) -> None:
+    text = rendered(tokenizer, jinja(FORMS[name]))
+    assert text.count("«") == 2
+    assert "Hello." in text.split("«")[1] and "Hi there" not in text.split("«")[1].split("»")[0]
+    assert text.endswith("»")
+    end = FORMS[name].assistant[1].strip() or tokenizer.eos_token
+    assert text[:-1].endswith((end, tokenizer.eos_token))
+
+
+def test_template_names(tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="`qwen3`, perhaps"):
+        find_form("qwen33")
+    assert missing_tokens(FORMS["llama3"], tokenizer) == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    assert missing_tokens(FORMS["qwen3"], tokenizer) == []
+    with pytest.raises(InputError, match="no form for tool"):
+        rendered(tokenizer, jinja(FORMS["qwen3"]), Conversation([*TALK, {"role": "tool", "content": "x"}, *TALK[1:2]]))
+
+
+def test_tools_reach_the_tokenizers_own_template(tokenizer: Any) -> None:
+    (found,) = read_datasets(["glaive_toolcall_en_demo"], DataSettings(dataset=("x",), max_samples=20))
+    renderer = Renderer(tokenizer, 4096)
+    called = 0
+    for row, sample in found.samples:
+        tokens = renderer.encode(sample, row)
+        learned = tokenizer.decode([label for label in tokens.labels if label != IGNORED])
+        called += "<tool_call>" in learned
+        assert "<tool_response>" not in learned
+    assert called > 3
+
+
+def test_text_and_raw_prompts(tokenizer: Any) -> None:
+    assert rendered(tokenizer, None, Text("abc")) == f"«abc{tokenizer.eos_token}»"  # type: ignore[arg-type]
+    raw = Conversation([{"role": "assistant", "content": " b"}], raw_prompt="a")
+    assert rendered(tokenizer, None, raw) == f"a« b{tokenizer.eos_token}»"
+
+
+def test_cut_mixed_split_and_dropped(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"instruction": "a", "output": "b " * 40}] * 3 + [{"instruction": "a " * 200, "output": "b"}]
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    settings = DataSettings(dataset=(str(tmp_path / "x.json"), "identity"), cutoff_len=32, max_samples=10, val_size=2)
+    found = read_datasets(settings.dataset, settings)
+    renderer = Renderer(tokenizer, 32)
+    split = prepare(found, [], renderer, settings, seed=1)
+    assert split.dropped == 1 and len(split.evaluation) == 2 and len(split.train) == 11
+    assert max(len(row.ids) for row in split.train) == 32
+    again = prepare(found, [], renderer, settings, seed=1)
+    assert again == split
+    with pytest.raises(InputError, match="val_size"):
+        prepare(found, [], renderer, settings.model_copy(update={"val_size": 50}), seed=1)
+
+
+def test_interleaving() -> None:
+    parts = [list(range(100)), list(range(1000, 1010))]
+    under = mix(parts, DataSettings(mix_strategy="interleave_under"), seed=3)
+    over = mix(parts, DataSettings(mix_strategy="interleave_over", interleave_probs=(0.5, 0.5)), seed=3)
+    assert sum(row >= 1000 for row in under) <= 10 and len(under) < 110
+    assert set(over) == {*parts[0], *parts[1]} and over.count(1000) > 1
+    with pytest.raises(InputError, match="interleave_probs"):
+        mix(parts, DataSettings(mix_strategy="interleave_under", interleave_probs=(1.0,)), seed=3)
+
+
+def test_packing_fills_and_loses_nothing() -> None:
+    lengths = [5, 9, 3, 7, 2, 10, 1, 6]
+    rows = [Tokens([n] * n, [n] * n) for n in lengths]
+    packs = pack(rows, 10)
+    assert sorted(len(row.ids) for part in packs for row in part) == sorted(lengths)
+    assert all(sum(len(row.ids) for row in part) <= 10 for part in packs)
+    assert len(packs) == 5  # 43 tokens need at least five sequences of ten

@@ -1,0 +1,161 @@
+"""Keys: honoured, mapped, moot or refused, and never silently ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktransformers.errors import InputError
+from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
+from ktransformers.train.resolve import SPECIAL, isa_of, known_keys, read_settings, read_words, trainer_fields
+from ktransformers.train.rules import from_name, read_rule
+from ktransformers.train.settings import HOME
+
+from .seeds import SEEDS
+
+LEAST = {"model_name_or_path": "m", "output_dir": "o", "dataset": "identity"}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seed_files_are_taken_verbatim(name: str, tmp_path: Path) -> None:
+    import yaml
+
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(SEEDS[name], sort_keys=False))
+    settings = read_settings(file, [f"model_name_or_path={tmp_path}"])
+    seed = SEEDS[name]
+    assert settings.model.model_name_or_path == str(tmp_path)
+    assert settings.data.stage == seed["stage"]
+    assert settings.lora.lora_rank == 8 and settings.lora.lora_target == ("all",)
+    assert settings.data.dataset == tuple(word.strip() for word in seed["dataset"].split(","))
+    assert settings.trainer["learning_rate"] == seed["learning_rate"]
+    assert settings.trainer["warmup_steps"] == 0.1
+    assert settings.run.overwrite_output_dir and settings.run.plot_loss
+    threads = seed.get("cpu_infer") or seed["kt_config"]["kt_num_threads"]
+    assert settings.experts.kt_num_threads == threads
+    # every key that was given is somewhere, or a line says what became of it
+    notes = " ".join(settings.notes)
+    given = {key for key in seed if key != "kt_config"} | set(seed.get("kt_config", {}))
+    for key in given - {"resume_from_checkpoint"}:
+        assert key in HOME or key in settings.trainer or f"{key}:" in notes, key
+
+
+def test_tables_do_not_overlap() -> None:
+    tables: list[set[str]] = [set(HOME), set(MOOT), set(OFF), set(RENAMED), set(SPECIAL), set(DERIVED)]
+    for index, table in enumerate(tables):
+        for other in tables[index + 1 :]:
+            assert not table & other
+    assert not set(MOOT) & set(trainer_fields())
+
+
+def test_every_key_of_the_trainer_is_accepted() -> None:
+    for key, default in trainer_fields().items():
+        if key == "output_dir" or key == "do_train":
+            continue
+        settings = read_settings(LEAST | {key: default})
+        if default is not None and key not in HOME:
+            assert settings.trainer[key] == default, key
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_rnk": 8}, "lora_rnk: given a key that is not known, expected `lora_rank`, perhaps"),
+        ({"learing_rate": 1}, "expected `learning_rate`, perhaps"),
+        ({"use_dora": True}, "use_dora: given True, expected a run without it"),
+        ({"quantization_bit": 4}, "quantization_bit: given 4"),
+        ({"finetuning_type": "full"}, "finetuning_type: given 'full', expected 'lora'"),
+        ({"pref_loss": "kto"}, "'sigmoid', 'orpo', 'simpo', 'ipo' or 'hinge'"),
+        ({"stage": "ppo"}, "stage: given 'ppo', expected 'sft' or 'dpo'"),
+        ({"learning_rate": "fast"}, "learning_rate: given 'fast', expected float"),
+        ({"lora_rank": 0}, "lora_rank: given 0"),
+        ({"kt_config": {"kt_backend": "AMXINT8"}}, "kt_backend: given AMXINT8"),
+        ({"kt_config": {"kt_lora_rank": 8}}, "kt_lora_rank: given 8, expected nothing"),
+        ({"kt_config": 3}, "kt_config: given 3"),
+        ({"kt_expert_weight_format": "int8"}, "kt_expert_weight_format: given int8, expected bf16"),
+        ({"kt_weight_path": "/x"}, "kt_weight_path: given /x"),
+        ({"use_kt": False}, "use_kt: given False"),
+        ({"do_train": False}, "do_train: given False"),
+        ({"warmup_ratio": 2}, "warmup_ratio: given 2"),
+        ({"packing": True, "stage": "dpo"}, "packing: given True"),
+        ({"packing": True, "kt_tokens_per_batch": 4096}, "kt_tokens_per_batch: given 4096"),
+        ({"kt_tokens_per_batch": 64}, "at least cutoff_len, 2048"),
+        ({"moe_aux_loss_coef": 0.1, "kt_tokens_per_batch": 4096}, "moe_aux_loss_coef"),
+        ({"mask_history": True, "train_on_prompt": True}, "mask_history"),
+        ({"bf16": True, "fp16": True}, "fp16"),
+        ({"dataset": ""}, "dataset: given nothing"),
+        ({"output_dir": None}, "output_dir: given nothing"),
+    ],
+)
+def test_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        read_settings(LEAST | keys)
+    assert message in str(error.value)
+
+
+def test_values_take_their_type() -> None:
+    words = ["learning_rate=1e-4", "bf16=yes", "save_steps=100", "lora_target=q_proj, v_proj", "warmup_steps=10"]
+    settings = read_settings(LEAST | {"num_train_epochs": "2", "warmup_ratio": 0.1}, words)
+    assert settings.trainer["learning_rate"] == 1e-4 and settings.trainer["bf16"] is True
+    assert settings.trainer["num_train_epochs"] == 2.0
+    assert settings.trainer["warmup_steps"] == 10, "a count wins over a share"
+    assert settings.lora.lora_target == ("q_proj", "v_proj")
+
+
+def test_words_reach_into_kt_config() -> None:
+    assert read_words(["kt_config.kt_backend=auto", "--seed=3"]) == {"kt_config": {"kt_backend": "auto"}, "seed": 3}
+    file = LEAST | {"kt_config": {"kt_num_threads": 4, "kt_tp_enabled": True}}
+    settings = read_settings(file, ["kt_config.kt_num_threads=8"])
+    assert settings.experts.kt_num_threads == 8
+    assert "kt_tp_enabled: has no effect, experts are split over NUMA nodes by themselves" in settings.notes
+    with pytest.raises(InputError, match="key=value"):
+        read_words(["lora_rank"])
+
+
+def test_files_that_are_no_mapping(tmp_path: Path) -> None:
+    for text in ("- a\n- b\n", "a: [1\n", "just words"):
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(InputError, match=r"x\.yaml"):
+            read_settings(tmp_path / "x.yaml")
+    with pytest.raises(InputError, match="no such file"):
+        read_settings(tmp_path / "y.yaml")
+
+
+def test_rule_from_its_name() -> None:
+    rule = from_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
+    assert (rule.backend, rule.gpus, rule.training) == ("amx", 4, True)
+    assert from_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
+    assert from_name("DeepSeek-V2-Lite-Chat-sft.yaml").backend == "any"
+    assert from_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
+
+
+def test_rule_from_its_file(tmp_path: Path) -> None:
+    def rule(backend: str) -> str:
+        return (
+            '- match:\n    name: "^model\\\\.layers\\\\..*\\\\.mlp\\\\.experts$"\n  replace:\n'
+            "    class: ktransformers.operators.experts.KTransformersExperts\n    kwargs:\n"
+            f'      prefill_device: "cpu"\n      out_device: "cuda:1"\n      backend: "{backend}"\n'
+        )
+
+    file = tmp_path / "rule.yaml"
+    file.write_text(rule("AMXBF16"))
+    found, line = read_rule(str(file))
+    assert (found.source, found.backend, found.gpus) == ("file", "amx", 1)
+    assert "from the file" in line
+    file.write_text(rule("AMXInt8"))
+    with pytest.raises(InputError, match="AMXInt8"):
+        read_rule(str(file))
+    file.write_text("nothing: here")
+    with pytest.raises(InputError, match="holds no list"):
+        read_rule(str(file))
+
+
+def test_backends() -> None:
+    assert isa_of(None) is None and isa_of("auto") is None and isa_of("AMXBF16") is None
+    assert isa_of("AVX512BF16") == "avx512" and isa_of("AVX2") == "avx2" and isa_of("AVX512_BF16") == "avx512_bf16"
+
+
+def test_known_keys_are_many() -> None:
+    assert {"learning_rate", "kt_config", "cpu_infer", "lora_rank", "use_dora"} <= known_keys()
