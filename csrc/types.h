@@ -25,7 +25,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // What stands between the two products of an expert. `gated` forms take gate and up, the others up alone.
-enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu2, swiglu_oai };
+// `none` is for products that are not an expert's own.
+enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu2, swiglu_oai, none };
 
 // One bf16 or f16 as f32: the scalar form of what kernels/elementwise.h does in vectors, for the code outside the
 // kernels.
@@ -43,6 +44,28 @@ static inline float to_float(uint16_t half, DType type) {
   }
   __builtin_memcpy(&value, &bits, 4);
   return value;
+}
+
+// And back: the nearest, ties to even. What f16 cannot hold is infinite.
+static inline uint16_t from_float(float value, DType type) {
+  uint32_t u;
+  __builtin_memcpy(&u, &value, 4);
+  if (type == DType::bf16) {
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+  }
+  uint32_t sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+  if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+  if (a < (113u << 23)) {
+    // Adding one half aligns the bits that a subnormal keeps, and the addition rounds.
+    float magnitude;
+    __builtin_memcpy(&magnitude, &a, 4);
+    magnitude += 0.5f;
+    __builtin_memcpy(&a, &magnitude, 4);
+    return (uint16_t)(sign | (a - (126u << 23)));
+  }
+  return (uint16_t)(sign | ((a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13));
 }
 
 }  // namespace kt

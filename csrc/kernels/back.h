@@ -152,6 +152,10 @@ void run_back_as(const Back& b) {
     int64_t row = (int64_t)p.tile * p.rows + r;
     int second = r >= p.rows;
     F32<W> sum = splat<W>(0.0f), scale = splat<W>(b.weight[row]);
+    char* hidden = nullptr;
+    if (b.hidden)
+      hidden = b.hidden + ((p.tile + second) * (int64_t)b.hidden_k_tiles + p.block) * row_bytes * p.rows +
+               (r - second * p.rows) * row_bytes;
     // The 32 columns are one block of gate/up, or two where a block holds 16 of gate beside 16 of up.
     for (int half = 0; half < halves; half++) {
       int block = p.block * halves + half;
@@ -160,15 +164,18 @@ void run_back_as(const Back& b) {
           b.grad + (p.tile + second) * tile_bytes + block * row_bytes * p.rows + (r - second * p.rows) * row_bytes;
       for (int i = 0; i < kBlockN / halves; i += W) {
         F32<W> d = load<F32<W>>(c + half * kTileN + i), g = get_element<Isa>(keep, i), dg, du;
+        F32<W> h;
         if (b.gate.gated) {
           F32<W> u = get_element<Isa>(keep, kTileN + i);
-          sum += d * back_gated<W, A>(g, u, d * scale, b.gate, dg, du);
+          h = back_gated<W, A>(g, u, d * scale, b.gate, dg, du);
           put_element<Isa>(out, kTileN + i, du);
         } else {
-          sum += d * activate<W, A>(g, b.gate.alpha);
+          h = activate<W, A>(g, b.gate.alpha);
           dg = d * scale * slope<W, A>(g, b.gate.alpha);
         }
+        sum += d * h;
         put_element<Isa>(out, i, dg);
+        if (hidden) put_element<Isa>(hidden, half * kTileN + i, h);
       }
     }
     float total = 0;
@@ -191,6 +198,8 @@ void run_back(const Back& b) {
       return run_back_as<Isa, Activation::relu2>(b);
     case Activation::swiglu_oai:
       return run_back_as<Isa, Activation::swiglu_oai>(b);
+    case Activation::none:
+      return;  // no expert has it
   }
 }
 

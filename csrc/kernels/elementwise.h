@@ -184,6 +184,7 @@ inline F32<W> gelu_tanh(F32<W> x) {
 template <int W, Activation A>
 inline F32<W> activate(F32<W> g, float alpha) {
   if constexpr (A == Activation::silu) return g * sigmoid<W>(g);
+  if constexpr (A == Activation::none) return g;
   if constexpr (A == Activation::gelu) return g * gelu_phi<W>(g);
   if constexpr (A == Activation::gelu_tanh) return gelu_tanh<W>(g);
   if constexpr (A == Activation::swiglu_oai) return g * sigmoid<W>(g * splat<W>(alpha));

@@ -44,7 +44,21 @@ struct Product {
   bool accumulate;
   Ahead ahead;
   float* c;  // [tiles * rows][32]
+  const Extra* extra;
+  int extras, block0;
 };
+
+// The stretches that join this product, each at the product's block.
+template <class Act>
+inline void for_each_extra(const Product& p, Act&& act) {
+  for (int i = 0; i < p.extras; i++) {
+    const Extra& x = p.extra[i];
+    if (x.tile1 <= p.tile || p.tile + p.tiles <= x.tile0) continue;
+    Stretch s = x.s;
+    s.b += (p.block - p.block0) * (int64_t)x.block_bytes;
+    act(s);
+  }
+}
 
 constexpr int kPassTiles = 2;
 
@@ -94,6 +108,9 @@ inline void for_each_product(const Unit& u, bool complete, const Where& where, c
     p.s = u.base;
     p.s.b += (block - u.block0) * u.block_bytes;
     p.block = block;
+    p.block0 = u.block0;
+    p.extra = u.extra;
+    p.extras = u.extras;
     p.rows = u.tiling.rows;
     const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : u.next;
     for (int pass = 0; pass < passes; pass++) {
@@ -194,6 +211,8 @@ void run_up(const Up& u) {
       return run_up_as<Isa, Activation::relu2>(u);
     case Activation::swiglu_oai:
       return run_up_as<Isa, Activation::swiglu_oai>(u);
+    case Activation::none:
+      return run_up_as<Isa, Activation::none>(u);
   }
 }
 

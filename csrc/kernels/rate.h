@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "kernels/back.h"
+#include "kernels/outer.h"
 
 namespace kt {
 namespace {
@@ -67,7 +68,10 @@ double panel_rate(double seconds, char* scratch, size_t bytes) {
                 kPassTiles * rows,
                 false,
                 {nullptr, 0},
-                c};
+                c,
+                nullptr,
+                0,
+                0};
       Isa::multiply(p, nothing);
     }
     return 2.0 * kPassTiles * rows * kBlockN * 2048 * (double)blocks;
@@ -128,6 +132,7 @@ constexpr KernelTable table_of(const char* name) {
           &pack_block<Isa::width>,
           &turn_blocks<Isa::width>,
           &run_back<Isa>,
+          &run_outer<Isa>,
           &measure_rate<Isa>};
 }
 

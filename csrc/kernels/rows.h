@@ -95,8 +95,13 @@ struct RowIsa {
       int live = p.live - t * p.rows < p.rows ? p.live - t * p.rows : p.rows;
       Ahead ahead = p.ahead;
       if (t > 0) ahead.lines = 0;
-      tile_by_block<Arith, W, NV, MR>(live, p.s.a + (p.tile + t) * p.s.a_tile, p.rows, p.s.b, p.s.k_tiles, p.accumulate,
-                                      ahead, p.c + t * p.rows * kBlockN);
+      float* c = p.c + t * p.rows * kBlockN;
+      auto add = [&](const Stretch& s, bool accumulate, Ahead fetch) {
+        tile_by_block<Arith, W, NV, MR>(live, s.a + (p.tile + t) * (int64_t)s.a_tile, p.rows, s.b, s.k_tiles,
+                                        accumulate, fetch, c);
+      };
+      add(p.s, p.accumulate, ahead);
+      for_each_extra(p, [&](const Stretch& s) { add(s, true, {nullptr, 0}); });
     }
   }
 };

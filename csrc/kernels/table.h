@@ -15,12 +15,20 @@ struct Tiling {
   int32_t tiles;
 };
 
-// One stretch of a contraction: an activation panel against weight blocks. LoRA appends stretches of its own.
+// One stretch of a contraction: an activation panel against weight blocks.
 struct Stretch {
   const char* a;  // tile 0 of the panel at the first k tile of this stretch
   size_t a_tile;  // bytes from one token tile to the next
   const char* b;  // weight block at the first k tile of this stretch
   int32_t k_tiles;
+};
+
+// A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)
+// take it; the panel reaches one tile further on each side, and is zero in rows that are not concerned.
+struct Extra {
+  Stretch s;           // b: of the product's first block
+  size_t block_bytes;  // from one block to the next
+  int32_t tile0, tile1;
 };
 
 struct Gate {
@@ -50,6 +58,8 @@ struct Up {
   Stretch base;        // b: block `block0`, all of K or a chunk of it
   size_t block_bytes;  // from one block to the next
   int32_t block0, block1;
+  const Extra* extra;  // [extras]
+  int32_t extras;
   bool first, last;  // of the chunks of K: start from zero, apply the activation
   float* sums;       // [blocks][tiles * rows][32] between chunks; unused when first && last
   Gate gate;
@@ -79,6 +89,8 @@ struct Down {
   Stretch base;
   size_t block_bytes;
   int32_t block0, block1;
+  const Extra* extra;
+  int32_t extras;
   bool first, last;  // chunk of K
   Rows rows;
   const float* bias;  // [blocks * 32] or null
@@ -109,6 +121,8 @@ struct Back {
   Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
   size_t block_bytes;
   int32_t block0, block1;
+  const Extra* extra;
+  int32_t extras;
   bool first, last;
   float* sums;
   Gate gate;
@@ -119,9 +133,25 @@ struct Back {
   int64_t part_stride;
   char* grad;  // panel [tiles][grad_k_tiles][rows][32]: gradients of gate and up as the blocks lie
   int32_t grad_k_tiles;
+  char* hidden;  // panel [tiles][hidden_k_tiles][rows][32]: the activated rows once more, or null
+  int32_t hidden_k_tiles;
   float* scratch;
   const char* next;  // unused: what comes next has to be transposed first
 };
+
+// A contraction over rows, for one block of 32 columns: c[r][n] += sum over m of p[m][r] * q[m][n].
+struct Outer {
+  const float* p;  // [rows][rank]
+  int32_t rows;
+  int32_t rank;          // a multiple of kRankStep
+  const char* const* q;  // [rows] where each row begins
+  int64_t q_at;          // bytes from there to the block's columns
+  DType dtype;
+  int32_t width;  // columns that exist, at most 32
+  float* c;       // [rank][c_stride]
+  int64_t c_stride;
+};
+constexpr int kRankStep = 8;
 
 // One matrix of one expert as the checkpoint has it: element (n, k) at data + n * n_stride + k * k_stride (elements).
 struct Source {
@@ -154,6 +184,7 @@ struct KernelTable {
   void (*pack)(const Pack&);
   void (*transpose)(const Transpose&);
   void (*back)(const Back&);
+  void (*outer)(const Outer&);
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };

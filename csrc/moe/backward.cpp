@@ -1,4 +1,5 @@
-// Backward with frozen weights: gradients of the hidden states and of the routing weights.
+// Backward with frozen weights: gradients of the hidden states and of the routing weights; those of LoRA's factors are
+// in lora_backward.cpp.
 //
 // A unit computes gate and up again (or finds them kept), multiplies the output's gradient with down transposed, and
 // takes the result back through the activation into the gradient panel. A lane multiplies that panel with gate/up
@@ -17,6 +18,17 @@ void Backward::begin() {
   ones_.assign(rows, 1.0f);
   for (int32_t t = 0; t < batch_.tokens; t++)
     std::fill_n(gradients_.weights + t * gradients_.weights_stride, batch_.top_k, 0.0f);
+  next_piece_ = next_factor_ = 0;
+  if (ranks_left_.size() < routing_.segments.size())
+    ranks_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
+  for (auto& left : ranks_left_) left.store(0, std::memory_order_relaxed);
+  for (const Piece& p : plan_.pieces) ranks_left_[(size_t)p.segment]++;
+  size_t experts = (size_t)experts_.shape().experts;
+  run_of_.assign(adapters_.size() * experts, -1);
+  for (size_t n = 0; n < routing_.runs.size(); n++) {
+    const Run& run = routing_.runs[n];
+    run_of_[(size_t)run.adapter * experts + (size_t)routing_.segments[(size_t)run.segment].expert] = (int32_t)n;
+  }
 }
 
 // The k tile of stored blocks [first, first + count) as one block of the transposed matrix. The blocks may lie with
@@ -38,6 +50,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   UnitRows r = rows_of(unit);
   int64_t row_bytes = (int64_t)kTileK * kernels.elem, row0 = segment.begin + r.first;
   int32_t per_tile = experts_.shape().gated ? 2 : 1;
+  await_ranks((size_t)unit.segment);
 
   Back back{};
   if (gradients_.keep) {
@@ -47,7 +60,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
     Up up{};
     up.keep_stride = (unit.block1 - unit.block0) * row_bytes;
     up.keep = slice + plan_.keep_at;
-    multiply_up(unit, next, slice, up);
+    multiply_up(unit, next, slice, up, true);
     back.keep_stride = up.keep_stride;
     back.keep = up.keep - unit.block0 * row_bytes;
   }
@@ -61,6 +74,11 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   back.part = parts_.data() + row0 * back.part_stride;
   back.grad_k_tiles = plan_.panel_k_tiles;
   back.grad = panel_of((size_t)unit.segment) + unit.tile0 * r.tiling.rows * row_bytes * back.grad_k_tiles;
+  if (!plan_.rows_at.empty()) {
+    back.hidden_k_tiles = store.k_tiles();
+    back.hidden = workspace_.data() + plan_.rows_at[(size_t)unit.segment] +
+                  unit.tile0 * r.tiling.rows * row_bytes * back.hidden_k_tiles;
+  }
   back.scratch = (float*)(slice + plan_.scratch_at);
   char* turned = slice + plan_.turned_at;
   int32_t first = unit.block0 / per_tile, last = unit.block1 / per_tile, k_tiles = store.blocks();
@@ -80,13 +98,23 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
       for (int32_t i = j; i < back.block1; i++)
         turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * back.block_bytes);
       back.sums = (float*)(slice + plan_.panel_bytes) + (j - first) * block_sums;
+      std::vector<Extra> extras;
+      if (back.last) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
+      back.extra = extras.data();
+      back.extras = (int32_t)extras.size();
       kernels.back(back);
     }
   }
 }
 
-// All columns of the segment's rows have been back through the activation: their shares are added up in order.
-void Backward::unit_done(size_t index) {
+// All columns of the segment's rows have been back through the activation.
+void Backward::segment_done(size_t index, char* slice) {
+  add_weight_gradients(index);
+  narrow_gradients(index, slice);
+}
+
+// The shares of the routing weights' gradients are added up in order.
+void Backward::add_weight_gradients(size_t index) {
   const Segment& segment = routing_.segments[index];
   size_t shares = (size_t)experts_.weights().down().k_tiles();
   const float* bias = experts_.weights().down_bias(segment.expert);
@@ -123,6 +151,11 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
       for (int32_t i = j; i < down.block1; i++)
         turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * down.block_bytes);
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
+        std::vector<Extra> extras;
+        Piece piece{(int32_t)index, tile, tile + tiles};
+        if (down.last) extras = turned_extras(piece, Factor::wide_a, j, down.block1, slice);
+        down.extra = extras.data();
+        down.extras = (int32_t)extras.size();
         int64_t row = segment.begin + (int64_t)tile * whole.rows;
         down.tiling = {whole.rows, tiles};
         down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);

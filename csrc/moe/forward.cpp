@@ -19,6 +19,8 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   multiply_up(unit, next, slice, up);
 }
 
+void Call::segment_done(size_t index, char* slice) { narrow_rows(index, panel_of(index), slice); }
+
 const char* Call::columns_at(const Lane& lane, size_t index) const {
   return experts_.weights().down().at(routing_.segments[index].expert, lane.block0);
 }
@@ -40,6 +42,16 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
     down.first = k == 0;
     down.last = k + now == k_tiles;
     for_pieces(index, [&](int32_t tile, int32_t tiles) {
+      std::vector<Extra> extras;
+      if (down.last)
+        for_runs(index, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
+          if (!adapter.down_tiles()) return;
+          extras.push_back(extra_of({(int32_t)index, tile, tile + tiles}, ranks, ranks.ha, adapter.down_tiles()));
+          extras.back().s.b = adapter.down_b().at(segment.expert, lane.block0);
+          extras.back().block_bytes = adapter.down_b().block_bytes();
+        });
+      down.extra = extras.data();
+      down.extras = (int32_t)extras.size();
       int64_t row = segment.begin + (int64_t)tile * whole.rows;
       down.tiling = {whole.rows, tiles};
       down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);

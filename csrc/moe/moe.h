@@ -15,16 +15,31 @@ namespace kt {
 class Call final : public Task {
  public:
   // `keep` takes gate and up of every row, in the order of the routing, for a Backward of the same batch; or null.
-  Call(const Experts& experts, const Batch& batch, char* keep = nullptr)
-      : Task(experts, batch, Direction::forward), keep_(keep) {}
+  Call(const Experts& experts, const Batch& batch, Adapters adapters = {}, char* keep = nullptr)
+      : Task(experts, batch, std::move(adapters), Direction::forward), keep_(keep) {}
   ~Call() override { close(); }
 
  private:
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
+  void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
   const char* columns_at(const Lane& lane, size_t segment) const override;
 
   char* keep_;
+};
+
+// Where the gradient of one factor goes, for all experts: element (n, k) of expert e as in SourceMatrix; data null:
+// not wanted.
+struct Target {
+  void* data;
+  DType dtype;
+  int64_t n_stride, k_stride, expert_stride;
+};
+
+// Of one adapter; shared: up_a is absent, and gate_a takes the gradient of both.
+struct LoraTargets {
+  Target gate_a, gate_b, up_a, up_b, down_a, down_b;
+  float gate_scale, up_scale, down_scale;  // as packed
 };
 
 // What a backward call gets and gives besides the batch, whose `out` takes the gradient of the hidden states.
@@ -34,25 +49,53 @@ struct Gradients {
   int64_t out_stride = 0;
   float* weights = nullptr;  // [T, k], gradient of the routing weights
   int64_t weights_stride = 0;
-  const char* keep = nullptr;  // what the forward call kept; null: gate and up are computed again
+  const char* keep = nullptr;     // what the forward call kept; null: gate and up are computed again
+  std::vector<LoraTargets> lora;  // [adapters], or empty: factors are frozen
 };
 
 class Backward final : public Task {
  public:
-  Backward(const Experts& experts, const Batch& batch, const Gradients& gradients)
-      : Task(experts, batch, Direction::backward), gradients_(gradients) {}
+  Backward(const Experts& experts, const Batch& batch, const Gradients& gradients, Adapters adapters = {})
+      : Task(experts, batch, std::move(adapters), Direction::backward), gradients_(gradients) {}
   ~Backward() override { close(); }
 
  private:
   void begin() override;
+  void before_units(char* slice) override;
+  void after_lanes(char* slice) override;
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
-  void unit_done(size_t segment) override;
+  void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
   void turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out) const;
+  void add_weight_gradients(size_t segment);
+
+  // lora_backward.cpp
+  enum class Factor : uint8_t { wide_a, wide_b, down_a, down_b };
+  void narrow_piece(const Piece& piece, char* slice);
+  void narrow_gradients(size_t segment, char* slice);
+  void await_ranks(size_t segment) const;
+  std::vector<Extra> turned_extras(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
+                                   char* slice) const;
+  struct WideRows {
+    const char* data;
+    DType dtype;
+    int64_t stride;  // of a tensor: elements from token to token
+    int64_t block;   // of a panel: bytes from one block of columns to the next; 0: a tensor
+    int32_t blocks;
+  };
+  WideRows wide_rows(Factor factor, const Run& run) const;
+  void spread_ranks(Factor factor, int32_t run, int32_t row0, int32_t rows, int32_t rank, float* out) const;
+  void contract(Factor factor, int32_t run, int32_t column, int32_t columns, int32_t rank, float* sums) const;
+  void factor_gradient(size_t adapter, int32_t expert, Factor factor, int32_t column, char* slice);
+  void store_columns(size_t adapter, int32_t expert, Factor factor, int32_t column, int32_t columns,
+                     const float* sums) const;
 
   Gradients gradients_;
-  std::vector<float> parts_;  // [rows][down k tiles]: shares of the routing weights' gradients
-  std::vector<float> ones_;   // [rows]: gradients of gate and up carry the routing weight already
+  std::atomic<int32_t> next_piece_{0}, next_factor_{0};
+  std::vector<std::atomic<int32_t>> ranks_left_;  // [segments] pieces whose rank panels are not made yet
+  std::vector<int32_t> run_of_;                   // [adapters][experts], -1: no rows
+  std::vector<float> parts_;                      // [rows][down k tiles]: shares of the routing weights' gradients
+  std::vector<float> ones_;                       // [rows]: gradients of gate and up carry the routing weight already
 };
 
 }  // namespace kt

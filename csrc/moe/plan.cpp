@@ -13,14 +13,20 @@ namespace {
 constexpr int32_t kBackBlocks = 16;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
 constexpr int64_t kScratchFloats = 2 * 2 * kMaxRows * kBlockN;
 
-// Token tiles of one segment in pieces of about `most`, none of them much smaller than the others.
-int32_t pieces_of(int32_t tiles, int32_t most) { return tiles <= most + most / 4 ? 1 : (int32_t)ceil_div(tiles, most); }
+// Token tiles of one segment in pieces of about `most`, at most a quarter more, none much smaller than the others.
+std::vector<Piece> pieces_of(int32_t segment, int32_t tiles, int32_t most) {
+  int32_t count = tiles <= most + most / 4 ? 1 : (int32_t)ceil_div(tiles, most);
+  std::vector<Piece> pieces;
+  for (int32_t p = 0; p < count; p++)
+    pieces.push_back({segment, (int32_t)((int64_t)tiles * p / count), (int32_t)((int64_t)tiles * (p + 1) / count)});
+  return pieces;
+}
 
 struct UpCutter {
   const Weights& weights;
   int threads;
   Plan& plan;
-  int32_t most_tiles, most_blocks;
+  int32_t most_blocks;
 
   // Blocks [begin, end) of every segment, cut for one group of threads.
   void cut(const std::vector<Segment>& segments, int group) {
@@ -29,17 +35,16 @@ struct UpCutter {
     int64_t left = 0;
     for (const Tiling& t : plan.tilings) left += (end - begin) * block_cost(t.tiles);
     for (size_t s = 0; s < segments.size(); s++) {
-      int32_t tiles = plan.tilings[s].tiles, pieces = pieces_of(tiles, most_tiles);
+      int32_t tiles = plan.tilings[s].tiles;
+      std::vector<Piece> pieces = pieces_of((int32_t)s, tiles, plan.most_tiles);
       int64_t cost = (end - begin) * block_cost(tiles);
       int64_t fair = std::max<int64_t>(left / (2 * threads), 1);
-      int64_t parts = std::clamp<int64_t>(ceil_div(cost / pieces, fair), 1, (end - begin) / step);
+      int64_t parts = std::clamp<int64_t>(ceil_div(cost / (int64_t)pieces.size(), fair), 1, (end - begin) / step);
       int32_t per_part = (int32_t)std::min<int64_t>(round_up(ceil_div(end - begin, parts), step), most_blocks);
       // Neighbours in the queue share weights: the pieces of one block range follow each other.
       for (int32_t b = begin; b < end; b += per_part)
-        for (int32_t p = 0; p < pieces; p++)
-          plan.up[(size_t)group].push_back({(int32_t)s, (int32_t)((int64_t)tiles * p / pieces),
-                                            (int32_t)((int64_t)tiles * (p + 1) / pieces), b,
-                                            std::min(b + per_part, end)});
+        for (const Piece& p : pieces)
+          plan.up[(size_t)group].push_back({p.segment, p.tile0, p.tile1, b, std::min(b + per_part, end)});
       left -= cost;
     }
     for (const UpUnit& u : plan.up[(size_t)group]) plan.units_of[(size_t)u.segment]++;
@@ -54,6 +59,17 @@ int32_t lane_width(int32_t blocks, int threads, size_t weight_bytes, int64_t hid
   return (int32_t)std::max<int64_t>(1, blocks * 2 / (3 * threads));
 }
 
+// What a thread needs for gradients of factors, once everything else is done: a chunk of rows and a piece of sums.
+int64_t factor_bytes(const Routing& routing, const Layout& layout, bool back) {
+  int64_t rank = 0;
+  for (const Run& run : routing.runs) {
+    const Adapter& adapter = *layout.adapters[(size_t)run.adapter];
+    rank = std::max<int64_t>({rank, adapter.wide_rank(), adapter.ranks().down});
+  }
+  rank = round_up(rank, kRankStep);
+  return back ? rank * (kFactorRows + kFactorColumns) * (int64_t)sizeof(float) : 0;
+}
+
 }  // namespace
 
 Budget budget_of_machine() {
@@ -66,18 +82,62 @@ Budget budget_of_machine() {
   return {share * 5 / 8, share * 3 / 8};
 }
 
-void make_plan(const Routing& routing, const Weights& weights, const KernelTable& kernels, int32_t tokens, int threads,
-               int groups, const Budget& budget, Plan& plan, Direction direction) {
+// Where the panels of all runs lie, from `at` on, and what a thread needs for those of a unit.
+static int64_t place_ranks(const Routing& routing, const Layout& layout, bool back, int64_t at, Plan& plan) {
+  const int64_t row_bytes = (int64_t)kTileK * layout.kernels.elem;
+  int64_t most_panels = 0, most_sums = 0, most_turned = 0;
+  plan.ranks.clear();
+  plan.pieces.clear();
+  for (size_t s = 0; s < routing.segments.size(); s++) {
+    Tiling t = plan.tilings[s];
+    int64_t panels = 0, sums = 0, turned = 0;
+    if (back && routing.run0[s] < routing.run0[s + 1])
+      for (Piece p : pieces_of((int32_t)s, t.tiles, plan.most_tiles)) plan.pieces.push_back(p);
+    for (int32_t n = routing.run0[s]; n < routing.run0[s + 1]; n++) {
+      const Run& run = routing.runs[(size_t)n];
+      const Adapter& adapter = *layout.adapters[(size_t)run.adapter];
+      int64_t wide = adapter.wide_tiles(), down = adapter.down_tiles(), most = std::max(wide, down);
+      RankPanels r{run.first / t.rows, (int32_t)ceil_div(run.first + run.count, t.rows), 0, 0, 0, 0};
+      int64_t tile = t.rows * row_bytes, tiles = r.tile1 - r.tile0 + 2;
+      auto take = [&](int64_t bytes) {
+        int64_t here = at;
+        at += round_up(bytes, 64);
+        return here;
+      };
+      r.ha = take(tiles * tile * down);
+      if (back) {
+        r.xa = take(tiles * tile * wide);
+        r.yb = take(tiles * tile * down);
+        r.gb = take(tiles * tile * wide);
+      }
+      plan.ranks.push_back(r);
+      int64_t in_unit = std::min<int64_t>(tiles, plan.most_tiles + plan.most_tiles / 4 + 2);
+      panels += round_up(in_unit * tile * wide, 64);
+      sums += in_unit * t.rows * kBlockN * (int64_t)sizeof(float) * most;
+      turned += kTurnedBlocks * most * 2 * kTileBytes;
+    }
+    most_panels = std::max(most_panels, panels);
+    most_sums = std::max(most_sums, sums);
+    most_turned = std::max(most_turned, turned);
+  }
+  plan.rank_sums_at = most_panels;  // from rank_at; made absolute once that is known
+  plan.rank_turned_at = plan.rank_sums_at + round_up(most_sums, 64);
+  plan.thread_bytes = plan.rank_turned_at + (back ? most_turned : 0);
+  return at;
+}
+
+void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,
+               Plan& plan) {
   const auto& segments = routing.segments;
-  const BlockStore &up = weights.up(), &down = weights.down();
+  const KernelTable& kernels = layout.kernels;
+  const BlockStore &up = layout.weights.up(), &down = layout.weights.down();
   int64_t elem_tile = (int64_t)kTileK * kernels.elem;
 
   // The rows of a full unit and the K that they take are chosen together: about 128 rows by 2048.
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
   int32_t chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16) / 64);
   plan.up_chunk = (int32_t)ceil_div(up.k_tiles(), chunks);
-  int32_t most_tiles =
-      (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * elem_tile * tile_rows) / 2 * 2);
+  plan.most_tiles = (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * elem_tile * tile_rows) / 2 * 2);
   bool back = direction == Direction::backward;
   plan.panel_k_tiles = back ? up.blocks() : down.k_tiles();
   plan.down_chunk = (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
@@ -85,8 +145,8 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
   plan.tilings.clear();
   plan.hidden_at.clear();
   plan.units_of.assign(segments.size(), 0);
-  plan.up.assign((size_t)groups, {});
-  plan.lanes.assign((size_t)groups, {});
+  plan.up.assign((size_t)layout.groups, {});
+  plan.lanes.assign((size_t)layout.groups, {});
   int64_t hidden_bytes = 0;
   int64_t largest_rows = 0;  // of a unit
   for (const Segment& s : segments) {
@@ -94,23 +154,34 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
     plan.tilings.push_back(t);
     plan.hidden_at.push_back(hidden_bytes);
     hidden_bytes += round_up((int64_t)t.tiles * t.rows * elem_tile * plan.panel_k_tiles, 64);
-    largest_rows = std::max(largest_rows, ceil_div(t.tiles, pieces_of(t.tiles, most_tiles)) * t.rows);
+    for (const Piece& p : pieces_of(0, t.tiles, plan.most_tiles))
+      largest_rows = std::max<int64_t>(largest_rows, (p.tile1 - p.tile0) * t.rows);
   }
   // Between chunks of K a unit's sums wait in L2; the fewer its blocks, the more often its rows are gathered.
   int64_t block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * (int64_t)sizeof(float);
   int32_t most_blocks = up.blocks();
   if (chunks > 1) most_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
   if (back) most_blocks = std::min(most_blocks, kBackBlocks);
-  UpCutter cutter{weights, std::max(1, threads / groups), plan, most_tiles, most_blocks};
+  UpCutter cutter{layout.weights, std::max(1, layout.threads / layout.groups), plan, most_blocks};
   size_t weight_bytes = segments.size() * down.block_bytes();
-  for (int g = 0; g < groups; g++) {
+  for (int g = 0; g < layout.groups; g++) {
     cutter.cut(segments, g);
     int32_t begin = down.begin(g), end = down.end(g);
     int32_t width = lane_width(end - begin, cutter.threads, weight_bytes, hidden_bytes);
     for (int32_t b = begin; b < end; b += width) plan.lanes[(size_t)g].push_back({b, std::min(b + width, end)});
   }
 
-  plan.sums_at = round_up(hidden_bytes, 4096);
+  plan.rows_at.clear();
+  int64_t at = hidden_bytes;
+  bool wants_rows = false;  // gradients of down's factors contract over activated rows
+  for (const Run& run : routing.runs) wants_rows |= back && layout.adapters[(size_t)run.adapter]->down_tiles() > 0;
+  for (size_t s = 0; wants_rows && s < segments.size(); s++) {
+    plan.rows_at.push_back(at);
+    at += round_up((int64_t)plan.tilings[s].tiles * plan.tilings[s].rows * elem_tile * down.k_tiles(), 64);
+  }
+  at = place_ranks(routing, layout, back, at, plan);
+
+  plan.sums_at = round_up(at, 4096);
   int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * (int64_t)sizeof(float);
   plan.panel_bytes =
       round_up(std::max(largest_rows * plan.up_chunk * elem_tile,
@@ -120,10 +191,13 @@ void make_plan(const Routing& routing, const Weights& weights, const KernelTable
   plan.scratch_at = plan.panel_bytes + plan.partial_bytes;
   plan.keep_at = plan.scratch_at + kScratchFloats * (int64_t)sizeof(float);
   plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);
-  int64_t turned = (int64_t)kTurnedBlocks * std::max(up.k_tiles(), plan.down_chunk) * 2 * kTileBytes;
-  plan.thread_bytes = plan.turned_at + (back ? turned : 0);
+  int64_t turned = std::max(kTurnedBlocks * std::max(up.k_tiles(), plan.down_chunk), up.blocks()) * 2LL * kTileBytes;
+  plan.rank_at = plan.turned_at + (back ? turned : 0);
+  plan.rank_sums_at += plan.rank_at;
+  plan.rank_turned_at += plan.rank_at;
+  plan.thread_bytes = round_up(std::max(plan.thread_bytes + plan.rank_at, factor_bytes(routing, layout, back)), 4096);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);
-  plan.total_bytes = plan.threads_at + threads * plan.thread_bytes;
+  plan.total_bytes = plan.threads_at + layout.threads * plan.thread_bytes;
 }
 
 }  // namespace kt

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "moe/lora.h"
 #include "moe/route.h"
 #include "moe/weights.h"
 
@@ -18,13 +19,28 @@ namespace kt {
 // Forward, a panel between units and lanes holds activated rows [I]; backward, gradients of gate and up [2 I].
 enum class Direction : uint8_t { forward, backward };
 
-struct UpUnit {
+// Token tiles [tile0, tile1) of a segment.
+struct Piece {
   int32_t segment;
-  int32_t tile0, tile1;  // token tiles of the segment
+  int32_t tile0, tile1;
+};
+
+struct UpUnit : Piece {
   int32_t block0, block1;
 };
 
-constexpr int32_t kTurnedBlocks = 2;  // blocks that a thread transposes at a time
+// The tiles of a run, and its panels in the workspace: one tile more on each side, rank columns wide. A panel that the
+// direction does not need has no bytes.
+struct RankPanels {
+  int32_t tile0, tile1;
+  int64_t xa;  // rows of x times A of gate/up; backward only, forward makes them where it needs them
+  int64_t ha;  // activated rows times A of down
+  int64_t yb;  // the output's gradient times B of down
+  int64_t gb;  // the gradient of gate/up times their B
+};
+
+constexpr int32_t kFactorRows = 128, kFactorColumns = 256;  // of a piece of a factor's gradient, taken at a time
+constexpr int32_t kTurnedBlocks = 2;                        // blocks that a thread transposes at a time
 
 struct Lane {
   int32_t block0, block1;
@@ -43,12 +59,18 @@ struct Plan {
   std::vector<Tiling> tilings;           // [segments]
   std::vector<int64_t> hidden_at;        // [segments] byte offset of the hidden panel
   std::vector<int32_t> units_of;         // [segments] up units to wait for
+  std::vector<RankPanels> ranks;         // [runs]
+  std::vector<int64_t> rows_at;          // [segments] activated rows, where backward wants them; else empty
+  int32_t most_tiles;                    // token tiles that a thread gathers at a time, about
+  std::vector<Piece> pieces;             // backward: of all segments that have runs
   std::vector<std::vector<UpUnit>> up;   // [groups]
   std::vector<std::vector<Lane>> lanes;  // [groups]
   // The workspace: panels between units and lanes, running sums, then one slice per thread.
   int64_t sums_at, threads_at, total_bytes;
   // A slice: gathered panel, partial sums, scratch; backward also the kept rows of a unit and transposed blocks.
-  int64_t panel_bytes, partial_bytes, scratch_at, keep_at, turned_at, thread_bytes;
+  int64_t panel_bytes, partial_bytes, scratch_at, keep_at, turned_at;
+  // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
+  int64_t rank_at, rank_sums_at, rank_turned_at, thread_bytes;
 };
 
 // What one k tile of a block costs, in passes of two token tiles over it: fetching the weights is worth about six.
@@ -56,7 +78,15 @@ constexpr int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }
 constexpr int64_t kTurnCost = 2000;  // of a lane in one thread's hands: about a tenth of a millisecond
 
 Budget budget_of_machine();
-void make_plan(const Routing& routing, const Weights& weights, const KernelTable& kernels, int32_t tokens, int threads,
-               int groups, const Budget& budget, Plan& plan, Direction direction = Direction::forward);
+
+// What a call is, for its plan.
+struct Layout {
+  const Weights& weights;
+  const KernelTable& kernels;
+  const Adapters& adapters;
+  int threads, groups;
+};
+void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,
+               Plan& plan);
 
 }  // namespace kt

@@ -31,6 +31,23 @@ void order_by_adapter(const Batch& b, std::vector<int32_t>& order) {
   std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) { return b.adapter[x] < b.adapter[y]; });
 }
 
+// The adapters of every segment's rows, which lie sorted by them.
+void find_runs(const Batch& b, Routing& r) {
+  r.runs.clear();
+  r.run0.assign(1, 0);
+  for (size_t s = 0; s < r.segments.size(); s++) {
+    const Segment& segment = r.segments[s];
+    for (int32_t i = 0; i < segment.count; i++) {
+      int32_t adapter = b.adapter ? b.adapter[r.token[(size_t)(segment.begin + i)]] : b.every_adapter;
+      if (adapter < 0) continue;
+      bool same = (int32_t)r.runs.size() > r.run0.back() && r.runs.back().adapter == adapter;
+      if (!same) r.runs.push_back({(int32_t)s, adapter, i, 0});
+      r.runs.back().count++;
+    }
+    r.run0.push_back((int32_t)r.runs.size());
+  }
+}
+
 }  // namespace
 
 void route(const Batch& b, int32_t experts, Routing& r) {
@@ -70,6 +87,7 @@ void route(const Batch& b, int32_t experts, Routing& r) {
       }
   }
 
+  find_runs(b, r);
   r.idle.clear();
   for (int32_t t = 0; t < b.tokens; t++)
     if (!r.left_[(size_t)t]) r.idle.push_back(t);

@@ -24,9 +24,10 @@ struct Batch {
   const void* weights = nullptr;  // [T, k]
   DType weights_dtype = DType::f32;
   int64_t weights_stride = 0;
-  const int32_t* adapter = nullptr;  // [T], -1 for none; null: none for all
-  const uint8_t* skip = nullptr;     // [E]
-  void* out = nullptr;               // [T, H]
+  const int32_t* adapter = nullptr;  // [T], -1 for none; null: `every_adapter` for all
+  int32_t every_adapter = -1;
+  const uint8_t* skip = nullptr;  // [E]
+  void* out = nullptr;            // [T, H]
   DType out_dtype = DType::bf16;
   int64_t out_stride = 0;
 };
@@ -36,8 +37,16 @@ struct Segment {
   int32_t expert, begin, count;
 };
 
+// Rows of a segment that one adapter takes; rows without an adapter are in no run.
+struct Run {
+  int32_t segment, adapter;
+  int32_t first, count;  // counted from the segment's first row
+};
+
 struct Routing {
   std::vector<Segment> segments;  // experts that have rows, ascending
+  std::vector<Run> runs;          // by segment, then by adapter
+  std::vector<int32_t> run0;      // [segments + 1] first run of each
   std::vector<int32_t> token;     // [rows]
   std::vector<int32_t> slot;      // [rows] which of the token's k
   std::vector<float> weight;      // [rows]

@@ -14,8 +14,8 @@ constexpr int64_t kFetchWaiting = 256 << 10;  // bytes of weights that a waiting
 Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine)
     : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, kernels, engine_->pool) {}
 
-Task::Task(const Experts& experts, const Batch& batch, Direction direction)
-    : experts_(experts), batch_(batch), direction_(direction) {
+Task::Task(const Experts& experts, const Batch& batch, Adapters adapters, Direction direction)
+    : experts_(experts), batch_(batch), adapters_(std::move(adapters)), direction_(direction) {
   size_t groups = (size_t)experts.engine().pool.groups();
   next_up_ = std::vector<std::atomic<int32_t>>(groups);
   lanes_ = std::vector<LaneQueue>(groups);
@@ -43,22 +43,25 @@ void Task::prepare() {
   Pool& pool = experts_.engine().pool;
   experts_.weights().enter();
   reading_ = true;
+  for (const Adapter* adapter : adapters_) adapter->enter(), entered_++;
   route(batch_, experts_.shape().experts, routing_);
   clear_idle();
-  make_plan(routing_, experts_.weights(), experts_.kernels(), batch_.tokens, pool.threads(), pool.groups(), budget,
-            plan_, direction_);
+  make_plan(routing_, {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups()}, batch_.tokens,
+            budget, direction_, plan_);
   workspace_ = experts_.engine().arena.borrow((size_t)plan_.total_bytes);
   begin();
   for (auto& n : next_up_) n.store(0, std::memory_order_relaxed);
   for (size_t g = 0; g < lanes_.size(); g++) lanes_[g].reset(plan_.lanes[g].size(), (int32_t)routing_.segments.size());
   if (up_left_.size() < routing_.segments.size())
     up_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
-  for (size_t s = 0; s < routing_.segments.size(); s++) up_left_[s].store(plan_.units_of[s], std::memory_order_relaxed);
+  for (size_t s = 0; s < routing_.segments.size(); s++)
+    up_left_[s].store(plan_.units_of[s] + 1, std::memory_order_relaxed);
 }
 
 void Task::finish() {
   experts_.engine().arena.give_back(std::move(workspace_));
   if (reading_) experts_.weights().leave();
+  while (entered_) adapters_[--entered_]->leave();
   reading_ = false;
   under_way_.store(false, std::memory_order_release);
 }
@@ -126,8 +129,10 @@ void Task::work(const Worker& worker) {
   DefaultArithmetic arithmetic;
   char* slice = workspace_.data() + plan_.threads_at + worker.index * plan_.thread_bytes;
   size_t groups = plan_.up.size();
+  before_units(slice);
   for (size_t i = 0; i < groups; i++) take_units((size_t)(worker.group + (int)i) % groups, slice);
   for (size_t i = 0; i < groups; i++) take_lanes((size_t)(worker.group + (int)i) % groups, slice);
+  after_lanes(slice);
 }
 
 void Task::take_units(size_t group, char* slice) {
@@ -138,7 +143,11 @@ void Task::take_units(size_t group, char* slice) {
     int32_t after = n < tail ? claim() : -1;
     const UpUnit& unit = units[(size_t)n];
     run_unit(unit, after >= 0 && after < count ? &units[(size_t)after] : nullptr, slice);
-    if (up_left_[(size_t)unit.segment].fetch_sub(1, std::memory_order_acq_rel) == 1) unit_done((size_t)unit.segment);
+    std::atomic<int32_t>& left = up_left_[(size_t)unit.segment];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) == 2) {
+      segment_done((size_t)unit.segment, slice);
+      left.store(0, std::memory_order_release);
+    }
     n = after >= 0 ? after : claim();
   }
 }
@@ -153,7 +162,7 @@ const char* Task::first_read(const UpUnit& unit) const {
   return experts_.weights().up().at(routing_.segments[(size_t)unit.segment].expert, unit.block0);
 }
 
-Task::UnitRows Task::rows_of(const UpUnit& unit) const {
+Task::UnitRows Task::rows_of(const Piece& unit) const {
   Tiling whole = plan_.tilings[(size_t)unit.segment];
   UnitRows r;
   r.tiling = {whole.rows, unit.tile1 - unit.tile0};
@@ -165,13 +174,13 @@ Task::UnitRows Task::rows_of(const UpUnit& unit) const {
   return r;
 }
 
-Gather Task::gather_of(const UpUnit& unit, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
+Gather Task::gather_of(const Piece& unit, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
                        char* slice) const {
   const int32_t* token = routing_.token.data() + routing_.segments[(size_t)unit.segment].begin + rows.first;
   return {x, dtype, stride, token, rows.live, rows.tiling, 0, 0, experts_.shape().hidden, slice};
 }
 
-void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up) const {
+void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made) const {
   const BlockStore& store = experts_.weights().up();
   const KernelTable& kernels = experts_.kernels();
   const Segment& segment = routing_.segments[(size_t)unit.segment];
@@ -189,6 +198,15 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
   up.scratch = (float*)(slice + plan_.scratch_at);
   up.gate = experts_.gate();
   up.bias = experts_.weights().up_bias(segment.expert);
+  std::vector<Extra> extras;
+  auto wide_b = [&](const Adapter& adapter) { return adapter.wide_b().at(segment.expert, unit.block0); };
+  if (ranks_made)
+    for_runs((size_t)unit.segment, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
+      if (!adapter.wide_tiles()) return;
+      extras.push_back(extra_of(unit, ranks, ranks.xa, adapter.wide_tiles()));
+      extras.back().s.b = wide_b(adapter);
+      extras.back().block_bytes = adapter.wide_b().block_bytes();
+    });
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
@@ -198,6 +216,9 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     up.base = {slice, tile_bytes, b + (size_t)k * 2 * kTileBytes, now};
     up.first = k == 0;
     up.last = k + now == k_tiles;
+    if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
+    up.extra = extras.data();
+    up.extras = up.last ? (int32_t)extras.size() : 0;
     up.next = !up.last ? b + (size_t)(k + now) * 2 * kTileBytes : next ? first_read(*next) : nullptr;
     kernels.up(up);
   }
@@ -219,7 +240,7 @@ Down Task::columns_of(const Lane& lane, char* slice) const {
 
 // The units are in the hands of running threads; one that lost its cpu to this very loop must get it back. With few
 // tokens everyone waits here for the last units: the lane's own weights come into L2 meanwhile.
-void Task::await_up(const Lane& lane, size_t segment) {
+void Task::await_segment(const Lane& lane, size_t segment) {
   const int64_t bytes = (int64_t)(lane.block1 - lane.block0) * (int64_t)experts_.weights().down().block_bytes();
   int64_t fetched = 0, at = 0;
   size_t from = segment;
@@ -242,7 +263,7 @@ int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
   int64_t cost = 0, per_block = (int64_t)(lane.block1 - lane.block0) * plan_.panel_k_tiles;
   int32_t end = (int32_t)routing_.segments.size();
   do {
-    await_up(lane, (size_t)segment);
+    await_segment(lane, (size_t)segment);
     run_columns(lane, (size_t)segment, slice);
     cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
   } while (++segment < end && cost < kTurnCost);

@@ -47,7 +47,7 @@ class Experts {
 
 class Task : private Job {
  public:
-  Task(const Experts& experts, const Batch& batch, Direction direction);
+  Task(const Experts& experts, const Batch& batch, Adapters adapters, Direction direction);
   ~Task() override = default;
 
   void run();     // the calling thread works too
@@ -56,9 +56,11 @@ class Task : private Job {
   bool done() const;
 
  protected:
-  virtual void begin() {}  // after routing, on the calling thread
+  virtual void begin() {}              // after routing, on the calling thread
+  virtual void before_units(char*) {}  // by every thread, as long as there is something to take
+  virtual void after_lanes(char*) {}   // likewise
   virtual void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) = 0;
-  virtual void unit_done(size_t) {}  // the last up unit of a segment is done
+  virtual void segment_done(size_t segment, char* slice) = 0;  // its units are done; lanes wait for this
   virtual void run_columns(const Lane& lane, size_t segment, char* slice) = 0;
   // The weights that run_columns will read one after another from here on, worth fetching while it must wait; or null.
   virtual const char* columns_at(const Lane&, size_t) const { return nullptr; }
@@ -70,12 +72,42 @@ class Task : private Job {
     int32_t first, live;
     int32_t chunk;  // k tiles of H to take at a time
   };
-  UnitRows rows_of(const UpUnit& unit) const;
+  UnitRows rows_of(const Piece& piece) const;
   // Their gathering from a [T, H] tensor into the slice; the caller says which columns.
-  Gather gather_of(const UpUnit& unit, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
+  Gather gather_of(const Piece& piece, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
                    char* slice) const;
-  // The gate/up product of a unit; `up` brings what becomes of it (hidden, keep).
-  void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up) const;
+  // The gate/up product of a unit; `up` brings what becomes of it (hidden, keep). LoRA's rows of x times A are made on
+  // the way, unless they are in the workspace already.
+  void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made = false) const;
+
+  // ranks.cpp: products with LoRA's factors.
+  // The runs of a segment, each with its place in the plan.
+  template <class Act>
+  void for_runs(size_t segment, Act&& act) const {
+    for (int32_t n = routing_.run0[segment]; n < routing_.run0[segment + 1]; n++) {
+      const Run& run = routing_.runs[(size_t)n];
+      act(run, plan_.ranks[(size_t)n], *adapters_[(size_t)run.adapter]);
+    }
+  }
+  // The part of a run's panel that token tiles of a piece see; tile 0 is the piece's first.
+  Extra extra_of(const Piece& piece, const RankPanels& ranks, int64_t at, int32_t k_tiles) const;
+  // A row panel times blocks of a factor, into a panel of rank columns.
+  struct Narrow {
+    Stretch base;  // of the piece's tiles
+    size_t block_bytes;
+    int32_t block0, block1;  // columns of the rank panel
+    bool first, last;
+    float* sums;
+  };
+  void narrow(const Narrow& n, const Tiling& tiling, int32_t live, char* out, int32_t k_tiles, char* slice) const;
+  // Zero in tiles [tile0, tile1) of a rank panel, which begins at tile0 here: rows that are not the run's.
+  void clear_others(const Run& run, int32_t tile0, int32_t tile1, int32_t k_tiles, char* panel) const;
+  // x times A of gate/up for one chunk of K, rows gathered in the slice; panels in the slice. Extras join the products.
+  void narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int32_t now, char* slice,
+                    std::vector<Extra>* extras) const;
+  // Rows of a segment's panel times A of down, into the runs' panels.
+  void narrow_rows(size_t segment, const char* rows, char* slice) const;
+
   // Columns of the running sums and of the output for Down; the caller fills in the product.
   Down columns_of(const Lane& lane, char* slice) const;
   // Calls act(tile0, tiles) for pieces of a segment whose panel stays in L2.
@@ -90,6 +122,7 @@ class Task : private Job {
 
   const Experts& experts_;
   Batch batch_;
+  Adapters adapters_;
   Routing routing_;
   Plan plan_;
   Buffer workspace_;
@@ -100,7 +133,7 @@ class Task : private Job {
   void finish();
   void settle();
   void clear_idle();
-  void await_up(const Lane& lane, size_t segment);
+  void await_segment(const Lane& lane, size_t segment);
   void take_units(size_t group, char* slice);
   void take_lanes(size_t group, char* slice);
   int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
@@ -108,9 +141,10 @@ class Task : private Job {
 
   Direction direction_;
   bool reading_ = false;                       // between Weights::enter and leave
+  size_t entered_ = 0;                         // adapters likewise
   std::vector<std::atomic<int32_t>> next_up_;  // [groups]
   std::vector<LaneQueue> lanes_;               // [groups]
-  std::vector<std::atomic<int32_t>> up_left_;  // [segments]
+  std::vector<std::atomic<int32_t>> up_left_;  // [segments] units, and one for segment_done
   std::mutex mutex_;                           // submit and wait from several threads
   std::atomic<bool> under_way_{false};
 };

@@ -8,6 +8,26 @@
 
 namespace kt {
 
+void Readers::enter(const char* what) const {
+  int32_t readers = count_.load(std::memory_order_relaxed);
+  do {
+    if (readers < 0)
+      throw std::runtime_error(std::string(what) + " cannot be used while another thread packs them; wait for pack()");
+  } while (!count_.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire));
+}
+
+void Readers::close(const char* what) {
+  int32_t readers = 0;
+  if (!count_.compare_exchange_strong(readers, -1, std::memory_order_acquire))
+    throw std::runtime_error(std::string(what) + " cannot be packed while " + std::to_string(readers) +
+                             " calls read them; wait for those calls first");
+}
+
+BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles)
+    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_((size_t)k_tiles * 2 * kTileBytes), first_{0, blocks} {
+  part_.emplace_back((size_t)experts * (size_t)blocks * block_bytes_);
+}
+
 BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t step, const Pool& pool)
     : blocks_(blocks), k_tiles_(k_tiles), block_bytes_((size_t)k_tiles * 2 * kTileBytes) {
   int groups = pool.groups();
@@ -124,13 +144,10 @@ Weights::Weights(const LayerShape& shape, const KernelTable& kernels, Pool& pool
 
 void Weights::pack(const SourceLayer& source) {
   std::lock_guard lock(packing_);
-  int32_t readers = 0;
-  if (!readers_.compare_exchange_strong(readers, -1, std::memory_order_acquire))
-    throw std::runtime_error("experts cannot be packed while " + std::to_string(readers) +
-                             " calls read them; wait for those calls first");
+  readers_.close("experts");
   struct Open {
-    std::atomic<int32_t>& readers;
-    ~Open() { readers.store(0, std::memory_order_release); }
+    Readers& readers;
+    ~Open() { readers.open(); }
   } open{readers_};
   PackJob job(source, shape_, kernels_, up_, down_);
   pool_.run(job);
@@ -139,11 +156,7 @@ void Weights::pack(const SourceLayer& source) {
 }
 
 void Weights::enter() const {
-  int32_t readers = readers_.load(std::memory_order_relaxed);
-  do {
-    if (readers < 0)
-      throw std::runtime_error("experts cannot be used while another thread packs them; wait for pack()");
-  } while (!readers_.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire));
+  readers_.enter("experts");
   int32_t missing = first_missing();
   if (missing < 0) return;
   leave();

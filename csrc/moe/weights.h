@@ -22,11 +22,24 @@ struct LayerShape {
   bool gated;
 };
 
+// Either one packs or any number of calls read.
+class Readers {
+ public:
+  void enter(const char* what) const;  // throws std::runtime_error while they are packed
+  void leave() const { count_.fetch_sub(1, std::memory_order_release); }
+  void close(const char* what);  // throws std::runtime_error while a call reads
+  void open() { count_.store(0, std::memory_order_release); }
+
+ private:
+  mutable std::atomic<int32_t> count_{0};  // -1: being packed
+};
+
 // Blocks of one matrix kind: how many, how long, and which node holds which.
 class BlockStore {
  public:
   BlockStore() = default;
   BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t step, const Pool& pool);
+  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles);  // all in one place
 
   const char* at(int32_t expert, int32_t block) const;
   char* at(int32_t expert, int32_t block) { return const_cast<char*>(std::as_const(*this).at(expert, block)); }
@@ -69,7 +82,7 @@ class Weights {
 
   // A call reads the weights from enter() to leave(). Throws std::runtime_error while they are packed or incomplete.
   void enter() const;
-  void leave() const { readers_.fetch_sub(1, std::memory_order_release); }
+  void leave() const { readers_.leave(); }
 
   const LayerShape& shape() const { return shape_; }
   const BlockStore& up() const { return up_; }
@@ -83,7 +96,7 @@ class Weights {
   void pack_biases(const SourceLayer& source);
 
   std::mutex packing_;
-  mutable std::atomic<int32_t> readers_{0};  // -1: being packed
+  Readers readers_;
   LayerShape shape_;
   const KernelTable& kernels_;
   Pool& pool_;

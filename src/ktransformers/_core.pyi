@@ -1,5 +1,6 @@
 """The native core (csrc/bindings/module.cpp). `ktransformers.nn` is the face for users."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypedDict
 
 class Array(Protocol):
@@ -86,6 +87,7 @@ class Experts:
         adapter: Array | None = None,
         skip: Array | None = None,
         keep: Array | None = None,
+        adapters: Sequence[Adapter] | None = None,
     ) -> None: ...
     def backward(
         self,
@@ -97,6 +99,9 @@ class Experts:
         grad_weights: Array,
         skip: Array | None = None,
         keep: Array | None = None,
+        adapter: Array | None = None,
+        adapters: Sequence[Adapter] | None = None,
+        factors: Sequence[Sequence[Array | None]] | None = None,
     ) -> None: ...
     def prepare(
         self,
@@ -106,6 +111,7 @@ class Experts:
         out: Array,
         adapter: Array | None = None,
         skip: Array | None = None,
+        adapters: Sequence[Adapter] | None = None,
     ) -> Call: ...
     @property
     def packed_bytes(self) -> int: ...
@@ -121,3 +127,22 @@ class Experts:
     def intermediate(self) -> int: ...
     @property
     def threads(self) -> int: ...
+
+class Adapter:
+    def __init__(
+        self, experts: Experts, gate_rank: int = 0, up_rank: int = 0, down_rank: int = 0, shared: bool = False
+    ) -> None: ...
+    def pack(
+        self,
+        gate_a: Array | None = None,
+        gate_b: Array | None = None,
+        up_a: Array | None = None,
+        up_b: Array | None = None,
+        down_a: Array | None = None,
+        down_b: Array | None = None,
+        gate_scale: float = 1.0,
+        up_scale: float = 1.0,
+        down_scale: float = 1.0,
+    ) -> None: ...
+    @property
+    def packed_bytes(self) -> int: ...

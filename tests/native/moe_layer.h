@@ -107,6 +107,8 @@ inline double activated(double g, Activation kind, double alpha) {
       return g > 0 ? g * g : 0;
     case Activation::swiglu_oai:
       return g / (1 + std::exp(-alpha * g));
+    case Activation::none:
+      return g;
   }
   return NAN;
 }

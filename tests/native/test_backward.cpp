@@ -16,7 +16,7 @@ Found backward_of(const Experts& experts, MadeUpBatch& batch, const std::vector<
   const LayerShape& shape = experts.shape();
   Found found{std::vector<float>(batch.hidden.size(), NAN), std::vector<float>(batch.weights.size(), NAN)};
   std::vector<char> keep(kept ? batch.ids.size() * (size_t)experts.keep_row_bytes() : 0);
-  if (kept) Call(experts, batch.batch(shape), keep.data()).run();
+  if (kept) Call(experts, batch.batch(shape), {}, keep.data()).run();
   Batch b = batch.batch(shape);
   b.out = found.hidden.data();
   Gradients gradients;

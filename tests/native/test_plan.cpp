@@ -17,6 +17,7 @@ Routing rows_of(const std::vector<int32_t>& counts) {
     if (counts[e]) r.segments.push_back({(int32_t)e, begin, counts[e]});
     begin += counts[e];
   }
+  r.run0.assign(r.segments.size() + 1, 0);
   return r;
 }
 
@@ -76,7 +77,8 @@ TEST(plan_covers_everything_once) {
             for (int64_t l2 : {128 << 10, 2 << 20}) {
               Routing routing = rows_of(counts);
               Plan plan;
-              make_plan(routing, weights, *kernels, 5000, threads, groups, {l2 / 2, l2 / 4}, plan);
+              make_plan(routing, {weights, *kernels, {}, threads, groups}, 5000, {l2 / 2, l2 / 4}, Direction::forward,
+                        plan);
               check_cover(plan, routing, weights);
               check_space(plan, weights, *kernels, threads);
             }
@@ -89,7 +91,8 @@ TEST(plan_keeps_every_thread_busy_with_few_tokens) {
   auto engine = engine_of(16);
   Weights weights({8, 2048, 768, true}, kernels(), engine->pool);
   Plan plan;
-  make_plan(rows_of({1, 1, 1, 1, 1, 1, 1, 1}), weights, kernels(), 1, 16, 1, {512 << 10, 256 << 10}, plan);
+  make_plan(rows_of({1, 1, 1, 1, 1, 1, 1, 1}), {weights, kernels(), {}, 16, 1}, 1, {512 << 10, 256 << 10},
+            Direction::forward, plan);
   CHECK(plan.up[0].size() >= 32);
   CHECK(plan.lanes[0].size() >= 16);
 }
@@ -99,7 +102,7 @@ TEST(plan_down_chunk_depends_on_the_layer_alone) {
   auto engine = engine_of(2);
   Weights weights({2, 32, 9000, true}, kernels(), engine->pool);
   Plan one, many;
-  make_plan(rows_of({1, 0}), weights, kernels(), 1, 2, 1, {512 << 10, 256 << 10}, one);
-  make_plan(rows_of({900, 3}), weights, kernels(), 900, 2, 1, {512 << 10, 256 << 10}, many);
+  make_plan(rows_of({1, 0}), {weights, kernels(), {}, 2, 1}, 1, {512 << 10, 256 << 10}, Direction::forward, one);
+  make_plan(rows_of({900, 3}), {weights, kernels(), {}, 2, 1}, 900, {512 << 10, 256 << 10}, Direction::forward, many);
   CHECK_EQ(one.down_chunk, many.down_chunk);
 }

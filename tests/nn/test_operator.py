@@ -191,8 +191,11 @@ def test_selective_checkpointing_keeps_the_output() -> None:
 
 def test_the_operator_is_well_formed() -> None:
     case = Case("generic", tokens=6)
+    ids = case.ids.clamp(0, EXPERTS - 1)  # what is kept of rows that nobody computes is whatever lay there
     for retain in (True, False):
-        torch.library.opcheck(experts, (case.hidden, case.ids, case.weights, handle_of(case.store), retain))
+        torch.library.opcheck(
+            experts, (case.hidden, ids, case.weights, [], handle_of(case.store), "", [1.0, 1.0, 1.0], retain)
+        )
 
 
 def test_no_grad_and_inference_pay_no_operator() -> None:
@@ -219,7 +222,7 @@ def test_a_store_that_is_gone_is_named() -> None:
     batch = copy.copy((case.hidden, case.ids, case.weights))
     del case
     with pytest.raises(RuntimeError, match="is gone"):
-        experts(*batch, handle, False)
+        experts(*batch, [], handle, "", [1.0, 1.0, 1.0], False)
 
 
 def test_bad_gradients_are_refused_by_name() -> None:

@@ -1,21 +1,25 @@
-"""The one door from PyTorch to the expert kernels: `apply_experts`, an operator that autograd knows.
+"""The one door from PyTorch to the expert kernels: `apply_experts`, operators that autograd knows.
 
-Shapes: hidden `[T, H]`, ids and routing weights `[T, k]`. The packed experts are no tensor, so the operator gets them
-as a handle, an integer that leads to a living store. It returns the output and, with `retain`, gate and up of every row
-as opaque bytes; without, backward computes them again. Both being outputs of a registered operator, selective
-checkpointing may keep them or let go of them, and gradient accumulation, non-reentrant checkpointing and GradScaler
-need nothing from us. Gradients go to hidden states and routing weights; the experts are frozen.
+Shapes: hidden `[T, H]`, ids and routing weights `[T, k]`. The packed experts are no tensor, so an operator gets them as
+a handle, an integer that leads to a living store; LoRA's factors are tensors, given as a list with their roles. It
+returns the output and, with `retain`, gate and up of every row as opaque bytes; without, backward computes them again.
+Both being outputs of a registered operator, selective checkpointing may keep them or let go of them, and gradient
+accumulation, non-reentrant checkpointing and GradScaler need nothing from us. Gradients go to hidden states, routing
+weights and LoRA's factors; the experts are frozen. Without LoRA backward does no work for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktransformers.nn.factors import Factors, factors_of, gradients_like, packed
+from ktransformers.nn.lora import ExpertLora
 from ktransformers.nn.store import ExpertStore
 
 _stores: weakref.WeakValueDictionary[int, ExpertStore] = weakref.WeakValueDictionary()
@@ -38,15 +42,39 @@ def _store_of(handle: int) -> ExpertStore:
     return store
 
 
+def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> Factors:
+    gate, up, down = scales
+    return Factors(tuple(roles.split()), tuple(tensors), (gate, up, down))
+
+
 @torch.library.custom_op("ktransformers::experts", mutates_args=(), device_types="cpu")
-def experts(hidden: Tensor, ids: Tensor, weights: Tensor, store: int, retain: bool) -> tuple[Tensor, Tensor]:
+def experts(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    lora: Sequence[Tensor],
+    store: int,
+    roles: str,
+    scales: Sequence[float],
+    retain: bool,
+) -> tuple[Tensor, Tensor]:
     found = _store_of(store)
     keep = found.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
-    return found.forward(hidden, ids, weights, keep=keep if retain else None), keep
+    adapters = [packed(found, _factors(lora, roles, scales))] if lora else []
+    return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters), keep
 
 
 @experts.register_fake
-def _(hidden: Tensor, ids: Tensor, weights: Tensor, store: int, retain: bool) -> tuple[Tensor, Tensor]:
+def _(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    lora: Sequence[Tensor],
+    store: int,
+    roles: str,
+    scales: Sequence[float],
+    retain: bool,
+) -> tuple[Tensor, Tensor]:
     size = _store_of(store).keep_bytes(*ids.shape) if retain else 0
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     return out, hidden.new_empty(size, dtype=torch.uint8)
@@ -54,46 +82,102 @@ def _(hidden: Tensor, ids: Tensor, weights: Tensor, store: int, retain: bool) ->
 
 @torch.library.custom_op("ktransformers::experts_backward", mutates_args=(), device_types="cpu")
 def experts_backward(
-    grad_out: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor, keep: Tensor, store: int
-) -> tuple[Tensor, Tensor]:
-    grad_hidden, grad_weights = _store_of(store).backward(
-        grad_out.contiguous(), hidden, ids, weights, keep=keep if keep.numel() else None
+    grad_out: Tensor,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    keep: Tensor,
+    lora: Sequence[Tensor],
+    store: int,
+    roles: str,
+    scales: Sequence[float],
+    learns: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`learns`: gradients of the factors are wanted; without, the list is empty."""
+    found = _store_of(store)
+    adapters, grads, targets = [], [], None
+    if lora:
+        factors = _factors(lora, roles, scales)
+        adapters = [packed(found, factors)]
+        if learns:
+            grads, views = gradients_like(factors)
+            targets = [views]
+    grad_hidden, grad_weights = found.backward(
+        grad_out.contiguous(),
+        hidden,
+        ids,
+        weights,
+        keep=keep if keep.numel() else None,
+        adapters=adapters,
+        factors=targets,
     )
-    return grad_hidden, grad_weights.to(weights.dtype)
+    return grad_hidden, grad_weights.to(weights.dtype), grads
 
 
 @experts_backward.register_fake
 def _(
-    grad_out: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor, keep: Tensor, store: int
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format), torch.empty_like(weights)
+    grad_out: Tensor,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    keep: Tensor,
+    lora: Sequence[Tensor],
+    store: int,
+    roles: str,
+    scales: Sequence[float],
+    learns: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in lora] if learns else []
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format), torch.empty_like(weights), grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, ids, weights, store, _ = inputs
-    ctx.save_for_backward(hidden, ids, weights, output[1])
+    hidden, ids, weights, lora, store, roles, scales, _ = inputs
+    ctx.save_for_backward(hidden, ids, weights, output[1], *lora)
     ctx.mark_non_differentiable(output[1])
-    ctx.store = store
+    ctx.store, ctx.roles, ctx.scales = store, roles, scales
+    ctx.learns = any(tensor.requires_grad for tensor in lora)
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    hidden, ids, weights, keep = ctx.saved_tensors
-    grad_hidden, grad_weights = experts_backward(grad_out, hidden, ids, weights, keep, ctx.store)
-    return grad_hidden, None, grad_weights, None, None
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+    hidden, ids, weights, keep, *lora = ctx.saved_tensors
+    grad_hidden, grad_weights, grads = experts_backward(
+        grad_out, hidden, ids, weights, keep, lora, ctx.store, ctx.roles, ctx.scales, ctx.learns
+    )
+    return grad_hidden, None, grad_weights, grads if ctx.learns else [None] * len(lora), None, None, None, None
 
 
 experts.register_autograd(_backward, setup_context=_save)
 
 
-def apply_experts(store: ExpertStore, hidden: Tensor, ids: Tensor, weights: Tensor, *, retain: bool = True) -> Tensor:
+def apply_experts(
+    store: ExpertStore,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    lora: ExpertLora | None = None,
+    retain: bool = True,
+) -> Tensor:
     """Sum over k of weight * expert(hidden), in hidden's shape and dtype; all tensors in CPU memory.
 
     `retain` keeps gate and up for backward (2 I numbers a row); without, backward computes them again.
     """
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
+    factors = Factors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
+    inputs = (hidden, weights, *factors.tensors)
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     if not learns and type(hidden) is Tensor:  # plain inference pays for no operator
-        return store.forward(hidden, ids, weights)
+        return store.forward(hidden, ids, weights, adapters=[packed(store, factors)] if factors.roles else [])
     rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-    out, _ = experts(rows, ids.reshape(-1, top_k), weights.reshape(-1, top_k), handle_of(store), retain and learns)
+    out, _ = experts(
+        rows,
+        ids.reshape(-1, top_k),
+        weights.reshape(-1, top_k),
+        list(factors.tensors),
+        handle_of(store),
+        " ".join(factors.roles),
+        list(factors.scales),
+        retain and learns,
+    )
     result: Tensor = out.view(hidden.shape)
     return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -178,15 +179,23 @@ class ExpertStore:
         skip: Tensor | None = None,
         out: Tensor | None = None,
         keep: Tensor | None = None,
+        adapters: Sequence[_core.Adapter] = (),
     ) -> Tensor:
         """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
 
         Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
-        `keep`, from `new_keep`, takes gate and up for a backward of the same batch.
+        `keep`, from `new_keep`, takes gate and up for a backward of the same batch. `adapter[t]` is the place in
+        `adapters` of token t's LoRA, or -1; a single adapter without `adapter` is every token's.
         """
         rows, out, target = self._rows(hidden, out)
-        self._experts.forward(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, keep)
+        self._experts.forward(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, keep, adapters)
         return out
+
+    def new_adapter(
+        self, gate_rank: int = 0, up_rank: int = 0, down_rank: int = 0, *, shared: bool = False
+    ) -> _core.Adapter:
+        """Room for LoRA factors of these ranks (0: none on that matrix); `shared`: gate and up have one A."""
+        return _core.Adapter(self._experts, gate_rank, up_rank, down_rank, shared)
 
     def new_keep(self, tokens: int, top_k: int) -> Tensor:
         """Memory for gate and up of every (token, slot); its contents belong to the core."""
@@ -202,17 +211,31 @@ class ExpertStore:
         ids: Tensor,
         weights: Tensor,
         *,
+        adapter: Tensor | None = None,
         skip: Tensor | None = None,
         keep: Tensor | None = None,
+        adapters: Sequence[_core.Adapter] = (),
+        factors: Sequence[Sequence[Tensor | None]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of hidden (in its dtype) and of the routing weights (float32); the experts are frozen.
 
-        With what `forward` kept, gate and up are not computed again.
+        With what `forward` kept, gate and up are not computed again. `factors` takes the gradients of LoRA: for every
+        adapter tensors for gate_a, gate_b, up_a, up_b, down_a and down_b, or None in their places.
         """
         rows, grad_hidden, target = self._rows(hidden, None)
         grad_weights = torch.empty(ids.shape, dtype=torch.float32)
         self._experts.backward(
-            _flat(grad_out), rows, _flat(ids), _flat(weights), target, _flat(grad_weights), skip, keep
+            _flat(grad_out),
+            rows,
+            _flat(ids),
+            _flat(weights),
+            target,
+            _flat(grad_weights),
+            skip,
+            keep,
+            _flat_adapter(adapter),
+            adapters,
+            factors,
         )
         return grad_hidden, grad_weights
 
@@ -225,6 +248,7 @@ class ExpertStore:
         adapter: Tensor | None = None,
         skip: Tensor | None = None,
         out: Tensor | None = None,
+        adapters: Sequence[_core.Adapter] = (),
     ) -> ExpertCall:
         """A call to submit and wait for; it reads the tensors as they are when it is submitted, so they must be
         viewable as rows."""
@@ -232,7 +256,7 @@ class ExpertStore:
             if tensor is not None and tensor.dim() > 2 and not tensor.is_contiguous():
                 raise InputError(name, f"strides {list(tensor.stride())}", "a contiguous tensor", "copy it first")
         rows, out, target = self._rows(hidden, out)
-        call = self._experts.prepare(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip)
+        call = self._experts.prepare(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, adapters)
         return ExpertCall(call, out)
 
     def _rows(self, hidden: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,97 @@
+// What Python holds of the core: a pool, the experts of a layer, an adapter of theirs, a prepared call. Each checks its
+// arguments, so that nothing past this folder has to, and releases the GIL around everything that takes time.
+#pragma once
+
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/tensors.h"
+#include "moe/moe.h"
+
+namespace kt {
+
+struct PyPool {
+  std::shared_ptr<Engine> engine;
+  std::mutex measuring;
+
+  PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin);
+  double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
+};
+
+struct PyExperts;
+
+struct PyAdapter {
+  std::shared_ptr<Experts> experts;  // whose layer this is
+  std::shared_ptr<Adapter> adapter;
+  float gate_scale = 0, up_scale = 0, down_scale = 0;
+
+  PyAdapter(const PyExperts& of, int64_t gate_rank, int64_t up_rank, int64_t down_rank, bool shared);
+  void pack(nb::handle gate_a, nb::handle gate_b, nb::handle up_a, nb::handle up_b, nb::handle down_a,
+            nb::handle down_b, double gate_scale, double up_scale, double down_scale);
+};
+
+// What a call reads and writes, alive as long as it is.
+struct Bound {
+  std::vector<Array> tensors;
+  std::vector<std::shared_ptr<Adapter>> adapters;
+  Batch batch;
+
+  Adapters table() const;
+  void check_adapters() const;  // throws std::invalid_argument for an id that is not in the table
+};
+
+struct PyCall {
+  Bound bound;
+  std::shared_ptr<const Experts> experts;
+  std::string error;  // of a callback, which has nobody to throw to
+  std::mutex error_mutex;
+  std::optional<Call> call;
+
+  ~PyCall();
+  void submit();
+  void raise_error();  // what a callback left
+
+  // A C callback: whatever is thrown is told to the next one who can hear it.
+  template <class Act>
+  void quietly(Act&& act) noexcept {
+    try {
+      act();
+    } catch (const std::exception& e) {
+      std::lock_guard lock(error_mutex);
+      error = e.what();
+    }
+  }
+};
+
+struct PyExperts {
+  std::shared_ptr<Experts> experts;
+
+  PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
+            const std::string& activation, double limit, double alpha, const std::string& isa);
+  void pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias, nb::handle up_bias,
+            nb::handle down_bias);
+  void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
+               nb::handle skip, nb::handle keep, nb::handle adapters) const;
+  // `factors`: for every adapter the gradients' tensors (gate_a, gate_b, up_a, up_b, down_a, down_b), each a tensor or
+  // None; or None.
+  void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,
+                nb::handle grad_weights, nb::handle skip, nb::handle keep, nb::handle adapter, nb::handle adapters,
+                nb::handle factors) const;
+  PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
+                  nb::handle skip, nb::handle adapters) const;
+
+ private:
+  Bound bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter, nb::handle skip,
+             nb::handle adapters) const;
+  char* bind_keep(nb::handle keep, Bound& bound) const;
+  LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, Bound& bound) const;
+};
+
+const KernelTable& table_for(const std::string& isa);
+
+}  // namespace kt

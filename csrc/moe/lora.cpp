@@ -1,0 +1,116 @@
+// Factors are small and come in any strides and dtype, so each expert's are first written out as plain f32 matrices,
+// scaled and in place, and packed from there like any weights.
+#include "moe/lora.h"
+
+#include <atomic>
+#include <vector>
+
+namespace kt {
+
+namespace {
+
+int32_t tiles_of(int32_t rank) { return (int32_t)ceil_div(rank, kTileK); }
+
+float element(const SourceMatrix& m, int32_t expert, int32_t n, int32_t k) {
+  int64_t at = expert * m.expert_stride + n * m.source.n_stride + k * m.source.k_stride;
+  if (m.source.dtype == DType::f32) return ((const float*)m.source.data)[at];
+  return to_float(((const uint16_t*)m.source.data)[at], m.source.dtype);
+}
+
+// out[n][at + k] = scale * m(n, k), rows of `width`.
+void write_out(const SourceMatrix& m, int32_t expert, int32_t rows, int32_t columns, float scale, float* out,
+               int64_t width) {
+  for (int32_t n = 0; n < rows; n++)
+    for (int32_t k = 0; k < columns; k++) out[n * width + k] = scale * element(m, expert, n, k);
+}
+
+}  // namespace
+
+// One unit per expert.
+class FactorJob : public Job {
+ public:
+  FactorJob(Adapter& adapter, const SourceLora& source) : a_(adapter), source_(source) {}
+
+  void work(const Worker&) override {
+    std::vector<float> plain;
+    for (int32_t e; (e = next_++) < a_.layer_.experts;) {
+      if (a_.wide_tiles()) pack_wide(e, plain);
+      if (a_.down_tiles()) pack_down(e, plain);
+    }
+  }
+
+ private:
+  void pack(const BlockStore& store, int32_t expert, const float* half0, const float* half1, int32_t step, int32_t gap,
+            int32_t rows, int32_t columns) {
+    for (int32_t b = 0; b < store.blocks(); b++) {
+      Source first{half0, DType::f32, columns, 1}, second{half1, DType::f32, columns, 1};
+      a_.kernels_.pack({{first, second},
+                        {b * step, b * step + gap},
+                        rows,
+                        columns,
+                        store.k_tiles(),
+                        const_cast<char*>(store.at(expert, b))});
+    }
+  }
+
+  void pack_wide(int32_t e, std::vector<float>& plain) {
+    const LayerShape& s = a_.layer_;
+    const LoraRanks& r = a_.ranks_;
+    int64_t hidden = s.hidden, rank = a_.wide_rank();
+    plain.assign((size_t)(rank * hidden), 0.0f);
+    if (r.gate) write_out(source_.gate.a, e, r.gate, s.hidden, 1.0f, plain.data(), hidden);
+    if (r.up && !r.shared) write_out(source_.up.a, e, r.up, s.hidden, 1.0f, plain.data() + r.gate * hidden, hidden);
+    pack(a_.wide_a_, e, plain.data(), plain.data(), kBlockN, kTileN, (int32_t)rank, s.hidden);
+
+    plain.assign((size_t)(2 * s.intermediate * rank), 0.0f);
+    float *gate = plain.data(), *up = gate + s.intermediate * rank;
+    if (r.gate) write_out(source_.gate.b, e, s.intermediate, r.gate, source_.gate.scale, gate, rank);
+    if (r.up) write_out(source_.up.b, e, s.intermediate, r.up, source_.up.scale, up + a_.up_at(), rank);
+    if (s.gated) {
+      pack(a_.wide_b_, e, gate, up, kTileN, 0, s.intermediate, (int32_t)rank);
+    } else {
+      pack(a_.wide_b_, e, up, up, kBlockN, kTileN, s.intermediate, (int32_t)rank);
+    }
+  }
+
+  void pack_down(int32_t e, std::vector<float>& plain) {
+    const LayerShape& s = a_.layer_;
+    int32_t rank = a_.ranks_.down;
+    plain.resize((size_t)rank * (size_t)s.intermediate);
+    write_out(source_.down.a, e, rank, s.intermediate, 1.0f, plain.data(), s.intermediate);
+    pack(a_.down_a_, e, plain.data(), plain.data(), kBlockN, kTileN, rank, s.intermediate);
+    plain.resize((size_t)rank * (size_t)s.hidden);
+    write_out(source_.down.b, e, s.hidden, rank, source_.down.scale, plain.data(), rank);
+    pack(a_.down_b_, e, plain.data(), plain.data(), kBlockN, kTileN, s.hidden, rank);
+  }
+
+  Adapter& a_;
+  const SourceLora& source_;
+  std::atomic<int32_t> next_{0};
+};
+
+Adapter::Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool)
+    : layer_(layer), ranks_(ranks), kernels_(kernels), pool_(pool) {
+  int32_t hidden_tiles = (int32_t)ceil_div(layer.hidden, kTileK), inner = (int32_t)ceil_div(layer.intermediate, kTileK);
+  if (int32_t tiles = tiles_of(wide_rank())) {
+    wide_a_ = BlockStore(layer.experts, tiles, hidden_tiles);
+    wide_b_ = BlockStore(layer.experts, layer.gated ? 2 * inner : inner, tiles);
+  }
+  if (int32_t tiles = tiles_of(ranks.down)) {
+    down_a_ = BlockStore(layer.experts, tiles, inner);
+    down_b_ = BlockStore(layer.experts, hidden_tiles, tiles);
+  }
+}
+
+void Adapter::pack(const SourceLora& source) {
+  std::lock_guard lock(packing_);
+  readers_.close("factors of an adapter");
+  struct Open {
+    Readers& readers;
+    ~Open() { readers.open(); }
+  } open{readers_};
+  FactorJob job(*this, source);
+  pool_.run(job);
+}
+
+}  // namespace kt

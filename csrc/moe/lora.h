@@ -1,0 +1,63 @@
+// LoRA of one layer: for every expert and each of its matrices y += scale * B (A x), the factors packed as weights are.
+//
+// Gate and up share a product with x: their A are stacked into one matrix of rank R (once only where both have the same
+// A), and their B stand side by side in the blocks of gate/up, zero where the other's rank would be. A rank is one more
+// stretch of K, so it is rounded up to a tile; the scale is folded into B before rounding. Both directions read the
+// same bytes.
+#pragma once
+
+#include <mutex>
+
+#include "moe/weights.h"
+
+namespace kt {
+
+struct LoraRanks {
+  int32_t gate, up, down;  // 0: no LoRA on that matrix
+  bool shared;             // gate and up have one A
+};
+
+// As the caller has it, for all experts: a [E, r, in], b [E, out, r].
+struct SourceFactor {
+  SourceMatrix a, b;
+  float scale;
+};
+
+struct SourceLora {
+  SourceFactor gate, up, down;  // shared: up.a is absent
+};
+
+class Adapter {
+ public:
+  Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool);
+
+  void pack(const SourceLora& source);  // throws std::runtime_error while a call reads the factors
+  void enter() const { readers_.enter("factors of an adapter"); }
+  void leave() const { readers_.leave(); }
+
+  const LoraRanks& ranks() const { return ranks_; }
+  int32_t wide_rank() const { return ranks_.shared ? ranks_.gate : ranks_.gate + ranks_.up; }  // of gate and up
+  int32_t up_at() const { return ranks_.shared ? 0 : ranks_.gate; }                            // up's first in there
+  // Stored matrices: [R, H], [gate/up blocks, R], [r, I], [H, r].
+  const BlockStore& wide_a() const { return wide_a_; }
+  const BlockStore& wide_b() const { return wide_b_; }
+  const BlockStore& down_a() const { return down_a_; }
+  const BlockStore& down_b() const { return down_b_; }
+  int32_t wide_tiles() const { return wide_b_.k_tiles(); }  // 0: neither gate nor up
+  int32_t down_tiles() const { return down_b_.k_tiles(); }
+  size_t bytes() const { return wide_a_.bytes() + wide_b_.bytes() + down_a_.bytes() + down_b_.bytes(); }
+
+ private:
+  friend class FactorJob;
+  std::mutex packing_;
+  Readers readers_;
+  LayerShape layer_;
+  LoraRanks ranks_;
+  const KernelTable& kernels_;
+  Pool& pool_;
+  BlockStore wide_a_, wide_b_, down_a_, down_b_;
+};
+
+using Adapters = std::vector<const Adapter*>;
+
+}  // namespace kt

@@ -1,0 +1,115 @@
+// Products with LoRA's factors: from rows of H or I numbers down to a rank, and where the result meets the base
+// product.
+//
+// A rank panel has the shape of any activation panel, with the rank for its K. It belongs to one run and reaches one
+// tile beyond it on each side, because a product takes two tiles at a time and may begin with either; rows in it that
+// are not the run's are zero, so that a tile may straddle adapters.
+#include <algorithm>
+#include <cstring>
+
+#include "moe/task.h"
+
+namespace kt {
+
+Extra Task::extra_of(const Piece& piece, const RankPanels& ranks, int64_t at, int32_t k_tiles) const {
+  int64_t tile = (int64_t)plan_.tilings[(size_t)piece.segment].rows * kTileK * experts_.kernels().elem * k_tiles;
+  Extra extra{};
+  extra.s.a = workspace_.data() + at + (piece.tile0 - (ranks.tile0 - 1)) * tile;
+  extra.s.a_tile = (size_t)tile;
+  extra.s.k_tiles = k_tiles;
+  extra.tile0 = std::max(ranks.tile0, piece.tile0) - piece.tile0;
+  extra.tile1 = std::min(ranks.tile1, piece.tile1) - piece.tile0;
+  return extra;
+}
+
+void Task::narrow(const Narrow& n, const Tiling& tiling, int32_t live, char* out, int32_t k_tiles, char* slice) const {
+  Up up{};
+  up.tiling = tiling;
+  up.live = live;
+  up.base = n.base;
+  up.block_bytes = n.block_bytes;
+  up.block0 = n.block0;
+  up.block1 = n.block1;
+  up.first = n.first;
+  up.last = n.last;
+  up.sums = n.sums;
+  up.gate = {Activation::none, false, 0, 0};
+  up.hidden = out;
+  up.hidden_k_tiles = k_tiles;
+  up.scratch = (float*)(slice + plan_.scratch_at);
+  experts_.kernels().up(up);
+}
+
+void Task::clear_others(const Run& run, int32_t tile0, int32_t tile1, int32_t k_tiles, char* panel) const {
+  const Segment& segment = routing_.segments[(size_t)run.segment];
+  Tiling t = plan_.tilings[(size_t)run.segment];
+  if (run.count == segment.count) return;  // nobody else's rows
+  int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, step = t.rows * row_bytes;
+  for (int32_t row = tile0 * t.rows; row < tile1 * t.rows; row++) {
+    if (row >= run.first && row < run.first + run.count) continue;
+    int32_t local = row - tile0 * t.rows;
+    char* at = panel + (local / t.rows) * step * k_tiles + (local % t.rows) * row_bytes;
+    for (int32_t k = 0; k < k_tiles; k++) std::memset(at + k * step, 0, (size_t)row_bytes);
+  }
+}
+
+void Task::narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int32_t now, char* slice,
+                        std::vector<Extra>* extras) const {
+  const Segment& segment = routing_.segments[(size_t)unit.segment];
+  int64_t tile_bytes = (int64_t)rows.tiling.rows * kTileK * experts_.kernels().elem;
+  char* panel = slice + plan_.rank_at;
+  float* sums = (float*)(slice + plan_.rank_sums_at);
+  for_runs((size_t)unit.segment, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
+    int32_t tile0 = std::max(ranks.tile0, unit.tile0), tile1 = std::min(ranks.tile1, unit.tile1);
+    int32_t k_tiles = adapter.wide_tiles();
+    if (tile0 >= tile1 || !k_tiles) return;
+    Tiling tiling{rows.tiling.rows, tile1 - tile0};
+    int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
+    const char* b = adapter.wide_a().at(segment.expert, 0) + (size_t)k * 2 * kTileBytes;
+    Narrow n{{slice + (tile0 - unit.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), b, now},
+             adapter.wide_a().block_bytes(),
+             0,
+             k_tiles,
+             k == 0,
+             extras != nullptr,
+             sums};
+    narrow(n, tiling, live, panel + tile_bytes * k_tiles, k_tiles, slice);
+    if (extras) {
+      clear_others(run, tile0 - 1, tile1 + 1, k_tiles, panel);
+      const char* tile_0 = panel - (tile0 - unit.tile0 - 1) * tile_bytes * k_tiles;
+      extras->push_back(
+          {{tile_0, (size_t)(tile_bytes * k_tiles), adapter.wide_b().at(segment.expert, unit.block0), k_tiles},
+           adapter.wide_b().block_bytes(),
+           tile0 - unit.tile0,
+           tile1 - unit.tile0});
+    }
+    panel += round_up((tiling.tiles + 2) * tile_bytes * k_tiles, 64);
+    sums += (int64_t)tiling.tiles * tiling.rows * kBlockN * k_tiles;
+  });
+}
+
+void Task::narrow_rows(size_t index, const char* rows, char* slice) const {
+  const Segment& segment = routing_.segments[index];
+  Tiling whole = plan_.tilings[index];
+  int64_t tile_bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem;
+  for_runs(index, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
+    int32_t k_tiles = adapter.down_tiles();
+    if (!k_tiles) return;
+    const BlockStore& store = adapter.down_a();
+    Tiling tiling{whole.rows, ranks.tile1 - ranks.tile0};
+    int32_t live = std::min(segment.count - ranks.tile0 * whole.rows, tiling.tiles * whole.rows);
+    int64_t row_tile = tile_bytes * store.k_tiles();
+    Narrow n{{rows + ranks.tile0 * row_tile, (size_t)row_tile, store.at(segment.expert, 0), store.k_tiles()},
+             store.block_bytes(),
+             0,
+             k_tiles,
+             true,
+             true,
+             nullptr};
+    char* panel = workspace_.data() + ranks.ha;
+    narrow(n, tiling, live, panel + tile_bytes * k_tiles, k_tiles, slice);
+    clear_others(run, ranks.tile0 - 1, ranks.tile1 + 1, k_tiles, panel);
+  });
+}
+
+}  // namespace kt

@@ -1,0 +1,130 @@
+"""LoRA factors on their way into the core: named tensors, packed for one store, packed again when they have changed.
+
+Roles: `gate_a`, `up_a`, `down_a` [E, r, in]; `gate_b`, `up_b`, `down_b` [E, out, r]; `gate_up_b` [E, 2I, r] is gate's
+rows before up's. Where `up_a` is absent, up shares gate's A. The surprising decision: what was packed is known by the
+memory, strides and version of its tensors, and the tensors are kept, so that an address cannot come to mean another
+tensor. Whoever writes through `.data` escapes the version count, as he escapes autograd's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers import _core
+from ktransformers.errors import InputError
+from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.nn.store import ExpertStore
+
+KEPT = 4  # packed adapters that a store remembers: those of one step, and a few that alternate
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The tensors of one adapter by role, and the scales of gate, up and down."""
+
+    roles: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    scales: tuple[float, float, float]
+
+    def halves(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Tensors in the places of `self.tensors` by the core's roles: `gate_up_b` is cut into views."""
+        found = dict(zip(self.roles, tensors, strict=True))
+        fused = found.pop("gate_up_b", None)
+        if fused is not None:
+            half = fused.shape[1] // 2
+            found |= {"gate_b": fused[:, :half], "up_b": fused[:, half:]}
+        return found
+
+
+CORE_ROLES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+
+
+def factors_of(lora: ExpertLora) -> Factors:
+    """By role. A shared A appears once."""
+    found: dict[str, Tensor] = {}
+    gate, up, down, fused = lora.gate, lora.up, lora.down, lora.gate_up
+    if fused is not None:
+        if gate is not None or up is not None:
+            raise InputError("lora", "gate_up beside gate or up", "gate_up, or gate and up")
+        found |= {"gate_a": fused.a, "gate_up_b": fused.b}
+        gate = up = fused
+    else:
+        if gate is not None:
+            found |= {"gate_a": gate.a, "gate_b": gate.b}
+        if up is not None:
+            if gate is None or up.a is not gate.a:
+                found["up_a"] = up.a
+            found["up_b"] = up.b
+    if down is not None:
+        found |= {"down_a": down.a, "down_b": down.b}
+    if not found:
+        raise InputError("lora", "no factor", "at least one of gate_up, gate, up and down")
+    return Factors(tuple(found), tuple(found.values()), (_scale(gate), _scale(up), _scale(down)))
+
+
+def _scale(factor: Factor | None) -> float:
+    return 1.0 if factor is None else factor.scale
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@dataclass
+class _Packed:
+    adapter: _core.Adapter
+    sources: tuple[Tensor, ...]  # keep the memory from being given to others
+    versions: tuple[int, ...] | None  # None: not packed yet, or not known
+
+
+_packed: weakref.WeakKeyDictionary[ExpertStore, OrderedDict[tuple[Any, ...], _Packed]] = weakref.WeakKeyDictionary()
+
+
+def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
+    """The factors as the core reads them; packed only if they are new or have changed."""
+    known = _packed.setdefault(store, OrderedDict())
+    key = (factors.roles, factors.scales, *(_identity(tensor) for tensor in factors.tensors))
+    versions = None  # inference tensors count no versions, so they are packed every time
+    if not any(tensor.is_inference() for tensor in factors.tensors):
+        versions = tuple(tensor._version for tensor in factors.tensors)
+    entry = known.get(key)
+    if entry is None:
+        views = factors.halves([tensor.detach() for tensor in factors.tensors])
+        entry = _Packed(_new_adapter(store, views), tuple(views.values()), None)
+        known[key] = entry
+        while len(known) > KEPT:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    if versions is None or entry.versions != versions:
+        views = factors.halves([tensor.detach() for tensor in factors.tensors])
+        gate, up, down = factors.scales
+        entry.adapter.pack(*(views.get(role) for role in CORE_ROLES), gate, up, down)
+        entry.versions = versions
+    return entry.adapter
+
+
+def _new_adapter(store: ExpertStore, views: dict[str, Tensor]) -> _core.Adapter:
+    def rank(role: str) -> int:
+        tensor = views.get(role)
+        if tensor is None:
+            return 0
+        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
+            raise InputError(role, f"shape {list(tensor.shape)}", "[experts, out, rank]")
+        return tensor.shape[2]
+
+    shared = "gate_a" in views and "up_b" in views and "up_a" not in views
+    return store.new_adapter(rank("gate_b"), rank("up_b"), rank("down_b"), shared=shared)
+
+
+def gradients_like(factors: Factors) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+    """New tensors for the gradients, in the places of `factors.tensors`, and the same memory in the core's order."""
+    made = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
+    views = factors.halves(made)
+    return made, tuple(views.get(role) for role in CORE_ROLES)
