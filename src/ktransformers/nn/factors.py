@@ -105,7 +105,17 @@ def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
     if versions is None or entry.versions != versions:
         views = factors.halves([tensor.detach() for tensor in factors.tensors])
         gate, up, down = factors.scales
-        entry.adapter.pack(*(views.get(role) for role in CORE_ROLES), gate, up, down)
+        entry.adapter.pack(
+            views.get("gate_a"),
+            views.get("gate_b"),
+            views.get("up_a"),
+            views.get("up_b"),
+            views.get("down_a"),
+            views.get("down_b"),
+            gate_scale=gate,
+            up_scale=up,
+            down_scale=down,
+        )
         entry.versions = versions
     return entry.adapter
 

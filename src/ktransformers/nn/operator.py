@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers import _core
 from ktransformers.nn.factors import Factors, factors_of, gradients_like, packed
 from ktransformers.nn.lora import ExpertLora
 from ktransformers.nn.store import ExpertStore
@@ -95,7 +96,9 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`learns`: gradients of the factors are wanted; without, the list is empty."""
     found = _store_of(store)
-    adapters, grads, targets = [], [], None
+    adapters: list[_core.Adapter] = []
+    grads: list[Tensor] = []
+    targets = None
     if lora:
         factors = _factors(lora, roles, scales)
         adapters = [packed(found, factors)]
