@@ -6,14 +6,17 @@ from ktransformers.adapters.canonical import in_memory
 from ktransformers.adapters.convert import Conversion, Output, convert, describe_adapter, read_adapter, write_adapter
 from ktransformers.adapters.dialects import DIALECTS
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair, PairForm
+from ktransformers.adapters.merge import Check, Merge, merge
 from ktransformers.adapters.model import ModelFacts, facts_of, find_facts
 
 __all__ = [
     "DIALECTS",
     "Adapter",
+    "Check",
     "Conversion",
     "Experts",
     "Extra",
+    "Merge",
     "ModelFacts",
     "Module",
     "Output",
@@ -24,6 +27,7 @@ __all__ = [
     "facts_of",
     "find_facts",
     "in_memory",
+    "merge",
     "read_adapter",
     "write_adapter",
 ]

@@ -20,6 +20,9 @@ from ktransformers.errors import InputError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SPELLED = {dtype: name for name, dtype in DTYPES.items()}
+# Beyond these a checkpoint may hold tensors that are copied and never computed with.
+SPELLED |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8"}
+SPELLED |= {torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True)

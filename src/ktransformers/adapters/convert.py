@@ -23,7 +23,7 @@ from ktransformers.adapters.manifest import FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, describe, read_manifest, write_manifest
 from ktransformers.adapters.model import ModelFacts, find_facts
 from ktransformers.adapters.parse import Known, complete
-from ktransformers.adapters.write import Record, check_target, finite, fresh_directory
+from ktransformers.adapters.write import Record, check_apart, check_target, finite, fresh_directory
 from ktransformers.errors import InputError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -146,7 +146,7 @@ def convert(
         raise InputError("dtype", repr(dtype), "keep, " + ", ".join(DTYPES), "quantised adapters do not exist here")
     outputs = {"merged": target, "expert_only": expert_output_dir, "nonexpert_only": nonexpert_output_dir}
     places = {name: Path(place) for name, place in outputs.items() if place is not None}
-    _apart(Path(source), list(places.values()))
+    check_apart([Path(source), *places.values()])
     for place in places.values():
         check_target(place, overwrite)
     content = open_content(source)
@@ -170,16 +170,6 @@ def convert(
         shared=adapter.shared,
         **written,
     )
-
-
-def _apart(source: Path, places: list[Path]) -> None:
-    """No output inside the input, around it, or inside another output: --overwrite removes whole directories."""
-    paths = [source, *places]
-    for i, one in enumerate(paths):
-        for other in paths[i + 1 :]:
-            a, b = one.resolve(), other.resolve()
-            if a == b or a in b.parents or b in a.parents:
-                raise InputError(str(other), f"it and {one}, one of which holds the other", "separate directories")
 
 
 def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:

@@ -44,7 +44,7 @@ class _Config(BaseModel):
 class ModelFacts:
     model_type: str
     hidden: int | None
-    intermediate: int | None  # of one routed expert
+    intermediates: tuple[int, ...]  # what a routed expert's size may be: families read it from one of two fields
     layers: int | None
     experts: int | None
     heads: int | None = None
@@ -77,6 +77,7 @@ class ModelFacts:
         return cls(
             **{
                 **stored,
+                "intermediates": tuple(stored.get("intermediates", ())),
                 "sparse_layers": None if sparse is None else tuple(sparse),
                 "layer_types": tuple(stored.get("layer_types", ())),
             }
@@ -92,11 +93,11 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
     except ValidationError as error:
         raise InputError("config.json", str(error.errors()[0]["msg"]), "the configuration of a model") from error
     experts = known.num_experts or known.num_local_experts or known.n_routed_experts or known.moe_num_experts
-    wide = known.moe_intermediate_size or known.intermediate_size
+    wide = [size for size in (known.moe_intermediate_size, known.intermediate_size) if isinstance(size, int)]
     return ModelFacts(
         model_type=known.model_type,
         hidden=known.hidden_size,
-        intermediate=wide if isinstance(wide, int) else None,
+        intermediates=tuple(wide),
         layers=known.num_hidden_layers,
         experts=experts,
         heads=known.num_attention_heads,

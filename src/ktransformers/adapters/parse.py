@@ -180,15 +180,16 @@ def _alike(experts: tuple[Experts, ...]) -> None:
 def _fits(layer: Experts, facts: ModelFacts) -> None:
     if facts.experts is not None and layer.experts != facts.experts:
         raise InputError(f"{layer.root}.experts", f"{layer.experts} experts", f"{facts.experts}, as config.json says")
-    if facts.hidden is None or facts.intermediate is None:
+    if facts.hidden is None or not facts.intermediates:
         return
     for role, form in layer.forms.items():
-        wide = (facts.intermediate, facts.hidden) if role == "down" else (facts.hidden, facts.intermediate)
-        if (form.inputs, form.outputs) != wide:
+        wide, narrow = (form.inputs, form.outputs) if role == "down" else (form.outputs, form.inputs)
+        if narrow != facts.hidden or wide not in facts.intermediates:
+            sizes = " or ".join(str(size) for size in facts.intermediates)
             raise InputError(
                 f"{layer.root}.experts: {role}",
                 f"{form.outputs} by {form.inputs}",
-                f"{wide[1]} by {wide[0]}, as config.json says",
+                f"hidden size {facts.hidden} and intermediate size {sizes}, as config.json says",
             )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import struct
@@ -56,9 +57,14 @@ class Record:
 
 
 def record(name: str, file: str, tensor: Tensor) -> Record:
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
     digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
-    return Record(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
+    return Record(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], math.sqrt(squares(tensor)), digest)
+
+
+def squares(tensor: Tensor) -> float:
+    """Sum of squares in float64, in pieces that keep the copies small."""
+    flat, step = tensor.reshape(-1), 1 << 22
+    return sum(float(flat[i : i + step].to(torch.float64).square().sum()) for i in range(0, len(flat), step))
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -142,6 +148,15 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise InputError(str(target), "a file", "a directory to write, which need not exist")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise InputError(str(target), "a directory that is not empty", "a new one", "--overwrite replaces it")
+
+
+def check_apart(paths: Sequence[Path]) -> None:
+    """No output inside an input, around it, or inside another output: --overwrite removes whole directories."""
+    for i, one in enumerate(paths):
+        for other in paths[i + 1 :]:
+            a, b = one.resolve(), other.resolve()
+            if a == b or a in b.parents or b in a.parents:
+                raise InputError(str(other), f"it and {one}, one of which holds the other", "separate directories")
 
 
 @contextlib.contextmanager

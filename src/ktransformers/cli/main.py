@@ -10,8 +10,10 @@ import sys
 
 import typer
 
+from ktransformers.cli.convert import convert
 from ktransformers.cli.doctor import doctor
 from ktransformers.cli.make import make, upcycle
+from ktransformers.cli.merge import merge
 from ktransformers.cli.model import model
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
@@ -24,7 +26,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(convert)
 app.command()(doctor)
+app.command()(merge)
 app.command()(train)
 app.command()(version)
 app.add_typer(model)

@@ -1,0 +1,182 @@
+"""Which tensor of a checkpoint gets which delta, and in which layout.
+
+A Fold belongs to one tensor: a linear layer `[out, in]`, one matrix of one expert `[out, in]`, or a fused tensor of all
+experts of a layer, `[E, 2I, H]` or transposed `[E, H, 2I]`, gate before up or interleaved. It gives the delta of one
+slice (one expert, or some rows of a matrix) at a time, so that no more than that is ever in memory. Whether a fused
+tensor is transposed is seen by its shape and its partner's; a pair that finds no tensor is an error before work starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair
+from ktransformers.adapters.names import in_model, place
+from ktransformers.checkpoint import ExpertTensors, Shards, find_experts, locate
+from ktransformers.errors import InputError
+
+FLOATS = {"BF16", "F16", "F32"}
+Reader = Callable[[], Mapping[str, Pair]]
+
+
+@dataclass(frozen=True)
+class Fold:
+    name: str
+    delta: Callable[[int, slice, torch.dtype], Tensor]  # (expert, rows, dtype) -> [rows, columns] of the tensor
+    stacked: bool = False  # [E, rows, columns] rather than [rows, columns]
+    replaces: bool = False  # the tensor's new value rather than what is added to it
+
+
+class _Last:
+    """The pairs that were read last: all tensors of a layer share them, and the next layer's take their place."""
+
+    def __init__(self) -> None:
+        self._owner: Experts | None = None
+        self._pairs: Mapping[str, Pair] = {}
+
+    def pairs(self, owner: Experts) -> Mapping[str, Pair]:
+        if self._owner is not owner:
+            self._owner, self._pairs = owner, owner.read()
+        return self._pairs
+
+
+def folds(adapter: Adapter, shards: Shards) -> dict[str, Fold]:
+    """Tensor -> its fold; every pair of the adapter is used exactly once."""
+    found: list[Fold] = []
+    places: dict[tuple[str, int, str], list[str]] = {}
+    for name in shards.names:
+        places.setdefault(place(in_model(name)), []).append(name)
+    for module in adapter.modules:
+        found.append(_linear(module, _only(places, f"{module.name}.weight"), shards))
+    for extra in adapter.extras:
+        name = _only(places, extra.name)
+        if shards.shape(name) != extra.shape:
+            raise InputError(extra.name, f"shape {list(extra.shape)}", f"{list(shards.shape(name))}, as {name} has")
+        found.append(Fold(name, partial(_new_rows, extra), replaces=True))
+    if adapter.experts:
+        layers = find_experts(shards.names)
+        interleaved = adapter.model is not None and adapter.model.interleaved
+        last = _Last()
+        for experts in adapter.experts:
+            tensors = locate(layers, f"{experts.root}.experts")
+            read = partial(last.pairs, experts)
+            if tensors.fused:
+                found += _fused(experts, read, tensors, shards, interleaved)
+            else:
+                found += _single(experts, read, tensors, shards)
+    named = {fold.name: fold for fold in found}
+    if len(named) != len(found):
+        twice = next(fold.name for fold in found if sum(other.name == fold.name for other in found) > 1)
+        raise InputError(twice, "two deltas", "one")
+    return named
+
+
+def _only(places: Mapping[tuple[str, int, str], list[str]], name: str) -> str:
+    near = places.get(place(name), [])
+    if len(near) != 1:
+        hint = (
+            "tied to embed_tokens? untie it first" if name.startswith("lm_head") else "the adapter is of another model"
+        )
+        raise InputError(name, f"{len(near)} such tensors in the checkpoint", "one", hint)
+    return near[0]
+
+
+def _linear(module: Module, name: str, shards: Shards) -> Fold:
+    _expect(shards, name, (module.form.outputs, module.form.inputs))
+    return Fold(name, lambda _, rows, dtype: _rows(module.read(), rows, dtype))
+
+
+def _new_rows(extra: Extra, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
+    return extra.read()[rows].to(dtype)
+
+
+def _rows(pair: Pair, rows: slice, dtype: torch.dtype) -> Tensor:
+    return (pair.b[rows].to(dtype) @ pair.a.to(dtype)).mul_(pair.scaling)
+
+
+def _single(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shards) -> list[Fold]:
+    found = []
+    for expert in range(experts.experts):
+        for role, form in experts.forms.items():
+            name = tensors.single.get(expert, {}).get(role)
+            if name is None:
+                raise InputError(f"{tensors.root}.experts.{expert}: {role}", "no such tensor", "one for each expert")
+            _expect(shards, name, (form.outputs, form.inputs))
+            found.append(Fold(name, partial(_expert_rows, read, role, expert)))
+    return found
+
+
+def _expert_rows(read: Reader, role: str, expert: int, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
+    pair = read()[role]
+    return _rows(Pair(pair.a[expert], pair.b[expert], pair.scaling), rows, dtype)
+
+
+def _fused(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shards, interleaved: bool) -> list[Fold]:
+    transposed = _transposed(experts, tensors, shards)
+    found = []
+    for role, name in tensors.fused.items():
+        parts = [part for part in role.split("_") if part in experts.forms]
+        if role.endswith("bias") or not parts:
+            continue
+        if parts != role.split("_"):
+            raise InputError(name, f"LoRA on {parts[0]} alone", "on gate and up, or on neither")
+        outputs = sum(experts.forms[part].outputs for part in parts)
+        shape = (outputs, experts.forms[parts[0]].inputs)
+        _expect(shards, name, (experts.experts, *(shape[::-1] if transposed else shape)))
+
+        found.append(Fold(name, partial(_fused_rows, read, parts, interleaved, transposed), stacked=True))
+    used = {part for fold_role in tensors.fused for part in fold_role.split("_")}
+    for role in experts.forms:
+        if role not in used:
+            raise InputError(f"{experts.root}.experts: {role}", "no such tensor in the checkpoint", "one")
+    return found
+
+
+def _fused_rows(
+    read: Reader, parts: list[str], interleaved: bool, transposed: bool, expert: int, rows: slice, dtype: torch.dtype
+) -> Tensor:
+    whole = [_expert_rows(read, part, expert, 0, slice(None), dtype) for part in parts]
+    joined = torch.stack(whole, dim=1).flatten(0, 1) if interleaved and len(whole) == 2 else torch.cat(whole)
+    return (joined.T if transposed else joined)[rows]
+
+
+def _transposed(experts: Experts, tensors: ExpertTensors, shards: Shards) -> bool:
+    """Told by all fused tensors of the layer together: a square one says nothing by itself."""
+    forms = experts.forms
+    down = forms.get("down")
+    inner = forms.get("up") or forms.get("gate")
+    if inner is not None:
+        hidden, wide = inner.inputs, inner.outputs
+    else:
+        assert down is not None
+        hidden, wide = down.outputs, down.inputs
+    answers = set()
+    for role, name in tensors.fused.items():
+        if role.endswith("bias"):
+            continue
+        rows, columns = (hidden, wide) if role == "down" else (wide * len(role.split("_")), hidden)
+        shape = shards.shape(name)[1:]
+        if rows != columns and shape in ((rows, columns), (columns, rows)):
+            answers.add(shape == (columns, rows))
+    if len(answers) != 1:
+        name = next(iter(tensors.fused.values()))
+        expected = f"experts of {hidden} by {wide}, all transposed or none"
+        raise InputError(name, f"shape {list(shards.shape(name))}", expected)
+    return answers.pop()
+
+
+def _expect(shards: Shards, name: str, shape: tuple[int, ...]) -> None:
+    if shards.shape(name) != shape:
+        raise InputError(name, f"shape {list(shards.shape(name))}", f"{list(shape)}, as the adapter's factors say")
+    if shards.dtype(name) not in FLOATS:
+        raise InputError(
+            name,
+            f"dtype {shards.dtype(name)}",
+            " or ".join(sorted(FLOATS)),
+            "quantised checkpoints are not merged yet: merge into the bf16 release",
+        )
