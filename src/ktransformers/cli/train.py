@@ -1,0 +1,224 @@
+"""`kt train`: a YAML file and `key=value` words become a trained adapter.
+
+On a terminal one live table shows the run; elsewhere every logging step is one line, so that a log file stays readable.
+Everything that is decided is decided in ktransformers.train; here it is only shown.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ktransformers.train.plan import Plan
+    from ktransformers.train.watch import Progress
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as a table of names and values."""
+
+    settings, rows = plan.settings, []
+    rows.append(("model", plan.model or f"{settings.model.model_name_or_path} (not here yet)"))
+    rows.append(("runs on", f"{plan.device}, experts on the CPU" + (f", {plan.dtype}" if plan.dtype else "")))
+    rows += [("dataset", f"{part.name}: {part.rows} rows of {part.file}") for part in plan.datasets]
+    if plan.data is not None:
+        data = plan.data
+        rows.append(("rows", f"{data.train_rows} to train, {data.evaluation_rows} to evaluate"))
+        rows.append(("tokens", f"{data.tokens}, {data.learned_tokens} of them learned; longest {data.longest}"))
+        rows.append(("sequences", f"{data.sequences}"))
+        rows.append(("steps", f"{data.steps}, {data.steps_per_epoch} in an epoch"))
+    if plan.targets is not None:
+        ends = sorted({name.rpartition(".")[2] for name in (*plan.targets.modules, *plan.targets.parameters)})
+        rows.append(("trained", f"{plan.trained_numbers} numbers in LoRA on {', '.join(ends)}"))
+    rows.append(("output", f"{settings.output_dir}; {plan.start}"))
+    rows += [("key", f"{key}: {value}") for key, value in settings.trainer.items() if key != "output_dir"]
+    rows += [("note", note) for note in plan.notes]
+    lines = [f"{name:<10} {value}" for name, value in rows]
+    if plan.data is not None:
+        lines += ["first row, what is learned in « »:", plan.data.example]
+    return lines
+
+
+def short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def step_line(progress: Progress) -> str:
+    from ktransformers.train.watch import clock_text
+
+    shown = [f"step {progress.step}/{progress.steps}", f"epoch {progress.epoch:.2f}"]
+    names = ("loss", "eval_loss", "learning_rate", "grad_norm", "rewards/accuracies", "rewards/margins")
+    shown += [f"{name} {short(progress.values[name])}" for name in names if name in progress.values]
+    if progress.tokens_per_second is not None:
+        shown.append(f"{progress.tokens_per_second:.0f} tokens/s")
+    if progress.expert_share is not None:
+        shown.append(f"experts {progress.expert_share:.0%}")
+    shown.append(f"{progress.memory / 2**30:.1f} GB")
+    if progress.gpu_memory:
+        shown.append(f"{progress.gpu_memory / 2**30:.1f} GB GPU")
+    shown.append(f"{clock_text(progress.remaining)} left")
+    return "  ".join(shown)
+
+
+class Lines:
+    """One line for each thing that happens."""
+
+    def planned(self, plan: Plan) -> None:
+        for line in plan_lines(plan):
+            print(line)
+
+    def loading(self, done: int, layers: int) -> None:
+        if done == layers:
+            print(f"experts of {layers} layers packed")
+
+    def referring(self, done: int, rows: int) -> None:
+        if done == rows:
+            print(f"reference: {rows} pairs computed once, and kept")
+
+    def noted(self, line: str) -> None:
+        print(f"note       {line}")
+
+    def stepped(self, progress: Progress) -> None:
+        print(step_line(progress), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Screen(Lines):
+    """The same on a terminal: the last steps stay as lines, the state is a table that renews itself."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console()
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._first: float | None = None
+
+    def _show(self, content: Any) -> None:
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(content)
+
+    def loading(self, done: int, layers: int) -> None:
+        self._show(f"packing experts: layer {done} of {layers}")
+
+    def referring(self, done: int, rows: int) -> None:
+        self._show(f"reference: {done} of {rows} pairs")
+
+    def noted(self, line: str) -> None:
+        self._console.print(f"note       {line}", markup=False, highlight=False)
+
+    def stepped(self, progress: Progress) -> None:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        from ktransformers.train.watch import clock_text
+
+        table = Table.grid(padding=(0, 2))
+        table.add_row("step", f"{progress.step} of {progress.steps}, epoch {progress.epoch:.2f}")
+        table.add_row("", ProgressBar(total=max(progress.steps, 1), completed=progress.step, width=40))
+        loss = progress.values.get("loss")
+        if loss is not None:
+            self._first = loss if self._first is None else self._first
+            table.add_row("loss", f"{short(loss)} (first {short(self._first)})")
+        for name in ("eval_loss", "learning_rate", "grad_norm", "rewards/accuracies", "rewards/margins"):
+            if name in progress.values:
+                table.add_row(name, short(progress.values[name]))
+        if progress.tokens_per_second is not None:
+            table.add_row("speed", f"{progress.tokens_per_second:.0f} tokens/s")
+        if progress.expert_share is not None:
+            table.add_row("time", f"{progress.expert_share:.0%} in experts, the rest elsewhere")
+        gpu = f", {progress.gpu_memory / 2**30:.1f} GB GPU at most" if progress.gpu_memory else ""
+        table.add_row("memory", f"{progress.memory / 2**30:.1f} GB{gpu}")
+        table.add_row("time left", f"{clock_text(progress.remaining)}, {clock_text(progress.elapsed)} so far")
+        self._console.print(step_line(progress), markup=False, highlight=False)
+        self._show(table)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def train(
+    file: Annotated[Path, typer.Argument(help="A YAML file with LLaMA-Factory's keys.", show_default=False)],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file's.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan, or the results, as one JSON document.")
+    ] = False,
+) -> None:
+    """Fine-tune a model: LoRA by supervision or by preference."""
+    from ktransformers.train.resolve import read_settings
+
+    settings = read_settings(file, words or [])
+    if dry_run:
+        from ktransformers.train.plan import as_dict, make_plan
+
+        plan = make_plan(settings).plan
+        print(json.dumps(as_dict(plan), indent=2, ensure_ascii=False) if as_json else "\n".join(plan_lines(plan)))
+        return
+    from ktransformers.train import run
+    from ktransformers.train.watch import Interrupted
+
+    _quiet()
+    screen = Screen() if sys.stdout.isatty() and not as_json else Lines() if not as_json else Silent()
+    try:
+        result = run.train(settings, screen)
+    except Interrupted as error:
+        screen.close()
+        print(f"kt: {error}", file=sys.stderr)
+        raise typer.Exit(143 if error.signal == "SIGTERM" else 130) from error
+    finally:
+        screen.close()
+    if as_json:
+        print(json.dumps({"output": str(result.output), "results": result.results}, indent=2))
+    else:
+        losses = ", ".join(f"{name} {short(value)}" for name, value in result.results.items() if name.endswith("loss"))
+        print(f"{len(result.manifest['tensors'])} tensors trained, {losses}; the adapter is in {result.output}")
+
+
+class Silent(Lines):
+    """For --json: nothing but the document."""
+
+    def planned(self, plan: Plan) -> None:
+        pass
+
+    def loading(self, done: int, layers: int) -> None:
+        pass
+
+    def referring(self, done: int, rows: int) -> None:
+        pass
+
+    def noted(self, line: str) -> None:
+        pass
+
+    def stepped(self, progress: Progress) -> None:
+        pass
+
+
+def _quiet() -> None:
+    """transformers and datasets draw bars of their own."""
+    import datasets  # type: ignore[import-untyped]
+    import transformers
+
+    bars: Any = transformers.logging
+    bars.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+sft = typer.Typer(name="sft", help="Fine-tuning, under the name that kt-sft gave it.", no_args_is_help=True)
+sft.command("train")(train)
+
+
+@sft.callback()
+def _sft() -> None:
+    """Keeps `train` a verb of its own."""
