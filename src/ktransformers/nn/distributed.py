@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
 from ktransformers.nn.adapter import lora_parameters
@@ -62,9 +63,9 @@ class Averaged:
         self._group = _host_group(ddp.process_group)
         self._arrived: set[int] = set()
         first = dist.get_global_rank(self._group, 0)
-        with torch.no_grad():
-            for parameter in parameters:
-                dist.broadcast(parameter.data, first, group=self._group)
+        for parameter in parameters:
+            dist.broadcast(parameter.data, first, group=self._group)
+        increment_version(parameters)
         for index, parameter in enumerate(parameters):
             watched: Any = parameter
             watched.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index))

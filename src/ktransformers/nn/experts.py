@@ -39,11 +39,10 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     lora = read_lora(module, module.kt_contract)
     if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
         follow(ddp)
-    more: Any = {} if lora is None else {"lora": lora}
     device = hidden_states.device
     if device.type == "cpu":
-        return apply_experts(store, hidden_states, top_k_index, top_k_weights, **more)
-    return apply_experts(store, hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu(), **more).to(device)
+        return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora)
+    return apply_experts(store, hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu(), lora=lora).to(device)
 
 
 def register() -> None:

@@ -2,14 +2,19 @@
 experts at once (`a` [E, r, in], `b` [E, out, r]), any strides, in host memory.
 
 The surprising decision: nothing here is a parameter or a module. The factors are views of whatever holds the trained
-tensors, so that gradients flow to them and no adapter framework needs to know of the operator.
+tensors, so that gradients flow to them and no adapter framework needs to know of the operator. Whether they changed
+since they were packed is told by the tensors' version, which torch's fused optimisers forget to count; so it is counted
+for them, after every step of any optimiser.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,11 @@ class ExpertLora:
     up: Factor | None = None
     down: Factor | None = None
     dropout: float = 0.0
+
+
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        increment_version([parameter for parameter in group["params"] if parameter.device.type == "cpu"])
+
+
+register_optimizer_step_post_hook(_count_step)

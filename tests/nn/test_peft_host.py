@@ -1,0 +1,148 @@
+"""Expert LoRA, its gradients and its optimiser state stay in host memory, wherever the rest of the model goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from ktransformers.nn import attach, load_model, lora_parameters
+from ktransformers.nn.adapter import _staying
+from ktransformers.nn.ghost import Ghost
+
+from .families import build, save, tokens
+
+TARGETS = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def adapted() -> PeftModel:
+    model = build("qwen3_moe")
+    attach(model, free=True)
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS))
+
+
+def loss(model: nn.Module, device: str = "cpu") -> torch.Tensor:
+    batch = tokens().to(device)
+    found: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    return found
+
+
+def test_moves_leave_expert_lora_behind() -> None:
+    peft = adapted()
+    loss(peft).backward()
+    lora = lora_parameters(peft)
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in lora.items()}
+    peft.to("meta")
+    assert len(before) == 8 and lora_parameters(peft).keys() == before.keys()
+    for name, (parameter, value) in before.items():
+        assert lora_parameters(peft)[name] is parameter  # an optimiser made before still trains it
+        assert torch.equal(parameter, value)
+        assert parameter.grad is not None and parameter.grad.device.type == "cpu"
+    others = [parameter for name, parameter in peft.named_parameters() if name not in before]
+    assert {parameter.device.type for parameter in others if not isinstance(parameter, Ghost)} == {"meta"}
+    assert {parameter.device.type for parameter in others if isinstance(parameter, Ghost)} == {"cpu"}
+
+
+def test_casts_apply() -> None:
+    peft = adapted()
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        peft.to(dtype)
+        assert {parameter.dtype for parameter in peft.parameters()} == {dtype}
+    peft.float()
+    value = next(iter(lora_parameters(peft).values())).detach().clone()
+    peft.to("meta", torch.bfloat16)
+    parameter = next(iter(lora_parameters(peft).values()))
+    assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, value.bfloat16())
+
+
+def test_only_moves_are_held_back() -> None:
+    """What changes tensors where they are, or makes them, still does."""
+    tensor = torch.randn(3)
+    assert torch.equal(_staying(lambda t: t * 2)(tensor), tensor * 2)
+    assert _staying(lambda t: t.to("meta"))(tensor) is tensor
+    empty = _staying(lambda t: torch.empty_like(t, device="cpu"))(torch.empty(3, device="meta"))
+    assert empty.device.type == "cpu" and empty.shape == (3,)
+
+
+def test_attention_lora_moves() -> None:
+    """Only experts stay; the rest of the adapter goes along."""
+    peft = adapted().to("meta")
+    moved = [p for name, p in peft.named_parameters() if "self_attn" in name and "lora_" in name]
+    assert moved and all(parameter.is_meta for parameter in moved)
+
+
+def test_stock_experts_move() -> None:
+    """A stock model beside ours: PEFT's class is shared, its behaviour is not."""
+    stock = get_peft_model(build("qwen3_moe"), LoraConfig(r=4, target_modules=TARGETS)).to("meta")
+    assert all(parameter.is_meta for parameter in stock.parameters())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield save(build("qwen3_moe"), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["load", "to", "cuda"])
+def test_on_a_gpu(directory: Path, way: str) -> None:
+    """Five steps with the rest on the GPU: expert LoRA in pinned host memory, losses those of the CPU."""
+    losses = []
+    for device in ("cpu", "cuda"):
+        model = load_model(directory, dtype=torch.float32, device=device if way == "load" else None)
+        torch.manual_seed(1)
+        peft = get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS))
+        if device == "cuda" and way != "load":
+            peft = peft.to("cuda") if way == "to" else peft.cuda()
+        trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        losses.append([])
+        for _ in range(5):
+            step = loss(peft, device)
+            step.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            losses[-1].append(step.item())
+        lora = lora_parameters(peft).values()
+        for parameter in lora:
+            assert parameter.device.type == "cpu" and parameter.grad.device.type == "cpu"
+            assert optimizer.state[parameter]["exp_avg"].device.type == "cpu"
+            assert parameter.is_pinned() == (device == "cuda" and way != "load")
+        rest = {p.device.type for p in peft.parameters() if not isinstance(p, Ghost) and all(p is not q for q in lora)}
+        assert rest == {device}
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.gpu
+def test_files_on_a_gpu(directory: Path, tmp_path: Path) -> None:
+    """PEFT reads adapters to the GPU first; they end in host memory."""
+    model = load_model(directory, dtype=torch.float32, device="cuda")
+    get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS)).save_pretrained(tmp_path / "adapter")
+    for low in (False, True):
+        fresh = load_model(directory, dtype=torch.float32, device="cuda")
+        peft = PeftModel.from_pretrained(fresh, tmp_path / "adapter", low_cpu_mem_usage=low)
+        assert {parameter.device.type for parameter in lora_parameters(peft).values()} == {"cpu"}
+        assert loss(peft, "cuda").isfinite()
+
+
+@pytest.mark.gpu
+def test_grad_scaler(directory: Path) -> None:
+    """fp16 with a scaler of CUDA over parameters on both devices."""
+    model = load_model(directory, dtype=torch.float16, device="cuda")
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS)).cuda()
+    trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    optimizer, scaler = torch.optim.AdamW(trained, lr=1e-2), torch.amp.GradScaler("cuda", init_scale=128)
+    before = [parameter.detach().clone() for parameter in trained]
+    scaler.scale(loss(peft, "cuda")).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
