@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.errors import InputError
-from ktransformers.train import targets as targets_module
 from ktransformers.train.batches import budget_parts, cut_step
 from ktransformers.train.preference import Answers, pair_losses
 from ktransformers.train.settings import LoraSettings, PreferenceSettings
@@ -34,9 +33,8 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("family", ATTENTION)
-def test_all_is_attention_and_experts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_attention_and_experts(family: str) -> None:
     model = skeleton(family)
-    monkeypatch.setattr(targets_module, "EXPERTS_LEARN", True)
     found = find_targets(model, LoraSettings())
     assert {name.rpartition(".")[2] for name in found.modules} == ATTENTION[family]
     assert set(found.module_names(model)) == ATTENTION[family], "short names suffice"
@@ -50,9 +48,8 @@ def test_all_is_attention_and_experts(family: str, monkeypatch: pytest.MonkeyPat
     assert trained_numbers(model, found, 8) == expected
 
 
-def test_named_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_targets() -> None:
     model = skeleton("deepseek_v3")
-    monkeypatch.setattr(targets_module, "EXPERTS_LEARN", True)
 
     def ends(*words: str) -> tuple[set[str], set[str]]:
         found = find_targets(model, LoraSettings(lora_target=words))
@@ -68,15 +65,6 @@ def test_named_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dense.module_names(model) == list(dense.modules), "PEFT would take the short name for the experts"
     with pytest.raises(InputError, match="kv_b_proj"):
         ends("kv_c_proj")
-
-
-def test_experts_wait_for_their_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets_module, "EXPERTS_LEARN", False)
-    model = skeleton("qwen3_moe")
-    found = find_targets(model, LoraSettings())
-    assert not found.parameters and "do not learn yet" in found.notes[0]
-    with pytest.raises(InputError, match="experts"):
-        find_targets(model, LoraSettings(lora_target=("experts",)))
 
 
 def answers() -> tuple[Answers, tuple[torch.Tensor, torch.Tensor]]:

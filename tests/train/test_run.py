@@ -164,7 +164,9 @@ def test_the_adapter_is_that_of_a_plain_trl_script(
     folder = model_of(family)
     keys = recipe(folder, tmp_path / "ours", dataset=str(tmp_path / "rows.jsonl"), max_steps=5, optim="sgd")
     run(keys | {"learning_rate": 0.5, "disable_shuffling": True})
-    modules = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["target_modules"]
+    config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert set(config["target_parameters"]) == {"mlp.experts.down_proj", "mlp.experts.gate_up_proj"}
+    targets = {key: config[key] for key in ("target_modules", "target_parameters")}
 
     arguments = SFTConfig(
         output_dir=str(tmp_path / "plain"),
@@ -187,7 +189,7 @@ def test_the_adapter_is_that_of_a_plain_trl_script(
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=modules),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **targets),
     )
     before = {name: parameter.clone() for name, parameter in plain.model.named_parameters() if parameter.requires_grad}
     plain.train()
@@ -368,10 +370,25 @@ def test_no_gradient_is_an_error(tiny: Path, tmp_path: Path) -> None:
             parameter.grad = torch.zeros_like(parameter) if dead else torch.ones_like(parameter)
     witness.on_pre_optimizer_step(None, None, None)
     with pytest.raises(
-        KTError, match=r"1 of 8 adapted modules never got a gradient: model\.layers\.1\.self_attn\.k_proj"
+        KTError, match=r"1 of 12 adapted modules never got a gradient: model\.layers\.1\.self_attn\.k_proj"
     ):
         check_gradients(witness, 1)
     assert not [m for m in witness.dead() if "k_proj" not in m], "A has no gradient while B is zero, and need not"
+    assert witness.unvisited() == {}
+
+
+def test_experts_that_no_token_visited_are_listed(tiny: Path, tmp_path: Path) -> None:
+    """The router sends the few tokens of a short run to some experts only; those are named, and it is no error."""
+    keys = recipe(tiny, tmp_path / "x", max_samples=1, max_steps=2, cutoff_len=14, per_device_train_batch_size=1)
+    result = run(keys | {"gradient_accumulation_steps": 1, "template": "qwen3_nothink"})
+    unvisited = result.manifest["experts_without_gradient"]
+    saved = adapter(tmp_path / "x")
+    for name, experts in unvisited.items():
+        assert "experts" in name and 0 < len(experts) < 6
+        b = saved[f"base_model.model.{name}.lora_B.weight"]
+        zero = b.reshape(b.shape[0], -1, 6).abs().amax((0, 1)) == 0
+        assert torch.nonzero(zero).flatten().tolist() == experts
+    assert unvisited, "choose fewer tokens"
 
 
 def test_loraplus(tiny: Path, tmp_path: Path) -> None:
@@ -402,9 +419,8 @@ def test_an_adapter_is_trained_further(finished: tuple[Path, Result, Quiet], tin
 
 def test_bf16_as_the_seeds_ask(tiny: Path, tmp_path: Path) -> None:
     watcher = Quiet()
-    keys = recipe(
-        tiny, tmp_path / "x", bf16=True, max_steps=3, cpu_infer=64, trust_remote_code=True, template="deepseek"
-    )
+    keys = recipe(tiny, tmp_path / "x", bf16=True, max_steps=1, max_samples=1, cpu_infer=64, template="deepseek")
+    keys |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "trust_remote_code": True}
     run(keys, watcher)
     assert any("kt_num_threads: 64 asked for" in note for note in watcher.notes)
     assert all(torch.isfinite(torch.tensor(step.values["loss"])) for step in watcher.steps)

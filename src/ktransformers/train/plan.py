@@ -186,7 +186,6 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         model = skeleton(directory)
         targets = find_targets(model, settings.lora)
         numbers = trained_numbers(model, targets, settings.lora.lora_rank)
-        notes += targets.notes
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
     plan = Plan(

@@ -17,9 +17,6 @@ from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.train.settings import LoraSettings
 
-# Expert LoRA needs the kernels' LoRA; this is the one switch.
-EXPERTS_LEARN = False
-
 ATTENTION = {
     "self_attn",
     "attn",
@@ -41,7 +38,6 @@ HALVES = {"gate_proj", "up_proj"}
 class Targets:
     modules: tuple[str, ...]  # full names
     parameters: tuple[str, ...]  # full names of the experts' matrices
-    notes: tuple[str, ...] = ()
 
     def module_names(self, model: nn.Module) -> list[str]:
         """As short as they can be said: ends of names where these mean the same modules, full names otherwise."""
@@ -92,29 +88,22 @@ def find_targets(model: nn.Module, settings: LoraSettings) -> Targets:
     ends = {name.rpartition(".")[2] for name in experts}
     modules: dict[str, None] = {}
     parameters: dict[str, None] = {}
-    notes: list[str] = []
     for word in settings.lora_target:
         if word == "all":
             modules |= dict.fromkeys(_all_modules(model))
-            if EXPERTS_LEARN:
-                parameters |= dict.fromkeys(experts)
-            elif experts:
-                notes.append("lora_target: all means attention here; the routed experts do not learn yet")
+            parameters |= dict.fromkeys(experts)
             continue
         named = [] if word in ("lm_head", "embed_tokens") else _named(model, word)
         if word in ends or word in EXPERTS or (word in HALVES and "gate_up_proj" in ends):
             wanted = {"gate_up_proj"} if word in HALVES else ends if word in EXPERTS else {word}
-            if not EXPERTS_LEARN and not named:
-                raise InputError("lora_target", word, "attention", "the routed experts do not learn yet")
-            if EXPERTS_LEARN:
-                parameters |= dict.fromkeys(name for name in experts if name.rpartition(".")[2] in wanted)
+            parameters |= dict.fromkeys(name for name in experts if name.rpartition(".")[2] in wanted)
         elif not named:
             known = sorted({name.rpartition(".")[2] for name, _ in linears(model)} | ends)
             raise InputError("lora_target", word, "`all`, `experts`, or one of " + ", ".join(known))
         modules |= dict.fromkeys(named)
     if not modules and not parameters:
         raise InputError("lora_target", ", ".join(settings.lora_target), "something to train")
-    return Targets(tuple(modules), tuple(parameters), tuple(notes))
+    return Targets(tuple(modules), tuple(parameters))
 
 
 def trained_numbers(model: nn.Module, targets: Targets, rank: int) -> int:
