@@ -27,7 +27,6 @@ from shapes import SHAPES, Shape, Weights, make_weights, make_work
 from timing import Stopwatch
 
 if TYPE_CHECKING:
-    import torch
     from shapes import Work
 
 BENCH = Path(__file__).resolve().parent.parent
@@ -42,8 +41,8 @@ class Contender(Protocol):
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
         """Takes the weights in, once for each layer; the seconds that each took, empty where nothing is prepared."""
 
-    def bind(self, work: Work) -> Callable[[int], torch.Tensor]:
-        """A function that computes step i and returns the output [T, H]."""
+    def bind(self, work: Work) -> Callable[[int], Any]:
+        """A function that computes step i and returns the output [T, H]; for training see `sweeps.py`."""
 
 
 class Runner:
@@ -83,13 +82,13 @@ class Runner:
         return {"ms": taken.ms, "foreign": taken.foreign, **self._check}
 
 
-def serve(make: Callable[[], Contender]) -> None:
+def serve(make: Callable[[], Contender], runner: type[Runner] = Runner) -> None:
     """Answers requests until stdin ends. Whatever the contender prints goes to stderr, away from the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    runner = Runner(make())
+    running = runner(make())
     for line in sys.stdin:
-        answers.write(json.dumps(runner.ask(json.loads(line))) + "\n")
+        answers.write(json.dumps(running.ask(json.loads(line))) + "\n")
         answers.flush()
 
 
@@ -98,9 +97,9 @@ class PeerGone(RuntimeError):
 
 
 class Peer:
-    """A contender in a process of its own."""
+    """A contender in a process of its own; `module` where it is not the one that the forward bench knows by `name`."""
 
-    def __init__(self, name: str, python: str, options: list[str], env: dict[str, str]) -> None:
+    def __init__(self, name: str, python: str, options: list[str], env: dict[str, str], module: str = "") -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         # Found from where the user stands, not from the folder that the peer runs in; a venv's link is kept.
@@ -108,7 +107,7 @@ class Peer:
         if program is None:
             raise PeerGone(f"{name}: {python} is not a program; give --peers {name}=/path/to/python")
         self._process = subprocess.Popen(
-            [os.path.abspath(program), "-m", MODULES[name], *options],
+            [os.path.abspath(program), "-m", module or MODULES[name], *options],
             cwd=BENCH,
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
