@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ktransformers.adapters import convert, read_adapter, write_adapter
+from ktransformers.cli.main import main
 from tests.adapters.samples import Recipe, same_deltas, sample, write_model_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +26,15 @@ LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 
 
 def kt(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    program = Path(sys.executable).with_name("kt")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KT_")}
-    return subprocess.run([str(word) for word in (program, *words)], capture_output=True, text=True, env=clean)
+    """The command without a new process, which would spend its time on importing torch."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    arguments = mock.patch.object(sys, "argv", ["kt", *map(str, words)])
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), arguments:
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(list(map(str, words)), code, out.getvalue(), err.getvalue())
 
 
 def qwen35(directory: Path, hidden: int, wide: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ktransformers.adapters import DIALECTS, convert, describe_adapter, read_adapter, write_adapter
 from ktransformers.errors import InputError
-from tests.adapters.samples import Recipe, same_deltas, sample, write_model_config
+from tests.adapters.samples import Recipe, facts, same_deltas, sample, write_model_config
 
 SAFETENSORS = [dialect.name for dialect in DIALECTS if dialect.name != "gguf"]
 Tensors = dict[str, Tensor]
@@ -264,3 +264,50 @@ def test_a_manifest_for_what_others_saved(tmp_path: Path) -> None:
     (tmp_path / "a" / "kt_manifest.json").write_text("{}")
     with pytest.raises(InputError, match="does not parse"):
         read_adapter(tmp_path / "a")
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    write_adapter(sample(), tmp_path / "a", "kt")
+    with pytest.raises(InputError, match=r"a path without config\.json"):
+        convert(tmp_path / "a", tmp_path / "b", "sglang", base_model_name_or_path=str(tmp_path / "typo"))
+    assert (
+        convert(tmp_path / "a", tmp_path / "b", "sglang", base_model_name_or_path="nobody/nothing").model == "qwen3_moe"
+    )
+    (tmp_path / "b" / "kt_manifest.json").unlink()
+    assert convert(tmp_path / "b", tmp_path / "c", "kt").model is None
+
+
+def test_interleaved_families_are_those_of_transformers() -> None:
+    import transformers
+
+    from ktransformers.adapters.model import INTERLEAVED
+
+    models = Path(transformers.__file__).parent / "models"
+    found = {file.parent.name for file in models.glob("*/modeling_*.py") if "is_concatenated=False" in file.read_text()}
+    assert found == INTERLEAVED
+
+
+def test_layers_with_experts_are_read_off_the_index(tmp_path: Path) -> None:
+    from ktransformers.adapters import find_facts
+
+    recipe = Recipe(family="ernie4_5_moe")  # has fields of its own for it
+    model = write_model_config(recipe, tmp_path)
+    found = find_facts(model)
+    assert found is not None and found.sparse_layers is None
+    names = ["model.layers.1.mlp.experts.0.gate_proj.weight", "mtp.layers.0.mlp.experts.0.gate_proj.weight"]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "a")}))
+    found = find_facts(model)
+    assert found is not None and found.sparse_layers == (1,)
+
+
+def test_a_block_that_is_really_called_so(tmp_path: Path) -> None:
+    """granitemoe says block_sparse_moe in the model too: it must not be renamed."""
+    from ktransformers.adapters import Pair, in_memory
+
+    pair = Pair(torch.ones(2, 8), torch.ones(3, 2), 1.0)
+    name = "model.layers.0.block_sparse_moe.router"
+    recipe = Recipe(family="granitemoe")
+    adapter = in_memory({}, {name: pair}, model=facts(recipe))
+    for dialect in ("peft", "sglang"):
+        write_adapter(adapter, tmp_path / dialect, dialect)
+        assert [module.name for module in read_adapter(tmp_path / dialect).modules] == [name]

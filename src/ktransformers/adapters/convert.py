@@ -23,7 +23,7 @@ from ktransformers.adapters.manifest import FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, describe, read_manifest, write_manifest
 from ktransformers.adapters.model import ModelFacts, find_facts
 from ktransformers.adapters.parse import Known, complete
-from ktransformers.adapters.write import Record, check_apart, check_target, finite, fresh_directory
+from ktransformers.adapters.write import Record, check_apart, check_target, checked_squares, fresh_directory
 from ktransformers.errors import InputError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -46,6 +46,7 @@ class Conversion:
     layers: int  # with experts
     experts: int  # in each
     shared: bool  # gate and up have one A
+    model: str | None  # the family that the adapter was compared with, None where no config.json was found
     merged: Output
     expert_only: Output | None = None
     nonexpert_only: Output | None = None
@@ -66,8 +67,9 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
     if verify:
         if document is not None:
             check_manifest(content, document)
-        for name, stored in content.tensors.items():
-            finite(name, stored.read())
+        else:
+            for name, stored in content.tensors.items():
+                checked_squares(name, stored.read())
     known = Known(_facts(content, model, document), lora_alpha, document)
     source = detect(content)
     raw = source.read(content, known)
@@ -80,8 +82,8 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
 
 def _facts(content: Content, model: str | None, document: dict[str, Any] | None) -> ModelFacts | None:
     """Of the model that was given, else that of the manifest, else the one that adapter_config.json names."""
-    if model is not None:
-        return find_facts(model)
+    if model is not None and (facts := find_facts(model)) is not None:
+        return facts
     if document is not None and document.get("model"):
         return ModelFacts.of_json(document["model"])
     file = content.directory / CONFIG
@@ -91,8 +93,8 @@ def _facts(content: Content, model: str | None, document: dict[str, Any] | None)
 
     try:
         return find_facts(json.loads(file.read_text()).get("base_model_name_or_path"))
-    except (ValueError, AttributeError):
-        return None  # read_config words that error
+    except (ValueError, AttributeError):  # read_config words that error; a path of another machine is none
+        return None
 
 
 def write_adapter(adapter: Adapter, target: str | Path, to: str, *, overwrite: bool = False) -> Output:
@@ -168,6 +170,7 @@ def convert(
         layers=len(adapter.experts),
         experts=adapter.experts[0].experts if adapter.experts else 0,
         shared=adapter.shared,
+        model=adapter.model.model_type if adapter.model else None,
         **written,
     )
 

@@ -77,7 +77,7 @@ def folds(adapter: Adapter, shards: Shards) -> dict[str, Fold]:
 
 
 def _only(places: Mapping[tuple[str, int, str], list[str]], name: str) -> str:
-    near = places.get(place(name), [])
+    near = places.get(place(in_model(name)), [])
     if len(near) != 1:
         hint = (
             "tied to embed_tokens? untie it first" if name.startswith("lm_head") else "the adapter is of another model"

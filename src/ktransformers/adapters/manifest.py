@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters.content import SPELLED, Content
-from ktransformers.adapters.write import Record, record, write_json
+from ktransformers.adapters.write import Record, record, write_text
 from ktransformers.errors import InputError
 
 FILE = "kt_manifest.json"
@@ -24,18 +24,14 @@ STALE = "restore the file, or delete kt_manifest.json if the change was meant"
 
 def write_manifest(directory: Path, records: Iterable[Record], **about: Any) -> None:
     """`about` says what the tensors are: dialect, counts, the model."""
-    tensors = {
-        one.name: {
-            "file": one.file,
-            "shape": list(one.shape),
-            "dtype": one.dtype,
-            "norm": one.norm,
-            "sha256": one.sha256,
-        }
+    lines = [
+        f"{json.dumps(one.name)}: "
+        + json.dumps({"file": one.file, "shape": one.shape, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256})
         for one in sorted(records, key=lambda one: one.name)
-    }
-    document = {"format": FORMAT, "version": VERSION, **about, "tensors": tensors}
-    write_json(directory / FILE, document)
+    ]
+    head = json.dumps({"format": FORMAT, "version": VERSION, **about}, ensure_ascii=False)
+    # a line for each tensor: an adapter has up to 60,000, and people look for one of them
+    write_text(directory / FILE, head[:-1] + ', "tensors": {\n' + ",\n".join(lines) + "\n}}\n")
 
 
 def describe(content: Content, **about: Any) -> None:

@@ -32,7 +32,7 @@ from ktransformers.adapters.write import (
     Record,
     check_apart,
     check_target,
-    finite,
+    checked_squares,
     layout,
     raw_bytes,
     replace_directory,
@@ -197,13 +197,11 @@ def _write_shard(plan: _Plan, file: Path, partial: Path) -> None:
 def _write_tensor(plan: _Plan, entry: Entry, file: str, descriptor: int, offset: int) -> Record:
     digest, total = hashlib.sha256(), 0.0
     for piece in _pieces(plan, entry):
-        if entry.name in plan.folds:
-            finite(entry.name, piece)
         data = raw_bytes(piece)
         write_at(descriptor, data, offset)
         offset += data.nbytes
         digest.update(data)
-        total += squares(piece)
+        total += checked_squares(entry.name, piece) if entry.name in plan.folds else squares(piece)
     return Record(entry.name, file, entry.shape, SPELLED[entry.dtype], math.sqrt(total), digest.hexdigest())
 
 

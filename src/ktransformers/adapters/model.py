@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, Words
+from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, Words, place
+from ktransformers.checkpoint import find_experts
+from ktransformers.checkpoint.shards import INDEX
 from ktransformers.errors import InputError
 
 INTERLEAVED = {"gpt_oss"}
+# Families whose config.json says by the fields read here which layers have experts and which have self_attn. Others
+# have fields of their own; for them the checkpoint's index is asked, or nothing is claimed.
+PLAIN = {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "mixtral", "gpt_oss", "olmoe"}
+PLAIN |= {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "dots1", "minimax_m2"}
 NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")  # words of layer_types for layers without self_attn
 
 
@@ -62,7 +68,7 @@ class ModelFacts:
 
     def attention_layers(self, block: str) -> tuple[int, ...] | None:
         """Layers that have `self_attn` or `linear_attn`; None where that cannot be told."""
-        if self.layers is None or block not in ("self_attn", "linear_attn"):
+        if self.layers is None or self.model_type not in PLAIN or block not in ("self_attn", "linear_attn"):
             return None
         kinds = self.layer_types or ("full_attention",) * self.layers
         plain = [not any(word in kind for word in NO_ATTENTION) for kind in kinds]
@@ -108,7 +114,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
 
 
 def _sparse(known: _Config) -> tuple[int, ...] | None:
-    if known.num_hidden_layers is None:
+    if known.num_hidden_layers is None or known.model_type not in PLAIN:
         return None
     layers = range(known.num_hidden_layers)
     if known.mlp_layer_types:
@@ -122,7 +128,10 @@ def find_facts(name: str | None) -> ModelFacts | None:
     if not name:
         return None
     file: Path | str | None = Path(name) / "config.json"
-    if not Path(name).is_dir():
+    if Path(name).is_dir() or name.startswith((".", "/", "~")):
+        if not Path(file or "").is_file():
+            raise InputError(name, "a path without config.json", "the directory of the base model")
+    else:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
@@ -137,4 +146,19 @@ def find_facts(name: str | None) -> ModelFacts | None:
         parsed = json.loads(Path(file).read_text())
     except ValueError as error:
         raise InputError(str(file), f"a file that is not JSON ({error})", "the model's config.json") from error
-    return facts_of(parsed)
+    facts = facts_of(parsed)
+    sparse = _sparse_in_files(Path(file).parent)
+    return facts if sparse is None else replace(facts, sparse_layers=sparse)
+
+
+def _sparse_in_files(directory: Path) -> tuple[int, ...] | None:
+    """Layers with experts by the names in the checkpoint's index, which is right for every family."""
+    index = directory / INDEX
+    if not index.is_file():
+        return None
+    try:
+        names = list(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        return None  # who reads the weights words that error
+    places = [place(tensors.root) for tensors in find_experts(names)]
+    return tuple(sorted(layer for outer, layer, _ in places if not outer and layer >= 0)) or None

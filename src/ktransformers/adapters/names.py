@@ -56,8 +56,10 @@ def factor(key: str) -> tuple[str, str] | None:
     return (found["module"], found["factor"]) if found else None
 
 
-def in_model(name: str) -> str:
-    """The model's own spelling of a module that a file may have spelled as Mixtral's checkpoints do."""
+def in_model(name: str, words: Words = W123) -> str:
+    """The model's own spelling of a module, where its files are known to spell the block of experts differently."""
+    if words.block == "mlp":
+        return name
     return name.replace(f".{W123.block}.", ".mlp.").removesuffix(f".{W123.block}") + (
         ".mlp" if name.endswith(f".{W123.block}") else ""
     )

@@ -88,7 +88,7 @@ def module_of(name: str, factors: Factors, config: AdapterConfig) -> Module:
     )
 
 
-def modules_of(found: Mapping[str, Factors], config: AdapterConfig) -> tuple[Module, ...]:
+def modules_of(found: Mapping[str, Factors], config: AdapterConfig, words: Words) -> tuple[Module, ...]:
     """What is left after the experts were taken out; a name that says experts must not be among them."""
     modules = []
     for name, factors in found.items():
@@ -98,7 +98,7 @@ def modules_of(found: Mapping[str, Factors], config: AdapterConfig) -> tuple[Mod
             raise InputError(
                 factors.a.name, "LoRA on a module that target_modules does not name", f"{config.target_modules}"
             )
-        modules.append(module_of(in_model(name), factors, config))
+        modules.append(module_of(in_model(name, words), factors, config))
     return tuple(modules)
 
 
@@ -144,16 +144,17 @@ def complete(
     if partial:
         return
     if experts and facts.sparse_layers is not None:
-        _same_layers(f"{experts[0].root}.experts", {layer.layer for layer in experts}, set(facts.sparse_layers))
+        have = {layer.layer for layer in experts if not place(layer.root)[0]}
+        _same_layers(f"{experts[0].root}.experts", have, set(facts.sparse_layers))
     blocks: dict[str, set[int]] = {}
     for module in modules:
         outer, number, path = place(module.name)
         if number >= 0 and not outer:
             blocks.setdefault(path, set()).add(number)
-    for path, have in blocks.items():
+    for path, layers in blocks.items():
         expected = facts.attention_layers(path.partition(".")[0])
         if expected is not None:
-            _same_layers(path, have, set(expected))
+            _same_layers(path, layers, set(expected))
 
 
 def _alike(experts: tuple[Experts, ...]) -> None:

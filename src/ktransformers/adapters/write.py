@@ -26,6 +26,8 @@ from torch import Tensor
 from ktransformers.adapters.content import SPELLED
 from ktransformers.errors import InputError
 
+PIECE = 1 << 22  # numbers
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -56,26 +58,35 @@ class Record:
     sha256: str
 
 
-def record(name: str, file: str, tensor: Tensor) -> Record:
-    digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
-    return Record(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], math.sqrt(squares(tensor)), digest)
+def record(name: str, file: str, tensor: Tensor, data: memoryview | None = None) -> Record:
+    """Norm and sum of a tensor (`data` are its bytes, where they are at hand); numbers that are none are an error."""
+    digest = hashlib.sha256(raw_bytes(tensor) if data is None else data).hexdigest()
+    norm = math.sqrt(checked_squares(name, tensor))
+    return Record(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
 
 
 def squares(tensor: Tensor) -> float:
     """Sum of squares in float64, in pieces that keep the copies small."""
-    flat, step = tensor.reshape(-1), 1 << 22
-    return sum(float(flat[i : i + step].to(torch.float64).square().sum()) for i in range(0, len(flat), step))
+    flat, total = tensor.reshape(-1), 0.0
+    if flat.shape[0] <= PIECE:
+        whole = flat.double()
+        return float(whole.dot(whole))
+    for first in range(0, flat.shape[0], PIECE):
+        piece = flat[first : first + PIECE].double()
+        total += float(piece.dot(piece))
+    return total
+
+
+def checked_squares(name: str, tensor: Tensor) -> float:
+    """One pass for both: the sum of squares is finite exactly when every number is."""
+    total = squares(tensor)
+    if not math.isfinite(total):
+        raise InputError(name, "NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")
+    return total
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def finite(name: str, tensor: Tensor) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        raise InputError(
-            name, "NaN or infinite values", "finite numbers", "the training diverged, or a dtype overflowed"
-        )
 
 
 def write_safetensors(path: Path, batches: Sequence[Batch]) -> list[Record]:
@@ -92,9 +103,9 @@ def write_safetensors(path: Path, batches: Sequence[Batch]) -> list[Record]:
                 if tuple(tensor.shape) != entry.shape:
                     raise InputError(entry.name, f"shape {list(tensor.shape)}", f"{list(entry.shape)}")
                 tensor = tensor.to(entry.dtype).contiguous()
-                finite(entry.name, tensor)
-                write_at(descriptor, raw_bytes(tensor), len(header) + offsets[entry.name])
-                records.append(record(entry.name, path.name, tensor))
+                data = raw_bytes(tensor)
+                write_at(descriptor, data, len(header) + offsets[entry.name])
+                records.append(record(entry.name, path.name, tensor, data))
         os.fsync(descriptor)
     return records
 
@@ -126,10 +137,13 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 def write_json(path: Path, document: Any) -> None:
     """Atomic by itself, so that it may also go into a directory that is in use."""
+    write_text(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     with temporary.open("w") as stream:
-        json.dump(document, stream, indent=1, ensure_ascii=False)
-        stream.write("\n")
+        stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     temporary.rename(path)

@@ -44,6 +44,8 @@ def convert(
     print(
         f"read             {done.source}, {done.read} tensors, {done.layers} layers of {done.experts} experts{shared}"
     )
+    if done.model is None:
+        print("model            its config.json is not here, so sizes and layers were not compared")
     outputs = {"merged": done.merged, "expert-only": done.expert_only, "non-expert-only": done.nonexpert_only}
     for word, output in outputs.items():
         if output is not None:

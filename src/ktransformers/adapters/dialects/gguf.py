@@ -28,7 +28,7 @@ from ktransformers.adapters.lora import ROLES, Adapter, Experts, Module, Pair, P
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import PROJ, ordered, place, stem
 from ktransformers.adapters.parse import Known
-from ktransformers.adapters.write import Record, finite, raw_bytes, record
+from ktransformers.adapters.write import Record, raw_bytes, record
 from ktransformers.errors import InputError
 
 FILE = "adapter.gguf"
@@ -311,7 +311,6 @@ def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Recor
         for (name, form), pair in zip(named, read_pairs(), strict=True):
             for half, tensor in (("a", pair.a), ("b", pair.b)):
                 tensor = tensor.to(form.dtype).contiguous()
-                finite(f"{name}.weight.lora_{half}", tensor)
                 writer.write_tensor_data(_array(tensor))
                 records.append(record(f"{name}.weight.lora_{half}", path.name, tensor))
     os.fsync(writer.fout[0].fileno())

@@ -53,7 +53,7 @@ def read(content: Content, known: Known) -> Adapter:
         else:
             rest.append(stored)
     found, others = collect(rest)
-    modules = modules_of(found, config)
+    modules = modules_of(found, config, known.words)
     before, block = _where(known, [module.name for module in modules])
     experts = tuple(
         _layer(f"{before}.{layer}.{block}", layer, tensors, config) for layer, tensors in sorted(layers.items())

@@ -69,7 +69,7 @@ def read(content: Content, known: Known) -> Adapter:
         if match := FUSED.fullmatch(name):
             roots.setdefault(match["root"], {})["inner" if match["inner"] else "outer"] = found.pop(name)
     layers = tuple(_layer(root, wrapped, config, known) for root, wrapped in roots.items())
-    modules = modules_of(found, config)
+    modules = modules_of(found, config, known.words)
     extras = extras_of(others, config)
     return Adapter(layers, modules, extras, words=known.words, config=fields, model=known.facts)
 

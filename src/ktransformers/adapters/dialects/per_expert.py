@@ -59,10 +59,10 @@ def read(content: Content, known: Known) -> Adapter:
             if role in expert:
                 raise InputError(found[name].a.name, f"it and {expert[role].a.name}", "one of them")
             expert[role] = found.pop(name)
-    modules = modules_of(found, config)
+    modules = modules_of(found, config, words)
     names = [module.name for module in modules]
     layers = tuple(
-        _layer(root, adopt_stem(in_model(root), names), experts, config, known, words)
+        _layer(root, adopt_stem(in_model(root, words), names), experts, config, known, words)
         for root, experts in roots.items()
     )
     extras = extras_of(others, config)
