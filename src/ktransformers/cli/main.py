@@ -12,6 +12,7 @@ import typer
 
 from ktransformers.cli.convert import convert
 from ktransformers.cli.doctor import doctor
+from ktransformers.cli.eval import evaluate
 from ktransformers.cli.make import make, upcycle
 from ktransformers.cli.merge import merge
 from ktransformers.cli.model import model
@@ -31,6 +32,7 @@ app.command()(doctor)
 app.command()(merge)
 app.command()(train)
 app.command()(version)
+app.command("eval")(evaluate)
 app.add_typer(model)
 model.command()(make)
 model.command()(upcycle)

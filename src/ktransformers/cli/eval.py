@@ -1,0 +1,237 @@
+"""`kt eval`: judge a model, in this process or behind a URL, with and without adapters; `--compare` sets runs side by
+side.
+
+Every run has a folder in the output directory, named `base` or after its adapter, with one folder per task in it. With
+adapters, or with `--compare`, a report of all runs is written beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktransformers.errors import InputError
+
+if TYPE_CHECKING:
+    from ktransformers.evaluate.backend import Backend
+    from ktransformers.evaluate.compare import Comparison
+    from ktransformers.evaluate.judge import Judge
+    from ktransformers.evaluate.run import Progress
+    from ktransformers.evaluate.task import Task
+
+BASE = "base"
+
+
+def evaluate(
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL|URL", help="A directory or a URL; runs with --compare.")
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="A task file, or the name of a task or suite; again for more.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIR, or NAME=served name with a URL; again for more.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory of the runs and of the report.")] = Path("eval"),
+    compare: Annotated[bool, typer.Option("--compare", help="Compare finished runs instead of asking.")] = False,
+    list_tasks: Annotated[bool, typer.Option("--list", help="List the tasks that come with the package.")] = False,
+    base: Annotated[bool, typer.Option(help="Also judge the model without adapters.")] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most that many items of each task.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A file in place of the task's own data.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, or requests at a time.")] = 8,
+    engine: Annotated[str, typer.Option(help="kt, transformers, or auto: kt where there are experts.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Of everything but the experts.")] = "cpu",
+    served_model: Annotated[str | None, typer.Option(help="URL: the name of the base. [default: the first]")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="URL: the served model's tokenizer, to score chats.")] = None,
+    judge_url: Annotated[str | None, typer.Option(help="OpenAI-compatible URL of a judge.")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Its model. [default: the first]")] = None,
+    key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Judge a model: how good are its answers, and what did an adapter gain and cost?"""
+    if list_tasks:
+        _print_tasks(as_json)
+        return
+    if compare:
+        comparison = _compare(list(targets or []), out)
+        _say(comparison, out, as_json)
+        return
+    if not targets or len(targets) != 1:
+        raise InputError("MODEL|URL", targets or "nothing", "one directory or URL", "--compare takes several runs")
+    if not task:
+        raise InputError("task", "none", "--task FILE or NAME", "`kt eval --list` lists the names")
+    from ktransformers.evaluate.task import load
+
+    tasks = [found for name in task for found in load(name, limit, data)]
+    names = [found.name for found in tasks]
+    if len(set(names)) < len(names):
+        raise InputError("task", ", ".join(names), "every task once")
+    wanted = _adapters(adapter or [])
+    if not base and not wanted:
+        raise InputError("no-base", "no adapter either", "something to judge")
+    key = os.environ.get(key_variable)
+    judge = _judge(judge_url, judge_model, key)
+    runs: Iterator[tuple[str, Backend]]
+    if re.match(r"https?://", targets[0]):
+        runs = _remote(targets[0], served_model, wanted, base, tokenizer, key, batch_size)
+    else:
+        runs = _local(Path(targets[0]), wanted, base, engine, dtype, device, batch_size)
+    results = _run(runs, tasks, out, judge, quiet=as_json)
+    if len(results) > 1:
+        _say(_compare(list(results), out), out, as_json)
+    elif as_json:
+        print(json.dumps({"directory": str(out), "results": results}, indent=2, ensure_ascii=False))
+    else:
+        _print_results(results, out)
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    found = {}
+    for entry in given:
+        name, _, place = entry.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or name == BASE or name in found:
+            raise InputError("adapter", repr(entry), f"NAME=DIR with a new name that is not {BASE!r}")
+        found[name] = place or name
+    return found
+
+
+def _judge(url: str | None, model: str | None, key: str | None) -> Judge | None:
+    if url is None:
+        return None
+    from ktransformers.evaluate.judge import Judge
+    from ktransformers.evaluate.remote import Endpoint
+
+    endpoint = Endpoint(url, key)
+    return Judge(endpoint, model or endpoint.models()[0])
+
+
+def _remote(
+    url: str,
+    served: str | None,
+    adapters: dict[str, str],
+    base: bool,
+    tokenizer: Path | None,
+    key: str | None,
+    parallel: int,
+) -> Iterator[tuple[str, Backend]]:
+    from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+
+    endpoint = Endpoint(url, key)
+    tokens = None
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        from ktransformers.evaluate.backend import Tokens
+
+        tokens = Tokens(AutoTokenizer.from_pretrained(tokenizer), str(tokenizer))
+    listed = endpoint.models()
+    if base:
+        yield BASE, RemoteBackend(endpoint, served or listed[0], tokens, parallel)
+    for name, there in adapters.items():
+        if there not in listed:
+            raise InputError("adapter", repr(there), f"one of those at {url}: {', '.join(listed)}")
+        yield name, RemoteBackend(endpoint, there, tokens, parallel)
+
+
+def _local(
+    directory: Path, adapters: dict[str, str], base: bool, engine: str, dtype: str, device: str, batch_size: int
+) -> Iterator[tuple[str, Backend]]:
+    for name, place in adapters.items():
+        if not (Path(place) / "adapter_config.json").is_file():
+            raise InputError(f"adapter {name}", place, "a directory with an adapter_config.json")
+    from ktransformers.evaluate.local import LocalModel
+
+    model = LocalModel.open(directory, engine=engine, dtype=dtype, device=device, batch_size=batch_size)
+    if base:
+        yield BASE, model.backend()
+    model.add_adapters({name: Path(place) for name, place in adapters.items()})
+    for name in adapters:
+        yield name, model.backend(name)
+
+
+def _run(
+    runs: Iterator[tuple[str, Backend]], tasks: list[Task], out: Path, judge: Judge | None, quiet: bool
+) -> dict[str, dict[str, Any]]:
+    from ktransformers.evaluate.run import evaluate as ask
+
+    results: dict[str, dict[str, Any]] = {}
+    for name, backend in runs:
+        results[name] = {}
+        for task in tasks:
+            with _bar(f"{name}: {task.name}", quiet) as progress:
+                found = ask(backend, task, out / name / task.name, judge=judge, progress=progress)
+            results[name][task.name] = found
+    return results
+
+
+@contextmanager
+def _bar(title: str, quiet: bool) -> Iterator[Progress | None]:
+    """On stderr, and only where somebody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _compare(runs: list[str], out: Path) -> Comparison:
+    from ktransformers.evaluate.compare import compare
+    from ktransformers.evaluate.report import write
+
+    places = [out / run if (out / run).is_dir() else Path(run) for run in runs]
+    comparison = compare(places)
+    write(comparison, out)
+    return comparison
+
+
+def _say(comparison: Comparison, out: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"directory": str(out), **comparison.as_json()}, indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    from ktransformers.evaluate.report import summary_table
+
+    Console().print(summary_table(comparison))
+    print(f"{out / 'report.md'}, report.json, report.html")
+
+
+def _print_results(results: dict[str, dict[str, Any]], out: Path) -> None:
+    for run, tasks in results.items():
+        for task, result in tasks.items():
+            print(f"{run}: {task}, {result['items']} items, {result['seconds']:.1f} s")
+            for name, found in result["metrics"].items():
+                star = "*" if name == result["primary"] else " "
+                print(f" {star} {name:<20} {found['value']:>8.2f}  [{found['low']:.2f}, {found['high']:.2f}]")
+    print(out)
+
+
+def _print_tasks(as_json: bool) -> None:
+    from ktransformers.evaluate.items import items
+    from ktransformers.evaluate.task import load, names
+
+    rows = []
+    for name in names():
+        tasks = load(name)
+        suite = [task.name for task in tasks] if [task.name for task in tasks] != [name] else []
+        title = f"suite of {', '.join(suite)}" if suite else tasks[0].title
+        rows.append({"name": name, "items": sum(len(items(task)) for task in tasks), "title": title, "suite": suite})
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(f"{row['name']:<20} {row['items']:>5}  {row['title']}")

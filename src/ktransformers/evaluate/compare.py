@@ -1,0 +1,161 @@
+"""Runs side by side: what was gained, what it cost, and which of it is more than chance.
+
+The first run is the one that the others are measured against. For every task that all runs have, over the items that
+all have answered: each metric of each run with its interval, the difference to the first with the p of a paired
+bootstrap, the same for every slice, and some answers beside each other. A gain is a difference in the metric's better
+direction: less perplexity, more accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ktransformers.errors import InputError
+from ktransformers.evaluate.measure import Record, picked, primary, statistics
+from ktransformers.evaluate.run import read_records
+from ktransformers.evaluate.statistic import Difference, Estimate, Statistic, difference, estimate
+from ktransformers.evaluate.task import Task
+
+SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric, over all items of a task or over one slice; `runs` and `differences` are in the runs' order."""
+
+    metric: str
+    slice: str  # "" for all items
+    runs: tuple[Estimate, ...]
+    differences: tuple[Difference, ...]  # of the second run and on, to the first
+    more_is_better: bool
+    per_cent: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    id: str
+    prompt: str
+    reference: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    task: str
+    title: str
+    primary: str
+    items: int
+    lines: tuple[Line, ...]  # all items
+    slices: tuple[Line, ...]  # the primary metric, slice by slice
+    samples: tuple[Sample, ...]
+    note: str = ""
+
+    @property
+    def headline(self) -> Line:
+        return next(line for line in self.lines if line.metric == self.primary)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    runs: tuple[str, ...]
+    models: tuple[str, ...]
+    tasks: tuple[TaskComparison, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(directories: Sequence[Path], names: Sequence[str] | None = None, seed: int = 0) -> Comparison:
+    """Each directory holds one folder per task, as `kt eval` writes them."""
+    if len(directories) < 2:
+        raise InputError("compare", f"{len(directories)} run", "two or more")
+    found = [_tasks_of(directory) for directory in directories]
+    shared = [name for name in found[0] if all(name in others for others in found)]
+    if not shared:
+        raise InputError("compare", ", ".join(map(str, directories)), "runs that have a task in common")
+    models = tuple(next(iter(tasks.values()))[1] for tasks in found)
+    tasks = tuple(_compare_task([tasks[name] for tasks in found], seed) for name in shared)
+    return Comparison(tuple(names or [directory.name for directory in directories]), models, tasks)
+
+
+def _tasks_of(directory: Path) -> dict[str, tuple[Task, str, dict[str, Record]]]:
+    """Task name -> (task, model, records by id)."""
+    heads = sorted(directory.glob("*/run.json"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
+    if not heads:
+        raise InputError("run", f"{directory}", "a directory that `kt eval` wrote", "give its -o, or a name in it")
+    found = {}
+    for head in heads:
+        if not (head.parent / "result.json").is_file():
+            raise InputError(
+                "run", f"{head.parent}, which is not finished", "a finished run", "run it again to finish it"
+            )
+        words = json.loads(head.read_text())
+        task = Task.model_validate(words["task"])
+        found[task.name] = (task, str(words["model"]), {r["id"]: r for r in read_records(head.parent)})
+    return found
+
+
+def _compare_task(entries: Sequence[tuple[Task, str, dict[str, Record]]], seed: int) -> TaskComparison:
+    task = entries[0][0]
+    records = [entry[2] for entry in entries]
+    ids = [name for name in records[0] if all(name in others for others in records)]
+    ids.sort()  # the order of answering is no property of a run
+    if not ids:
+        raise InputError(task.name, "runs without a common item", "runs over the same data")
+    ordered = [[table[name] for name in ids] for table in records]
+    measured = [statistics(task, rows) for rows in ordered]
+    metrics = [name for name in measured[0] if all(name in others for others in measured)]
+    lines = tuple(_line(name, "", [table[name] for table in measured], seed) for name in metrics)
+    main = primary(task)
+    if main not in metrics:
+        raise InputError(f"{task.name}: primary", repr(main), f"one of {', '.join(metrics)}")
+    slices = []
+    for name in sorted({record["slice"] for record in ordered[0]} - {""}):
+        places = [place for place, record in enumerate(ordered[0]) if record["slice"] == name]
+        slices.append(_line(main, name, [table[main].take(places) for table in measured], seed))
+    note = ""
+    if task.copy_input:
+        same = [{**record, "prediction": record["source"]} for record in ordered[0]]
+        words = tuple(group for group in task.asked if group in ("bleu", "rouge", "chrf", "exact"))
+        copied = statistics(task.model_copy(update={"metrics": words}), same)
+        if main in copied:
+            note = f"copying the input scores {main} {copied[main].value():.1f}"
+    return TaskComparison(task.name, task.title, main, len(ids), lines, tuple(slices), _samples(ordered, seed), note)
+
+
+def _line(metric: str, part: str, of_runs: Sequence[Statistic], seed: int) -> Line:
+    first = of_runs[0]
+    return Line(
+        metric,
+        part,
+        tuple(estimate(statistic, seed) for statistic in of_runs),
+        tuple(difference(first, other, seed) for other in of_runs[1:]),
+        first.more_is_better,
+        first.per_cent,
+    )
+
+
+def _samples(ordered: Sequence[Sequence[Record]], seed: int) -> tuple[Sample, ...]:
+    places = random.Random(seed).sample(range(len(ordered[0])), min(SAMPLES, len(ordered[0])))
+    if not any(key in ordered[0][0] for key in ("prediction", "logprobs")):
+        return ()
+    return tuple(
+        Sample(
+            ordered[0][place]["id"],
+            ordered[0][place]["prompt"],
+            ordered[0][place]["reference"],
+            tuple(_said(records[place]) for records in ordered),
+        )
+        for place in sorted(places)
+    )
+
+
+def _said(record: Record) -> str:
+    if "prediction" in record:
+        return str(record["prediction"])
+    return str(record["letters"][picked(record)])

@@ -1,0 +1,133 @@
+"""The rows of a task's data as items: what is asked, and what is right.
+
+JSON lists, JSON lines and CSV are read. A row that cannot be used is an error that names the file and the row. Options
+of multiple choice may come as AfriMed-QA has them: an object `{"option1": ...}` in JSON text, and the key as the
+answer.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktransformers.errors import InputError
+from ktransformers.evaluate.task import Task
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Item:
+    id: str
+    slice: str  # "" where the task has none
+    prompt: str  # "" for running text
+    reference: str
+    source: str = ""  # the input alone, without an instruction
+    choices: tuple[str, ...] = ()
+    answer: int = -1  # which choice is right
+
+    @property
+    def letters(self) -> str:
+        return LETTERS[: len(self.choices)]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        raise InputError("data", f"{file}, which does not exist", "a .json, .jsonl or .csv file")
+    rows: Any
+    try:
+        if file.suffix == ".csv":
+            with file.open(newline="") as handle:
+                rows = list(csv.DictReader(handle))
+        elif file.suffix == ".jsonl":
+            rows = [json.loads(line) for line in file.read_text().split("\n") if line.strip()]
+        elif file.suffix == ".json":
+            rows = json.loads(file.read_text())
+        else:
+            raise InputError("data", str(file), "a .json, .jsonl or .csv file")
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(str(file), str(error), "JSON") from error
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(str(file), "something else", "a list of at least one object")
+    return rows
+
+
+def items(task: Task) -> list[Item]:
+    """In the order of the file; a sample keeps that order too."""
+    build = {"generate": _generated, "choice": _choice, "text": _text}[task.kind]
+    found: list[Item] = []
+    seen: set[str] = set()
+    for number, row in enumerate(read_rows(task.data)):
+        if any(str(row.get(column)) != value for column, value in task.where.items()):
+            continue
+        try:
+            item = build(task, row, str(row.get(task.columns.id or "", number)))
+        except (KeyError, ValueError) as error:
+            raise InputError(f"{task.data}, row {number}", f"{type(error).__name__}: {error}", _wanted(task)) from error
+        if item.id in seen:
+            raise InputError(f"{task.data}, row {number}", f"the id {item.id!r} again", "ids that differ")
+        seen.add(item.id)
+        found.append(item)
+    if not found:
+        raise InputError(str(task.data), f"no row with {task.where}", "at least one")
+    if task.limit is not None and task.limit < len(found):
+        kept = sorted(random.Random(task.seed).sample(range(len(found)), task.limit))
+        found = [found[place] for place in kept]
+    return found
+
+
+def _wanted(task: Task) -> str:
+    columns = task.columns
+    wanted = {
+        "generate": (columns.instruction, columns.input, columns.output),
+        "choice": (columns.question, columns.choices, columns.answer),
+        "text": (columns.text,),
+    }
+    return "the columns " + ", ".join(wanted[task.kind])
+
+
+def _slice(task: Task, row: dict[str, Any]) -> str:
+    return "" if task.columns.slice is None else str(row.get(task.columns.slice) or "(none)")
+
+
+def _generated(task: Task, row: dict[str, Any], name: str) -> Item:
+    columns = task.columns
+    parts = [str(row.get(key) or "") for key in (columns.instruction, columns.input)]
+    prompt = "\n".join(part for part in parts if part)
+    if not prompt:
+        raise ValueError(f"{columns.instruction} and {columns.input} are both empty")
+    return Item(name, _slice(task, row), prompt, str(row[columns.output]), source=parts[1] or parts[0])
+
+
+def _choice(task: Task, row: dict[str, Any], name: str) -> Item:
+    columns = task.columns
+    given = row[columns.choices]
+    options = json.loads(given) if isinstance(given, str) else given
+    named = options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
+    choices = [str(text) for text in named.values()]
+    if not 2 <= len(choices) <= len(LETTERS):
+        raise ValueError(f"{len(choices)} choices")
+    right = str(row[columns.answer]).strip()
+    keys = list(named)
+    if right in keys:
+        answer = keys.index(right)
+    elif right in choices:
+        answer = choices.index(right)
+    elif right in LETTERS[: len(choices)]:
+        answer = LETTERS.index(right)
+    else:
+        raise ValueError(f"the answer {right!r} is none of {keys}")
+    lines = [str(row[columns.question]), *(f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False))]
+    lines.append("Answer with the letter." if task.format == "chat" else "Answer:")
+    return Item(name, _slice(task, row), "\n".join(lines), LETTERS[answer], choices=tuple(choices), answer=answer)
+
+
+def _text(task: Task, row: dict[str, Any], name: str) -> Item:
+    text = str(row[task.columns.text])
+    if not text.strip():
+        raise ValueError("an empty text")
+    return Item(name, _slice(task, row), "", text)

@@ -1,0 +1,184 @@
+"""A model in this process: transformers' own classes, experts packed by `ktransformers.nn` where there are any,
+adapters by PEFT.
+
+Generation pads on the left, so that the next token of every row stands in the last column; scoring pads on the right,
+where causal attention never looks, so that positions need no shifting. Options of one token (the letters of multiple
+choice) share one pass over their prompt. Rows of similar length go together: a batch is as wide as its longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint import Shards, find_experts
+from ktransformers.errors import InputError
+from ktransformers.evaluate.backend import Likelihood, Prompt, Question, Tokens
+
+ENGINES = ("auto", "kt", "transformers")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SCORED_TOKENS = 4096  # rows times width of one scoring batch: logits are wide
+
+
+class LocalModel:
+    """One model in memory and the adapters on it; `backend` gives a view with one of them, or with none, in force."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, batch_size: int = 8) -> None:
+        if batch_size < 1:
+            raise InputError("batch-size", batch_size, "1 or more")
+        self.model, self.tokens, self.name, self.batch_size = model.eval(), Tokens(tokenizer, name), name, batch_size
+        self._adapters: dict[str, str] = {}
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+
+    @classmethod
+    def open(
+        cls, directory: Path, *, engine: str = "auto", dtype: str = "bfloat16", device: str = "cpu", batch_size: int = 8
+    ) -> LocalModel:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if engine not in ENGINES:
+            raise InputError("engine", repr(engine), f"one of {', '.join(ENGINES)}")
+        if dtype not in DTYPES:
+            raise InputError("dtype", repr(dtype), f"one of {', '.join(DTYPES)}")
+        if not (directory / "config.json").is_file():
+            raise InputError("model", str(directory), "a Hugging Face directory, or a URL that starts with http")
+        if engine == "auto":
+            engine = "kt" if find_experts(Shards.of_directory(directory).names) else "transformers"
+        if engine == "kt":
+            from ktransformers.nn import load_model
+
+            model: Any = load_model(directory, dtype=DTYPES[dtype], device=None if device == "cpu" else device)
+        else:
+            stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
+            model = stock.to(device)
+        return cls(model, AutoTokenizer.from_pretrained(directory), str(directory), batch_size)
+
+    def add_adapters(self, adapters: Mapping[str, Path]) -> None:
+        from peft import PeftModel
+
+        for name, directory in adapters.items():
+            if not (directory / "adapter_config.json").is_file():
+                raise InputError(f"adapter {name}", str(directory), "a directory with an adapter_config.json")
+            if self._adapters:
+                self.model.load_adapter(str(directory), adapter_name=name)
+            else:
+                self.model = PeftModel.from_pretrained(self.model, str(directory), adapter_name=name).eval()
+            self._adapters[name] = str(directory)
+
+    def backend(self, adapter: str | None = None) -> LocalBackend:
+        if adapter is not None and adapter not in self._adapters:
+            raise InputError("adapter", repr(adapter), f"one of {', '.join(self._adapters) or 'none'}")
+        return LocalBackend(self, adapter)
+
+    @contextmanager
+    def with_adapter(self, adapter: str | None) -> Iterator[Any]:
+        if adapter is not None:
+            self.model.set_adapter(adapter)
+        without = self.model.disable_adapter() if self._adapters and adapter is None else nullcontext()
+        with without, torch.no_grad():
+            yield self.model
+
+    def place(self, adapter: str | None) -> str:
+        return self.name if adapter is None else f"{self.name} + {self._adapters[adapter]}"
+
+
+class LocalBackend:
+    def __init__(self, local: LocalModel, adapter: str | None) -> None:
+        self._local, self._adapter = local, adapter
+
+    @property
+    def name(self) -> str:
+        return self._local.place(self._adapter)
+
+    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+        tokens = self._local.tokens
+        encoded = [tokens.encode(tokens.render(prompt), prompt.chat) for prompt in prompts]
+        answers = [""] * len(prompts)
+        with self._local.with_adapter(self._adapter) as model:
+            for places in _by_length(encoded, self._local.batch_size):
+                ids, mask = self._padded([encoded[place] for place in places], left=True)
+                out = model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    temperature=None,
+                    top_p=None,
+                    top_k=None,
+                    pad_token_id=tokens.tokenizer.pad_token_id,
+                )
+                for place, row in zip(places, out[:, ids.shape[1] :], strict=True):
+                    answers[place] = tokens.tokenizer.decode(row, skip_special_tokens=True).strip()
+        return answers
+
+    def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:
+        """One row for a question whose continuations are single tokens after the same prompt, else one for each."""
+        rows: list[list[int]] = []
+        wanted: list[Callable[[Tensor], list[Likelihood]]] = []  # of log-probabilities [tokens, vocabulary]
+        owner: list[int] = []
+        for number, question in enumerate(questions):
+            splits = [self._local.tokens.split(question.prompt, text) for text in question.continuations]
+            prefixes = {tuple(ids[:start]) for ids, start in splits}
+            if len(prefixes) == 1 and all(len(ids) == start + 1 for ids, start in splits):
+                rows.append(list(prefixes.pop()))
+                wanted.append(_letters([ids[-1] for ids, _ in splits]))
+                owner.append(number)
+                continue
+            for ids, start in splits:
+                rows.append(ids)
+                wanted.append(_continuation(ids, start))
+                owner.append(number)
+        found: list[list[Likelihood]] = [[] for _ in rows]
+        with self._local.with_adapter(self._adapter) as model:
+            for places in _by_length(rows, self._local.batch_size, SCORED_TOKENS):
+                batch, mask = self._padded([rows[place] for place in places], left=False)
+                logits = model(input_ids=batch, attention_mask=mask, use_cache=False).logits
+                for place, row in zip(places, logits, strict=True):
+                    found[place] = wanted[place](row[: len(rows[place])])
+        answers: list[list[Likelihood]] = [[] for _ in questions]
+        for number, some in zip(owner, found, strict=True):
+            answers[number] += some
+        return answers
+
+    def _padded(self, rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+        width, pad = max(map(len, rows)), self._local.tokens.tokenizer.pad_token_id
+        ids, mask = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.long)
+        for place, row in enumerate(rows):
+            span = slice(width - len(row), width) if left else slice(0, len(row))
+            ids[place, span] = torch.tensor(row)
+            mask[place, span] = 1
+        device = self._local.model.device
+        return ids.to(device), mask.to(device)
+
+
+def _letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
+    def read(logits: Tensor) -> list[Likelihood]:
+        last = logits[-1].float().log_softmax(-1)
+        return [Likelihood(float(last[token]), 1) for token in ids]
+
+    return read
+
+
+def _continuation(ids: list[int], start: int) -> Callable[[Tensor], list[Likelihood]]:
+    def read(logits: Tensor) -> list[Likelihood]:
+        scores = logits[start - 1 : len(ids) - 1].float().log_softmax(-1)
+        chosen = scores.gather(-1, torch.tensor(ids[start:], device=scores.device)[:, None])
+        return [Likelihood(float(chosen.double().sum()), len(ids) - start)]
+
+    return read
+
+
+def _by_length(rows: Sequence[Sequence[int]], batch_size: int, tokens: int | None = None) -> Iterator[list[int]]:
+    """Places of rows in batches of similar length; `tokens` bounds rows times width."""
+    order = sorted(range(len(rows)), key=lambda place: (-len(rows[place]), place))
+    while order:
+        width = max(1, len(rows[order[0]]))
+        count = batch_size if tokens is None else max(1, min(batch_size, tokens // width))
+        yield order[:count]
+        order = order[count:]

@@ -1,0 +1,161 @@
+"""Answers into statistics: which metrics a task has, and what each counts of one record.
+
+A record is what `run` keeps of an item: `{"id", "slice", "prompt", "reference", "prediction", "logprobs", ...}`. A
+record that lacks what a metric needs (an answer that the judge did not mark) adds nothing to it, neither to its sum nor
+to its count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy
+
+from ktransformers.evaluate import words
+from ktransformers.evaluate.statistic import Statistic, bleu, chrf, mean, perplexity, ratio
+from ktransformers.evaluate.task import Task
+
+Record = dict[str, Any]
+# A letter at the start, in brackets or not, or after the word "answer"; the last such phrase counts.
+STATED = re.compile(r"(?:answer|option)(?:\s+is|\s*:)?\s*[:\-]?\s*\(?\**([A-Z])\b", re.IGNORECASE)
+LEADING = re.compile(r"^\W*([A-Z])\b")
+
+
+def statistics(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    """Name of the metric -> its counts over these records."""
+    found: dict[str, Statistic] = {}
+    for group in task.asked:
+        found |= GROUPS[group](task, records)
+    return found
+
+
+def primary(task: Task) -> str:
+    """The metric that stands for the task."""
+    if task.primary:
+        return task.primary
+    first = {"letter": "accuracy", "generation": "accuracy_generated", "style": "style", "loss": "perplexity"}
+    preferred = [group for group in ("style", "letter", "generation", "exact", "contains") if group in task.asked]
+    if preferred:
+        return first.get(preferred[0], preferred[0])
+    return {"rouge": "rouge-l", "bleu": "bleu-4", "loss": "perplexity"}.get(task.asked[0], task.asked[0])
+
+
+def picked(record: Record) -> int:
+    """The option with the most likely letter; the first of equals."""
+    return int(numpy.argmax(record["logprobs"]))
+
+
+def stated(text: str, letters: str) -> str:
+    """The letter that an answer in words gives, "" where it gives none."""
+    phrases = [letter.upper() for letter in STATED.findall(text) if letter.upper() in letters]
+    if phrases:
+        return str(phrases[-1])
+    start = LEADING.match(text)
+    return start[1] if start and start[1] in letters else ""
+
+
+def _rows(values: list[list[float]]) -> Any:
+    return numpy.array(values, dtype=numpy.float64)
+
+
+def _mean_of(values: Sequence[float | None]) -> Statistic:
+    return Statistic(_rows([[0.0, 0.0] if value is None else [float(value), 1.0] for value in values]), mean)
+
+
+def _bleu(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    rows = _rows([[*words.bleu_counts(record["prediction"], record["reference"])] for record in records])
+    return {f"bleu-{order}": Statistic(rows, bleu(order)) for order in range(1, words.BLEU_ORDERS + 1)}
+
+
+def _rouge(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    scores = [words.rouge(record["prediction"], record["reference"]) for record in records]
+    return {f"rouge-{name}": _mean_of([score[place] for score in scores]) for place, name in enumerate("12l")}
+
+
+def _chrf(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    return {"chrf": Statistic(_rows([[*words.chrf_counts(r["prediction"], r["reference"])] for r in records]), chrf)}
+
+
+def _extracted(pattern: str | None, text: str) -> str:
+    if pattern is None:
+        return text
+    matches = list(re.finditer(pattern, text))
+    if not matches:
+        return ""
+    last = matches[-1]
+    return (last[1] if last.re.groups else last[0]).replace(",", "")
+
+
+def _exact(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    def same(record: Record) -> bool:
+        wanted = words.normal(_extracted(task.extract, record["reference"]))
+        return bool(wanted) and words.normal(_extracted(task.extract, record["prediction"])) == wanted
+
+    return {"exact": _mean_of([same(record) for record in records])}
+
+
+def _contains(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    return {"contains": _mean_of([words.normal(r["reference"]) in words.normal(r["prediction"]) for r in records])}
+
+
+def _style(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    """Each pattern by itself, and `style`: the share of answers in which all of them are found."""
+    hits = {
+        name: [bool(re.search(pattern, record["prediction"])) for record in records]
+        for name, pattern in task.style.items()
+    }
+    found = {"style": _mean_of([all(column) for column in zip(*hits.values(), strict=True)])}
+    return found | {f"style.{name}": _mean_of(values) for name, values in hits.items()}
+
+
+def _loss(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    rows = _rows([[-record["logprob"], record["tokens"]] for record in records])
+    per_byte = _rows([[-r["logprob"] / numpy.log(2), len(r["reference"].encode())] for r in records])
+    common = partial(Statistic, more_is_better=False, per_cent=False)
+    return {
+        "loss": common(rows, ratio),
+        "perplexity": common(rows, perplexity),
+        "bits_per_byte": common(per_byte, ratio),
+    }
+
+
+def _letter(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    return {"accuracy": _mean_of([picked(record) == record["answer"] for record in records])}
+
+
+def _generation(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    said = [stated(record["prediction"], record["letters"]) for record in records]
+    return {
+        "accuracy_generated": _mean_of([s == r["reference"] for s, r in zip(said, records, strict=True)]),
+        "answered": _mean_of([bool(letter) for letter in said]),
+    }
+
+
+def _judge(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    """Marks from 1 to 5; without marks (no judge was given) there is nothing to say."""
+    if task.judge is None or not any(record.get("marks") for record in records):
+        return {}
+    marks = [record.get("marks") or {} for record in records]
+    found = {}
+    for name in task.judge.criteria:
+        rows = _rows([[mark[name], 1.0] if name in mark else [0.0, 0.0] for mark in marks])
+        found[f"judge.{name}"] = Statistic(rows, ratio, per_cent=False)
+    whole = _rows([[sum(mark.values()) / len(mark), 1.0] if mark else [0.0, 0.0] for mark in marks])
+    return {"judge": Statistic(whole, ratio, per_cent=False), **found}
+
+
+GROUPS = {
+    "bleu": _bleu,
+    "rouge": _rouge,
+    "chrf": _chrf,
+    "exact": _exact,
+    "contains": _contains,
+    "style": _style,
+    "loss": _loss,
+    "letter": _letter,
+    "generation": _generation,
+    "judge": _judge,
+}

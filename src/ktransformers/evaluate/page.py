@@ -1,0 +1,127 @@
+"""`report.html`: one file without anything outside it, pictures inline, readable in light and in dark, printable.
+
+Text of models and tasks goes through `escape` without exception: an answer is somebody else's HTML.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from ktransformers.evaluate import plots, report
+from ktransformers.evaluate.compare import Comparison, Line, TaskComparison
+
+CSS = """
+:root { color-scheme: light dark; --ink: #1d2127; --soft: #5d646e; --rule: #e2e5e9; --card: #f7f8f9; --paper: #fff;
+  --gain: #1a7f4b; --loss: #b3362b; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8eaed; --soft: #a3aab4; --rule: #343941; --card: #1f2329;
+  --paper: #16191d; --gain: #4cc38a; --loss: #ef7a6d; } figure { background: #fff; border-radius: 8px; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Noto Sans", "Noto Sans CJK SC", sans-serif;
+  color: var(--ink); background: var(--paper); max-width: 60rem; margin: 2.5rem auto; padding: 0 1.25rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.2rem; margin: 2.6rem 0 .4rem; }
+p.soft, .soft { color: var(--soft); } code { font-size: .92em; }
+table { border-collapse: collapse; width: 100%; margin: .8rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .34rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: baseline; }
+th { font-weight: 600; color: var(--soft); font-size: .86rem; } th.left, td.left { text-align: left; }
+td small { color: var(--soft); } tr.main td { font-weight: 600; } tr.main td small { font-weight: 400; }
+.gain { color: var(--gain); } .loss { color: var(--loss); } .even { color: var(--soft); }
+figure { margin: 1rem 0; padding: .5rem; } figure svg { width: 100%; height: auto; }
+.sample { background: var(--card); border-radius: 8px; padding: .8rem 1rem; margin: .8rem 0; }
+.sample .asked { margin: 0 0 .6rem; white-space: pre-wrap; }
+.answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .8rem; }
+.answers > div { background: var(--paper); border: 1px solid var(--rule); border-radius: 6px; padding: .5rem .7rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92rem; }
+.answers b { display: block; font-size: .8rem; color: var(--soft); margin-bottom: .2rem; }
+details > summary { cursor: pointer; color: var(--soft); margin: .6rem 0; }
+"""
+
+
+def page(comparison: Comparison) -> str:
+    runs = comparison.runs
+    title = f"{runs[1]} against {runs[0]}" if len(runs) == 2 else "Runs compared"
+    models = "".join(
+        f"<br><b>{escape(run)}</b> {escape(model)}" for run, model in zip(runs, comparison.models, strict=True)
+    )
+    parts = [f"<h1>{escape(title)}</h1><p class='soft'>{_verdicts(comparison)}{models}</p>"]
+    parts += [_summary(comparison)]
+    parts += [f"<figure>{plots.bars(comparison)}</figure>"]
+    for number in range(1, len(runs)):
+        rows = [(task.task, task.headline, False) for task in comparison.tasks]
+        parts.append(f"<figure>{plots.forest(rows, number, f'{runs[number]} − {runs[0]}')}</figure>")
+    parts += [_task(comparison, task) for task in comparison.tasks]
+    body = "\n".join(parts)
+    return (
+        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<style>{CSS}</style></head><body>\n{body}\n</body></html>\n"
+    )
+
+
+def _verdicts(comparison: Comparison) -> str:
+    said = []
+    for number, run in enumerate(comparison.runs[1:]):
+        states = [report.verdict(task.headline.differences[number]) for task in comparison.tasks]
+        counts = ", ".join(
+            f"<span class='{state}'>{states.count(state)} {word}</span>"
+            for state, word in (("gain", "better"), ("loss", "worse"), ("even", "not told apart"))
+        )
+        said.append(f"{escape(run)}: {counts} of {len(states)} tasks")
+    return "; ".join(said) + "."
+
+
+def _cells(line: Line, intervals: bool) -> str:
+    cells = []
+    for place, found in enumerate(line.runs):
+        text = report.number(found.value, line)
+        if intervals:
+            text += f" <small>[{report.number(found.low, line)}, {report.number(found.high, line)}]</small>"
+        if place:
+            change = line.differences[place - 1]
+            text += f" <span class='{report.verdict(change)}'>{report.change_text(change, line)}</span>"
+        cells.append(f"<td>{text}</td>")
+    return "".join(cells)
+
+
+def _table(left: tuple[str, ...], comparison: Comparison, rows: list[str]) -> str:
+    heads = "".join(f"<th class='left'>{escape(word)}</th>" for word in left)
+    heads += "".join(f"<th>{escape(run)}</th>" for run in comparison.runs)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _row(left: tuple[str, ...], line: Line, intervals: bool = False, main: bool = False) -> str:
+    names = "".join(f"<td class='left'>{escape(word)}</td>" for word in left)
+    return f"<tr{' class=main' if main else ''}>{names}{_cells(line, intervals)}</tr>"
+
+
+def _summary(comparison: Comparison) -> str:
+    rows = [_row((task.title or task.task, task.primary), task.headline) for task in comparison.tasks]
+    note = report.MARKS.replace("\\", "").format(first=escape(comparison.runs[0]))
+    return _table(("task", "metric"), comparison, rows) + f"<p class='soft'>{note}</p>"
+
+
+def _task(comparison: Comparison, task: TaskComparison) -> str:
+    note = f" For orientation: {escape(task.note)}." if task.note else ""
+    parts = [
+        f"<h2>{escape(task.title or task.task)}</h2>",
+        f"<p class='soft'><code>{escape(task.task)}</code>, {task.items} items.{note}</p>",
+        _table(
+            ("metric",),
+            comparison,
+            [_row((line.metric,), line, intervals=True, main=line.metric == task.primary) for line in task.lines],
+        ),
+    ]
+    if len(task.slices) > 1:
+        rows = [_row((line.slice, str(line.runs[0].items)), line) for line in task.slices]
+        parts.append(f"<details open><summary>By slice, {escape(task.primary)}</summary>")
+        parts.append(_table(("slice", "items"), comparison, rows))
+        drawn = [(task.task, task.headline, False), *((line.slice, line, True) for line in task.slices)]
+        for number in range(1, len(comparison.runs)):
+            title = f"{comparison.runs[number]} − {comparison.runs[0]}, {task.primary}"
+            parts.append(f"<figure>{plots.forest(drawn, number, title)}</figure>")
+        parts.append("</details>")
+    for sample in task.samples:
+        answers = [("reference", sample.reference), *zip(comparison.runs, sample.answers, strict=True)]
+        boxes = "".join(f"<div><b>{escape(who)}</b>{escape(report.shorten(text))}</div>" for who, text in answers)
+        asked = f"<p class='asked'>{escape(report.shorten(sample.prompt))}</p>"
+        parts.append(f"<div class='sample'>{asked}<div class='answers'>{boxes}</div></div>")
+    return "\n".join(parts)

@@ -1,0 +1,131 @@
+"""The two pictures of a report, as SVG text: the difference of each task and slice to the first run with its interval,
+and the runs' values side by side.
+
+Differences of different metrics do not share a unit; each is drawn as a share of what the metric could still gain or
+lose where it has a scale of a hundred, and as relative change elsewhere (perplexity), always so that better is to the
+right.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from ktransformers.evaluate.compare import Comparison, Line
+from ktransformers.evaluate.statistic import Difference
+
+COLOURS = {"gain": "#1a7f4b", "loss": "#b3362b", "even": "#8a8f98"}
+RUNS = ("#8a8f98", "#2f6fb0", "#c77d1e", "#6d4ea3", "#1a7f4b", "#b3362b")
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#c4c8ce",
+    "axes.labelcolor": "#3b4048",
+    "xtick.color": "#3b4048",
+    "ytick.color": "#3b4048",
+    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
+    "svg.hashsalt": "ktransformers",  # the same picture in the same bytes
+}
+
+
+def _state(change: Difference) -> str:
+    return "even" if not change.mark else "gain" if change.gain else "loss"
+
+
+def drawn(line: Line, change: Difference) -> tuple[float, float, float]:
+    """(value, low, high) with better to the right: points of a hundred, or per cent of the first run's value."""
+    scale = 1.0 if line.per_cent else 100 / abs(line.runs[0].value or 1.0)
+    values = [scale * value for value in (change.value, change.low, change.high)]
+    if not line.more_is_better:
+        values = [-values[0], -values[2], -values[1]]
+    return values[0], values[1], values[2]
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.6, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    return figure, figure.subplots()
+
+
+def _svg(figure: Any) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def forest(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) -> str:
+    """One line per (label, line, is a slice): the difference of run number `run` to the first."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(0.9 + 0.3 * len(rows))
+        for place, (_, line, part) in enumerate(rows):
+            change = line.differences[run - 1]
+            value, low, high = drawn(line, change)
+            colour = COLOURS[_state(change)]
+            axes.plot([low, high], [place, place], color=colour, linewidth=1.4 if part else 2.4, solid_capstyle="round")
+            axes.plot([value], [place], "o", color=colour, markersize=4 if part else 7)
+            axes.annotate(
+                f"{value:+.1f}{change.mark}",
+                (1.0, place),
+                xycoords=("axes fraction", "data"),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                color=colour,
+                fontsize=9,
+                annotation_clip=False,
+            )
+        axes.axvline(0, color="#3b4048", linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+        for tick, (_, _, part) in zip(axes.get_yticklabels(), rows, strict=True):
+            tick.set_fontsize(9 if part else 10)
+            tick.set_color("#6a707a" if part else "#1d2127")
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="#e6e8eb", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("worse   ←   difference (points, or % of the first run)   →   better", fontsize=9)
+        axes.set_title(title, loc="left", fontsize=11, color="#1d2127")
+        return _svg(figure)
+
+
+def bars(comparison: Comparison) -> str:
+    """Tasks whose main metric is out of a hundred: all runs side by side, with intervals."""
+    import matplotlib
+
+    tasks = [task for task in comparison.tasks if task.headline.per_cent]
+    if not tasks:
+        return ""
+    count = len(comparison.runs)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(0.8 + (0.26 * count + 0.25) * len(tasks))
+        thick = 0.8 / count
+        for number, run in enumerate(comparison.runs):
+            found = [task.headline.runs[number] for task in tasks]
+            places = [place - 0.4 + thick * (number + 0.5) for place in range(len(tasks))]
+            values = [estimate.value for estimate in found]
+            spread = [
+                [max(0.0, e.value - e.low) for e in found],
+                [max(0.0, e.high - e.value) for e in found],
+            ]
+            axes.barh(places, values, thick * 0.9, xerr=spread, label=run, color=RUNS[number % len(RUNS)],
+                      error_kw={"ecolor": "#3b4048", "elinewidth": 0.9})  # fmt: skip
+            for place, estimate in zip(places, found, strict=True):
+                axes.annotate(f"{estimate.value:.1f}", (max(estimate.high, estimate.value), place), xytext=(4, 0),
+                              textcoords="offset points", va="center", fontsize=8, color="#3b4048")  # fmt: skip
+        axes.set_yticks(range(len(tasks)), [f"{task.task}\n{task.primary}" for task in tasks], fontsize=9)
+        axes.set_ylim(len(tasks) - 0.5, -0.5)
+        axes.set_xlim(0, 105)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="#e6e8eb", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=count, frameon=False, fontsize=9)
+        return _svg(figure)

@@ -1,0 +1,113 @@
+"""A comparison as files: `report.md`, `report.json` and `report.html`, and as a table for the terminal.
+
+All say the same in the same order: one line per task first (what was gained, what it cost), then every metric, then the
+slices, then answers beside each other. A star marks a difference at p < 0.05 of the paired bootstrap, two stars p <
+0.01; without a star the difference is not more than chance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ktransformers.evaluate.compare import Comparison, Line, TaskComparison
+from ktransformers.evaluate.run import write_json, write_text
+from ktransformers.evaluate.statistic import Difference, Estimate
+
+MARKS = "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap against {first}; intervals are 95 %."
+LONG = 700  # characters of a sample answer
+
+
+def write(comparison: Comparison, directory: Path) -> None:
+    from ktransformers.evaluate.page import page
+
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "report.json", comparison.as_json())
+    write_text(directory / "report.md", markdown(comparison))
+    write_text(directory / "report.html", page(comparison))
+
+
+def number(value: float, line: Line) -> str:
+    return f"{value:.1f}" if line.per_cent else f"{value:.2f}"
+
+
+def value_text(found: Estimate, line: Line) -> str:
+    return f"{number(found.value, line)} [{number(found.low, line)}, {number(found.high, line)}]"
+
+
+def change_text(found: Difference, line: Line) -> str:
+    return f"{'+' if found.value >= 0 else '−'}{number(abs(found.value), line)}{found.mark}"
+
+
+def verdict(found: Difference) -> str:
+    """gain, loss or even: even is everything that chance could do."""
+    return "even" if not found.mark else "gain" if found.gain else "loss"
+
+
+def summary_table(comparison: Comparison) -> Any:
+    from rich.table import Table
+
+    table = Table(title=None, caption="* p < 0.05, ** p < 0.01 (paired bootstrap)", caption_justify="left")
+    for heading in ("task", "metric", *comparison.runs):
+        table.add_column(heading, justify="left" if heading in ("task", "metric") else "right")
+    colours = {"gain": "green", "loss": "red", "even": "default"}
+    for task in comparison.tasks:
+        line = task.headline
+        cells = [number(line.runs[0].value, line)]
+        for found, change in zip(line.runs[1:], line.differences, strict=True):
+            colour = colours[verdict(change)]
+            cells.append(f"{number(found.value, line)} [{colour}]({change_text(change, line)})[/{colour}]")
+        table.add_row(task.task, line.metric, *cells)
+    return table
+
+
+def markdown(comparison: Comparison) -> str:
+    first = comparison.runs[0]
+    parts = [f"# {' against '.join(reversed(comparison.runs)) if len(comparison.runs) == 2 else 'Runs compared'}", ""]
+    parts += [f"- `{run}`: {model}" for run, model in zip(comparison.runs, comparison.models, strict=True)]
+    parts += ["", "## Gains and costs", "", *_heading(("task", "metric"), comparison.runs)]
+    parts += [_row((task.title or task.task, task.primary), task.headline) for task in comparison.tasks]
+    parts += ["", MARKS.format(first=first)]
+    for task in comparison.tasks:
+        parts += ["", f"## {task.title or task.task}", "", f"`{task.task}`, {task.items} items."]
+        parts += [f"For orientation: {task.note}."] if task.note else []
+        parts += ["", *_heading(("metric",), comparison.runs)]
+        parts += [_row((line.metric,), line, intervals=True) for line in task.lines]
+        if task.slices:
+            parts += ["", f"By slice, {task.primary}:", "", *_heading(("slice", "items"), comparison.runs)]
+            parts += [_row((line.slice, str(line.runs[0].items)), line) for line in task.slices]
+        parts += _samples(comparison, task)
+    return "\n".join(parts) + "\n"
+
+
+def _heading(left: tuple[str, ...], runs: tuple[str, ...]) -> list[str]:
+    return [f"| {' | '.join((*left, *runs))} |", "|" + "---|" * len(left) + "---:|" * len(runs)]
+
+
+def _row(left: tuple[str, ...], line: Line, intervals: bool = False) -> str:
+    def shown(found: Estimate) -> str:
+        return value_text(found, line) if intervals else number(found.value, line)
+
+    cells = [shown(line.runs[0])]
+    for found, change in zip(line.runs[1:], line.differences, strict=True):
+        text = f"{shown(found)} ({change_text(change, line)})".replace("*", "\\*")
+        cells.append(f"**{text}**" if verdict(change) == "gain" else text)
+    return f"| {' | '.join((*left, *cells))} |"
+
+
+def _samples(comparison: Comparison, task: TaskComparison) -> list[str]:
+    parts = []
+    for sample in task.samples:
+        parts += ["", f"### {sample.id}", "", *_quoted("asked", sample.prompt), *_quoted("reference", sample.reference)]
+        for run, answer in zip(comparison.runs, sample.answers, strict=True):
+            parts += _quoted(run, answer)
+    return parts
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= LONG else f"{text[:LONG]}…"
+
+
+def _quoted(who: str, text: str) -> list[str]:
+    lines = shorten(text).splitlines() or [""]
+    return [f"**{who}**", "", *(f"> {line}" for line in lines), ""]

@@ -1,0 +1,141 @@
+"""What a task file says: the schema, and where the files are that come with the package.
+
+A task is one YAML file. `kind` decides what is asked: `generate` (an answer in words, against a reference), `choice`
+(one of several options, by the log-probability of its letter, by generation, or both) and `text` (how likely running
+text is). A *suite* is a YAML file with nothing but `suite: [task, ...]`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ktransformers.errors import InputError
+
+TASKS = Path(__file__).with_name("tasks")
+
+Kind = Literal["generate", "choice", "text"]
+METRICS: dict[str, tuple[str, ...]] = {
+    "generate": ("bleu", "rouge", "chrf", "exact", "contains", "style", "loss", "judge"),
+    "choice": ("letter", "generation"),
+    "text": ("loss",),
+}
+
+
+class Rubric(BaseModel):
+    """What a judge is told: each criterion gets a mark from 1 to 5."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: str = "You judge answers of an assistant. Be strict and consistent."
+    criteria: dict[str, str] = Field(min_length=1)  # name -> what a high mark means
+    scale: dict[int, str] = {1: "not at all", 2: "hardly", 3: "partly", 4: "mostly", 5: "fully"}
+
+
+class Columns(BaseModel):
+    """Which column of the data holds what; the defaults are alpaca's and the usual words of multiple choice."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str | None = "id"
+    slice: str | None = None
+    instruction: str = "instruction"
+    input: str = "input"
+    output: str = "output"
+    question: str = "question"
+    choices: str = "choices"  # a list, an object {"option1": ...} or either as JSON text
+    answer: str = "answer"  # a letter, a key of the object, or the text of the option
+    text: str = "text"
+
+
+class Task(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    title: str = ""
+    kind: Kind
+    data: Path
+    source: str = ""
+    licence: str = ""
+    columns: Columns = Columns()
+    where: dict[str, str] = {}  # keep the rows whose columns have these values
+    format: Literal["chat", "plain"] = "chat"  # plain: no chat template
+    system: str | None = None
+    limit: int | None = Field(None, ge=1)  # a sample of that many rows, drawn with `seed`
+    seed: int = 0
+    max_new_tokens: int = Field(128, ge=1)
+    metrics: tuple[str, ...] = ()
+    primary: str = ""  # the metric that stands for the task in a summary
+    style: dict[str, str] = {}  # name -> regular expression, searched for in the answer
+    extract: str | None = None  # the last match, in answer and reference, is what `exact` compares
+    copy_input: bool = False  # also report what copying the input would score
+    judge: Rubric | None = None
+
+    @field_validator("style")
+    @classmethod
+    def _compiles(cls, patterns: dict[str, str]) -> dict[str, str]:
+        for name, pattern in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{name}: {pattern!r} is no regular expression ({error})") from error
+        return patterns
+
+    @model_validator(mode="after")
+    def _fits(self) -> Task:
+        known = METRICS[self.kind]
+        unknown = [name for name in self.metrics if name not in known]
+        if unknown:
+            raise ValueError(f"metrics: {unknown[0]!r} is not for kind {self.kind}; there are {', '.join(known)}")
+        if "style" in self.metrics and not self.style:
+            raise ValueError("metrics: style needs `style`, a table of regular expressions")
+        if "judge" in self.metrics and self.judge is None:
+            raise ValueError("metrics: judge needs `judge`, a rubric")
+        return self
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The groups of metrics to compute."""
+        defaults = {"generate": ("bleu", "rouge", "chrf"), "choice": ("letter",), "text": ("loss",)}
+        return self.metrics or defaults[self.kind]
+
+
+def names() -> list[str]:
+    """The tasks and suites that come with the package."""
+    return sorted(file.stem for file in TASKS.glob("*.yaml"))
+
+
+def load(name: str, limit: int | None = None, data: Path | None = None) -> list[Task]:
+    """The task, or the tasks of the suite, of a name or of a YAML file; `limit` and `data` replace what it says."""
+    file = Path(name)
+    if file.suffix not in (".yaml", ".yml"):
+        file = TASKS / f"{name}.yaml"
+        if not file.is_file():
+            raise InputError("task", repr(name), f"a YAML file or one of {', '.join(names())}")
+    if not file.is_file():
+        raise InputError("task", f"{file}, which does not exist", "a YAML file")
+    try:
+        words: Any = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise InputError(str(file), " ".join(str(error).split()), "YAML") from error
+    if not isinstance(words, dict):
+        raise InputError(str(file), type(words).__name__, "a table of a task or of a suite")
+    if set(words) == {"suite"}:
+        if data is not None:
+            raise InputError("data", f"{data} for the suite {name}", "one task", "name a task instead")
+        return [task for part in words["suite"] for task in load(str(part), limit)]
+    words.setdefault("name", file.stem)
+    try:
+        task = Task.model_validate(words)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the task"
+        raise InputError(f"{file}: {place}", repr(first.get("input"))[:80], first["msg"]) from error
+    changed: dict[str, Any] = {"data": data.resolve() if data is not None else (file.parent / task.data).resolve()}
+    if limit is not None:
+        changed["limit"] = limit
+    return [task.model_copy(update=changed)]

@@ -1,0 +1,99 @@
+"""The same numbers in this process and over HTTP, in batches and one by one, with an adapter and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktransformers.errors import InputError, KTError
+from ktransformers.evaluate import remote
+from ktransformers.evaluate.backend import Prompt, Question
+from ktransformers.evaluate.local import LocalModel
+from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+
+PROMPTS = [
+    Prompt("the"),
+    Prompt("a longer question, with 12 numbers and 喵", system="be brief"),
+    Prompt("plain text goes", chat=False),
+    Prompt("x" * 60),
+    Prompt("why?", chat=False),
+]
+QUESTIONS = [Question(prompt, ("A", "B", "C")) for prompt in PROMPTS] + [
+    Question(PROMPTS[0], ("a whole sentence", " the end", "喵")),
+    Question(Prompt("", chat=False), ("running text that has no prompt",)),
+    Question(PROMPTS[2], (" there", " A")),
+]
+
+
+@pytest.fixture(scope="module")
+def local(model_directory: Path, adapter_directory: Path) -> LocalModel:
+    model = LocalModel.open(model_directory, dtype="float32", batch_size=4)
+    model.add_adapters({"tuned": adapter_directory})
+    return model
+
+
+def close(first: list[list[Any]], second: list[list[Any]]) -> None:
+    assert [[found.tokens for found in row] for row in first] == [[found.tokens for found in row] for row in second]
+    for ours, theirs in zip(first, second, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=2e-4)
+
+
+def test_batched_is_unbatched(local: LocalModel) -> None:
+    backend = local.backend()
+    single = [backend.generate([prompt], 12)[0] for prompt in PROMPTS]
+    assert backend.generate(PROMPTS, 12) == single
+    assert len(set(single)) > 2
+    close(backend.likelihoods(QUESTIONS), [backend.likelihoods([question])[0] for question in QUESTIONS])
+
+
+@pytest.mark.parametrize("adapter", [None, "tuned"])
+def test_local_is_remote(adapter: str | None, local: LocalModel, serving: tuple[str, Any]) -> None:
+    there = RemoteBackend(Endpoint(serving[0]), adapter or "base", local.tokens)
+    here = local.backend(adapter)
+    assert here.generate(PROMPTS, 12) == there.generate(PROMPTS, 12)
+    close(here.likelihoods(QUESTIONS), there.likelihoods(QUESTIONS))
+
+
+def test_an_adapter_matters_and_leaves_no_trace(local: LocalModel) -> None:
+    before = local.backend().likelihoods(QUESTIONS)
+    tuned = local.backend("tuned").likelihoods(QUESTIONS)
+    assert max(abs(a[0].logprob - b[0].logprob) for a, b in zip(before, tuned, strict=True)) > 0.1
+    assert local.backend().likelihoods(QUESTIONS) == before
+
+
+def test_plain_text_needs_no_tokenizer_and_a_chat_does(local: LocalModel, serving: tuple[str, Any]) -> None:
+    there = RemoteBackend(Endpoint(serving[0]), "base")
+    plain = [Question(PROMPTS[2], (" there", " A")), Question(Prompt("", chat=False), ("running text",))]
+    close(local.backend().likelihoods(plain), there.likelihoods(plain))
+    with pytest.raises(InputError, match="--tokenizer"):
+        there.likelihoods(QUESTIONS[:1])
+
+
+def test_a_busy_server_is_asked_again(serving: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "WAIT", 0.01)
+    serving[1].busy = 2
+    assert RemoteBackend(Endpoint(serving[0]), "base").generate(PROMPTS[:1], 3)
+    assert serving[1].busy == 0
+
+
+def test_errors_of_a_server(monkeypatch: pytest.MonkeyPatch, serving: tuple[str, Any]) -> None:
+    monkeypatch.setattr(remote, "WAIT", 0.01)
+    with pytest.raises(KTError, match="no model other"):
+        RemoteBackend(Endpoint(serving[0]), "other").generate(PROMPTS[:1], 3)
+    with pytest.raises(InputError, match="is it running"):
+        Endpoint("http://127.0.0.1:9").models()
+
+
+def test_refused(model_directory: Path, local: LocalModel, tmp_path: Path) -> None:
+    for words in ({"engine": "onnx"}, {"dtype": "int4"}, {"batch_size": 0}):
+        with pytest.raises(InputError, match=next(iter(words)).replace("_", ".")):
+            LocalModel.open(model_directory, **words)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="Hugging Face directory"):
+        LocalModel.open(tmp_path)
+    with pytest.raises(InputError, match="tuned"):
+        local.backend("other")
+    with pytest.raises(InputError, match="adapter_config"):
+        local.add_adapters({"x": tmp_path})

@@ -1,0 +1,115 @@
+"""Task files: those that come with the package, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from ktransformers.errors import InputError
+from ktransformers.evaluate.items import items
+from ktransformers.evaluate.measure import primary, stated, statistics
+from ktransformers.evaluate.task import TASKS, load, names
+
+
+def test_every_task_of_the_package() -> None:
+    tasks = load("all")
+    assert {task.name for task in tasks} | {"all", "unrelated"} == set(names())
+    for task in tasks:
+        found = items(task)
+        assert len(found) >= 60 and task.licence and task.source, task.name
+        records = [
+            {"reference": item.reference, "prediction": item.reference, "logprobs": [0.0] * len(item.choices),
+             "letters": item.letters, "answer": item.answer, "logprob": -1.0, "tokens": 3, "slice": item.slice}
+            for item in found
+        ]  # fmt: skip
+        measured = statistics(task, records)
+        assert primary(task) in measured
+        for name in ("bleu-4", "rouge-l", "chrf", "exact", "style", "accuracy_generated"):
+            if name in measured and not (name == "style" and task.name == "style-translation"):
+                assert measured[name].value() >= (75 if name == "style" else 99.9), (task.name, name)
+
+
+def test_the_data_is_small_and_its_licences_are_told() -> None:
+    files = list((TASKS / "data").glob("*.jsonl"))
+    assert sum(file.stat().st_size for file in files) < 1_500_000
+    told = (TASKS / "data" / "LICENSES.md").read_text()
+    assert all(f"`{file.name}`" in told for file in files)
+
+
+def test_style_translation_has_the_shape() -> None:
+    (task,) = load("style-translation")
+    rows = [json.loads(line) for line in task.data.read_text().split("\n") if line]
+    assert all(row["instruction"] == "" and row["input"] for row in rows)
+    assert items(task)[0].prompt == rows[0]["input"]
+
+
+def test_afrimed_qa_as_it_is_released(tmp_path: Path) -> None:
+    with (tmp_path / "afrimed.csv").open("w", newline="") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(["sample_id", "question_type", "question", "answer_options", "correct_answer", "specialty"])
+        options = json.dumps({f"option{n}": text for n, text in enumerate(("malaria", "flu", "measles"), 1)})
+        writer.writerow(["a1", "MCQ", "Which is it?", options, "option3", "Pathology"])
+        writer.writerow(["a2", "SAQ", "What is it?", "", "", "Pathology"])
+    (task,) = load("medical-choice", data=tmp_path / "afrimed.csv")
+    (item,) = items(task)
+    assert (item.answer, item.letters, item.reference, item.slice) == (2, "ABC", "C", "Pathology")
+    assert item.prompt == "Which is it?\nA. malaria\nB. flu\nC. measles\nAnswer with the letter."
+
+
+def test_limit_draws_the_same_sample() -> None:
+    (task,), (again,) = load("world", limit=10), load("world", limit=10)
+    assert [item.id for item in items(task)] == [item.id for item in items(again)]
+    assert len(items(task)) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("kind: generate\ndata: d.jsonl\nmetrics: [letter]", "letter"),
+        ("kind: generate\ndata: d.jsonl\nmetrics: [style]", "regular expressions"),
+        ("kind: generate\ndata: d.jsonl\nstyle: {a: '('}\nmetrics: [style]", "no regular expression"),
+        ("kind: riddle\ndata: d.jsonl", "kind"),
+        ("kind: text\ndata: d.jsonl\nmax_tokens: 3", "max_tokens"),
+        ("kind: text", "data"),
+        ("[1", "YAML"),
+        ("- 1", "table"),
+    ],
+)
+def test_refused_task(text: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(InputError, match=word):
+        load(str(tmp_path / "t.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ([{"question": "q", "choices": ["a"], "answer": "A"}], "1 choices"),
+        ([{"question": "q", "choices": ["a", "b"], "answer": "C"}], "row 0.*'C'"),
+        ([{"question": "q", "answer": "A"}], "choices"),
+        ([{"id": 1, "question": "q", "choices": ["a", "b"], "answer": "A"}] * 2, "row 1.*again"),
+        ([], "at least one"),
+    ],
+)
+def test_refused_rows(rows: list[dict[str, object]], word: str, tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    (tmp_path / "t.yaml").write_text("kind: choice\ndata: d.json")
+    with pytest.raises(InputError, match=word):
+        items(load(str(tmp_path / "t.yaml"))[0])
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(InputError, match="invented-facts"):
+        load("no-such-task")
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [("B", "B"), ("(C) because", "C"), ("The answer is D.", "D"), ("Answer: **A**", "A"), ("A cat? The answer: B", "B"),
+     ("I do not know", ""), ("E", ""), ("", "")],
+)  # fmt: skip
+def test_stated(text: str, letter: str) -> None:
+    assert stated(text, "ABCD") == letter
