@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -97,7 +97,7 @@ def test_kimi_k2(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
 
 
-def test_nested_text_model() -> None:
+def test_nested_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """As released Kimi-K2.5 files have it: the quantisation and the foreign type stand inside text_config."""
     words = {
         "model_type": "kimi_k25",
@@ -105,8 +105,33 @@ def test_nested_text_model() -> None:
     }
     left, taken = prepare.take_quantisation(words)
     assert taken == {"quant_method": "compressed-tensors"}
-    assert prepare.in_stock_terms(left) == {"model_type": "kimi_k25", "text_config": {"model_type": "deepseek_v3"}}
     assert "quantization_config" in words["text_config"]  # the given words are left alone
+    for known, expected in (
+        (True, {"model_type": "kimi_k25", "text_config": {"model_type": "deepseek_v3"}}),
+        (False, {"model_type": "deepseek_v3"}),
+    ):
+        monkeypatch.setattr(prepare, "_known", lambda _, known=known: known)
+        assert prepare.in_stock_terms(left) == expected
+
+
+def test_kimi_k25_where_transformers_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text model alone, from files with a vision tower: as deepseek_v3, through both doors."""
+    monkeypatch.setattr(prepare, "_known", lambda _: False)
+    model = build("deepseek_v3")
+    source, out = save(model, tmp_path / "model"), tmp_path / "kt"
+    words = json.loads((source / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (source / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": words}))
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    assert "language_model.model.layers.1.mlp.experts.0.up_proj.weight" in tensors
+    tower = {"vision_tower.encoder.weight": torch.zeros(2, 2), "mm_projector.proj.0.weight": torch.zeros(2, 2)}
+    save_file(tensors | tower, source / "model.safetensors")
+    assert kt(source, "-o", out)["model_type"] == "deepseek_v3"
+    for found in (
+        load_model(source, dtype=torch.float32),
+        load_model(out, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32),
+    ):
+        torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from ktransformers.errors import InputError
 METHOD = "kt"
 # Checkpoints whose own type stock transformers lacks: the type that computes the same, and its class.
 SAME_AS = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM")}
+# A vision model around one of those. A transformers that lacks it loads the text part alone.
+AROUND = {"kimi_k25"}
 KEYS = ("quantization_config", "compression_config")  # the second is what older compressed-tensors files say
 
 
@@ -55,6 +57,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 def in_stock_terms(words: dict[str, Any]) -> dict[str, Any]:
     """The configuration under the names that stock transformers knows, nested text model included."""
     found = dict(words)
+    if found.get("model_type") in AROUND and not _known(found["model_type"]) and "text_config" in found:
+        return in_stock_terms(found["text_config"])
     if isinstance(found.get("text_config"), dict):
         found["text_config"] = in_stock_terms(found["text_config"])
     if found.get("model_type") in SAME_AS:
@@ -63,6 +67,12 @@ def in_stock_terms(words: dict[str, Any]) -> dict[str, Any]:
             found["architectures"] = [kind]
         found.pop("auto_map", None)
     return found
+
+
+def _known(model_type: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
 
 
 def take_quantisation(words: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

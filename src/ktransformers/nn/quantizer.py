@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -87,6 +88,7 @@ class KTQuantizer(HfQuantizer):
         self._layers: list[Layer] = []
         self._shapes: dict[str, torch.Size] = {}
         self._shards: Shards | None = None
+        self._inside = False
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Asked before anything is built."""
@@ -108,10 +110,23 @@ class KTQuantizer(HfQuantizer):
             check(self._shards, tensors, contract.shape)
             self._layers.append(Layer(name, module, contract, tensors, strip(module, contract)))
             module._is_hf_initialized = True  # type: ignore[assignment]
+        names = self._shards.names
+        self._inside = not hasattr(model, "language_model") and any(
+            name.startswith("language_model.") for name in names
+        )
+        if self._inside:
+            _ignore_unexpected(model, r"^(vision_tower|mm_projector)\.")
         _ignore_unexpected(model, r"\.experts\.")
         _ignore_unexpected(model, r"\.block_sparse_moe\.(input|output)_linear")
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._shards.release()
+
+    def get_weight_conversions(self) -> list[Any]:
+        """A text model from the files of the vision model around it: their names have one word more."""
+        found = list(super().get_weight_conversions())  # type: ignore[no-untyped-call]
+        if self._inside:
+            found.append(WeightRenaming(source_patterns=r"^language_model\.", target_patterns=""))
+        return found
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, tensor in model.state_dict().items():
