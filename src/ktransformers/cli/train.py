@@ -137,7 +137,7 @@ class Screen(Lines):
         gpu = f", {progress.gpu_memory / 2**30:.1f} GB GPU at most" if progress.gpu_memory else ""
         table.add_row("memory", f"{progress.memory / 2**30:.1f} GB{gpu}")
         table.add_row("time left", f"{clock_text(progress.remaining)}, {clock_text(progress.elapsed)} so far")
-        self._console.print(step_line(progress), markup=False, highlight=False)
+        self._console.print(step_line(progress), markup=False, highlight=False, soft_wrap=True)
         self._show(table)
 
     def close(self) -> None:

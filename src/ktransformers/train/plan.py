@@ -6,6 +6,7 @@ not on this machine yet, the parts that need its tokenizer or config are left ou
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -188,6 +189,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         numbers = trained_numbers(model, targets, settings.lora.lora_rank)
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
+        _check_packing(model, settings)
     plan = Plan(
         settings=settings,
         model=None if directory is None else str(directory),
@@ -211,6 +213,15 @@ def _check_vocabulary(split: Split, model: Any, directory: Path) -> None:
         ids = row.prompt + row.chosen + row.rejected if isinstance(row, PairTokens) else row.ids
         if max(ids) >= size:
             raise InputError(str(directory), f"token {max(ids)}", f"tokens below {size}, the model's vocabulary")
+
+
+def _check_packing(model: Any, settings: Settings) -> None:
+    """A recurrent state runs on into the next row unless a kernel of its own stops it."""
+    recurrent = any({"linear_attn", "mamba"} & set(name.split(".")) for name, _ in model.named_modules())
+    if packs(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
+        raise InputError(
+            "packing", True, "false with linear attention", "kt_tokens_per_batch fills batches without packing"
+        )
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -92,10 +92,6 @@ class Witness(TrainerCallback):
                 trace.a_could = True
                 trace.a_seen = _moves(a)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Fused optimisers write without counting versions, and whoever packed a factor knows its changes by them."""
-        torch.autograd.graph.increment_version([part for pair in self.pairs.values() for part in pair])
-
     def dead(self) -> list[str]:
         """Modules whose adapter never got a gradient."""
         return [module for module, trace in self.traces.items() if not trace.alive]

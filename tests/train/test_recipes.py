@@ -1,0 +1,139 @@
+"""`kt train` as a user calls it: dry runs of every recipe, the plan as text and JSON, errors without a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ktransformers.cli.train import sft
+from ktransformers.errors import InputError
+from ktransformers.train.plan import as_dict, make_plan
+from ktransformers.train.resolve import read_settings
+from ktransformers.train.settings import HOME
+
+from .conftest import recipe
+from .seeds import SEEDS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
+FAMILY = {
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
+    "kimi": "deepseek_v3",
+    "qwen3_5": "qwen3_5_moe_text",
+}
+
+
+def family_of(name: str) -> str:
+    return next((family for start, family in FAMILY.items() if name.startswith(start)), "qwen3_moe")
+
+
+def test_there_is_a_recipe_for_each_model_and_stage() -> None:
+    models = ("deepseek_v2_lite", "deepseek_v3", "qwen3_30b", "qwen3_235b", "qwen3_5", "kimi_k2")
+    assert {path.stem for path in RECIPES} >= {f"{model}_{stage}" for model in models for stage in ("sft", "dpo")}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_valid(path: Path, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """As they stand, with the model still on the hub, and on a tiny model of the same family."""
+    output = f"output_dir={tmp_path / 'out'}"
+    bare = make_plan(read_settings(path, [output]))
+    assert bare.directory is None and "not on this machine" in bare.plan.notes[-1]
+    words = [output, f"model_name_or_path={model_of(family_of(path.stem))}", "max_samples=8"]
+    plan = make_plan(read_settings(path, words)).plan
+    assert plan.data is not None and plan.data.train_rows > 0 and plan.data.steps > 0
+    assert plan.targets is not None and plan.targets.parameters and plan.targets.modules
+    assert plan.trained_numbers
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seed_files_are_planned(name: str, tiny: Path, tmp_path: Path) -> None:
+    words = [f"model_name_or_path={tiny}", f"output_dir={tmp_path / 'out'}"]
+    if "alpaca_en_demo" in SEEDS[name]["dataset"]:
+        with pytest.raises(InputError, match="get it from"):
+            make_plan(read_settings(SEEDS[name], words))
+        (tmp_path / "alpaca.json").write_text('[{"instruction": "a", "input": "", "output": "b"}]')
+        entry = {"alpaca_en_demo": {"file_name": "alpaca.json"}}
+        (tmp_path / "dataset_info.json").write_text(json.dumps(entry))
+        words.append(f"dataset_dir={tmp_path}")
+    plan = make_plan(read_settings(SEEDS[name], words)).plan
+    assert plan.data is not None and plan.dtype == "bfloat16"
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(sft, ["train", *words])
+
+
+def test_dry_run_prints_the_plan(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(recipe(tiny, tmp_path / "out", chunk_size=512)))
+    done = invoke(str(file), "lora_rank=16", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "identity: 16 rows" in done.output and "«" in done.output
+    assert "chunk_size: has no effect" in done.output and "gate_up_proj" in done.output
+    assert not (tmp_path / "out").exists(), "nothing is written"
+    done = invoke(str(file), "lora_rank=16", "--dry-run", "--json")
+    plan = json.loads(done.output)
+    assert plan["settings"]["lora"]["lora_rank"] == 16
+    assert plan["data"]["steps"] == 4 and plan["settings"]["trainer"]["max_steps"] == 4
+    assert plan == json.loads(json.dumps(as_dict(make_plan(read_settings(file, ["lora_rank=16"])).plan)))
+
+
+def test_a_run_prints_lines_and_leaves_the_adapter(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(recipe(tiny, tmp_path / "out", max_steps=2)))
+    done = invoke(str(file))
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if line.startswith("step ")]
+    assert len(lines) == 2 and "loss" in lines[0] and "left" in lines[0] and "tokens/s" in lines[1]
+    assert "24 tensors trained" in done.output
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    from ktransformers.cli.train import Screen
+    from ktransformers.train.watch import Progress
+
+    screen = Screen()
+    screen.loading(1, 2)
+    values = {"loss": 1.5, "learning_rate": 1e-4, "grad_norm": 0.3}
+    screen.stepped(Progress(3, 10, 0.5, values, 1234.0, 0.25, 2**31, 0, 30.0, 70.0))
+    screen.close()
+    out = capsys.readouterr().out
+    assert "step 3/10" in out and "1234 tokens/s" in out and "experts 25%" in out and "0:01:10 left" in out
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_name_or_path": "/no/where"}, "which does not exist"),
+        ({"template": "qwen4"}, "`qwen`, perhaps"),
+        ({"lora_target": "p_proj"}, "lora_target"),
+        ({"lr_scheduler_type": "zigzag"}, "zigzag"),
+        ({"dataset": "identty"}, "`identity`, perhaps"),
+        ({"stage": "dpo"}, "identity.json, line 2"),
+        ({"dataset": "dpo_en_demo"}, "dpo_en_demo.json, line 2"),
+        ({"resume_from_checkpoint": "/no/where"}, "checkpoint-N folder"),
+        ({"val_size": 100}, "fewer than the 16 rows"),
+    ],
+)
+def test_what_would_stop_a_run_stops_the_plan(keys: dict[str, Any], message: str, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        make_plan(read_settings(recipe(tiny, tmp_path / "out") | keys))
+    assert message in str(error.value)
+
+
+def test_linear_attention_is_not_packed(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="packing: given True, expected false with linear attention"):
+        make_plan(read_settings(recipe(model_of("qwen3_5_moe_text"), tmp_path / "out", packing=True)))
+
+
+def test_the_pages_list_every_key() -> None:
+    pages = (ROOT / "docs" / "train.md").read_text() + (ROOT / "docs" / "preference.md").read_text()
+    assert [key for key in HOME if f"`{key}`" not in pages] == []
