@@ -106,5 +106,7 @@ def same_deltas(one: Adapter, two: Adapter, tolerance: float = 0.0) -> None:
 
 
 def ranks(adapter: Adapter) -> dict[str, int]:
-    found = {f"{layer.root}.{role}": form.rank for layer in adapter.experts for role, form in layer.forms.items()}
+    found = {
+        f"{layer.root}.experts.{role}": form.rank for layer in adapter.experts for role, form in layer.forms.items()
+    }
     return found | {module.name: module.form.rank for module in adapter.modules}

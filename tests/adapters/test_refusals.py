@@ -133,6 +133,10 @@ KEY = "base_model.model.model.layers.1.mlp.experts.2.up_proj.lora_B.weight"
             lambda t: t | {"base_model.model.model.norm.weight": torch.ones(8)},
             r"norm\.weight: given a tensor that is no",
         ),
+        (
+            lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 8)},
+            "LoRA on an embedding",
+        ),
         (lambda t: t | {f"base_model.model.x.zz_proj.lora_{h}.weight": torch.ones(2, 2) for h in "AB"}, r"zz_proj"),
         (lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}, "layer 7"),
         (lambda t: t | {KEY.replace(".weight", ".default.weight"): t[KEY]}, "they name the same matrix"),
@@ -311,3 +315,12 @@ def test_a_block_that_is_really_called_so(tmp_path: Path) -> None:
     for dialect in ("peft", "sglang"):
         write_adapter(adapter, tmp_path / dialect, dialect)
         assert [module.name for module in read_adapter(tmp_path / dialect).modules] == [name]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".a.999999999.partial"
+    running = tmp_path / ".a.1.partial"
+    left.mkdir()
+    running.mkdir()
+    write_adapter(sample(), tmp_path / "a", "kt")
+    assert not left.exists() and running.exists()

@@ -136,5 +136,6 @@ def written(adapter: Adapter, default: PairForm, named: Mapping[str, PairForm], 
         "use_rslora": False,
         "use_dora": False,
         **({"lora_dropout": 0.0} if adapter.experts else {}),
+        **({} if adapter.extras else {"modules_to_save": None}),
         **fields,
     }

@@ -117,7 +117,9 @@ def extras_of(others: Iterable[Stored], config: AdapterConfig) -> tuple[Extra, .
         name = bare(stored.name)
         wanted = any(f".{module}." in f".{name}" for module in saved) or name.endswith(AUTOMATIC)
         bias = name.endswith(".bias") and (config.model_extra or {}).get("bias", "none") != "none"
-        if not (wanted or bias or ".lora_embedding_" in name):
+        if ".lora_embedding_" in name:
+            raise InputError(stored.name, "LoRA on an embedding", "on linear layers and experts", "it is not converted")
+        if not (wanted or bias):
             raise InputError(stored.name, "a tensor that is no LoRA factor", "one that modules_to_save names")
         extras.append(Extra(name, stored.shape, stored.dtype, stored.read))
     return tuple(extras)

@@ -9,6 +9,7 @@ one after another.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import math
@@ -27,6 +28,7 @@ from ktransformers.adapters.content import SPELLED
 from ktransformers.errors import InputError
 
 PIECE = 1 << 22  # numbers
+NOT_FINITE = ("NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class Record:
     sha256: str
 
 
-def record(name: str, file: str, tensor: Tensor, data: memoryview | None = None) -> Record:
-    """Norm and sum of a tensor (`data` are its bytes, where they are at hand); numbers that are none are an error."""
-    digest = hashlib.sha256(raw_bytes(tensor) if data is None else data).hexdigest()
+def record(name: str, file: str, tensor: Tensor) -> Record:
+    """Norm and sum of a tensor; numbers that are none are an error."""
+    digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
     norm = math.sqrt(checked_squares(name, tensor))
     return Record(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
 
@@ -81,7 +83,7 @@ def checked_squares(name: str, tensor: Tensor) -> float:
     """One pass for both: the sum of squares is finite exactly when every number is."""
     total = squares(tensor)
     if not math.isfinite(total):
-        raise InputError(name, "NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")
+        raise InputError(name, *NOT_FINITE)
     return total
 
 
@@ -96,18 +98,38 @@ def write_safetensors(path: Path, batches: Sequence[Batch]) -> list[Record]:
     records: list[Record] = []
     with path.open("wb") as stream:
         stream.write(header)
-        descriptor = stream.fileno()
         stream.flush()
         for batch in batches:
-            for entry, tensor in zip(batch.entries, batch.read(), strict=True):
-                if tuple(tensor.shape) != entry.shape:
-                    raise InputError(entry.name, f"shape {list(tensor.shape)}", f"{list(entry.shape)}")
-                tensor = tensor.to(entry.dtype).contiguous()
-                data = raw_bytes(tensor)
-                write_at(descriptor, data, len(header) + offsets[entry.name])
-                records.append(record(entry.name, path.name, tensor, data))
-        os.fsync(descriptor)
+            for entry, data, total in _contents(batch):
+                if not math.isfinite(total):
+                    raise InputError(entry.name, *NOT_FINITE)
+                write_at(stream.fileno(), data, len(header) + offsets[entry.name])
+                digest = hashlib.sha256(data).hexdigest()
+                spelled = SPELLED[entry.dtype]
+                records.append(Record(entry.name, path.name, entry.shape, spelled, math.sqrt(total), digest))
+        os.fsync(stream.fileno())
     return records
+
+
+def _contents(batch: Batch) -> Iterator[tuple[Entry, memoryview, float]]:
+    """(entry, bytes, sum of squares) of every tensor; thousands of small ones are taken together, for their number."""
+    tensors = batch.read()
+    for entry, tensor in zip(batch.entries, tensors, strict=True):
+        if tuple(tensor.shape) != entry.shape:
+            raise InputError(entry.name, f"shape {list(tensor.shape)}", f"{list(entry.shape)}")
+    dtypes = {(entry.dtype, tensor.dtype) for entry, tensor in zip(batch.entries, tensors, strict=True)}
+    sizes = [tensor.numel() for tensor in tensors]
+    if len(dtypes) > 1 or len(tensors) < 16 or sum(sizes) > 2 * PIECE:
+        for entry, tensor in zip(batch.entries, tensors, strict=True):
+            tensor = tensor.to(entry.dtype).contiguous()
+            yield entry, raw_bytes(tensor), squares(tensor)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(batch.entries[0].dtype)
+    totals = torch.segment_reduce(flat.double().square_(), "sum", lengths=torch.tensor(sizes)).tolist()
+    data, end = raw_bytes(flat), 0
+    for entry, total in zip(batch.entries, totals, strict=True):
+        yield entry, data[end : end + entry.size], total
+        end += entry.size
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
@@ -178,8 +200,8 @@ def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when the block ends well, and vanishes otherwise."""
     check_target(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
@@ -187,6 +209,14 @@ def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _sweep(target: Path) -> None:
+    """Removes what runs that were killed have left; one that still runs keeps its own."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        number = left.name.split(".")[-2]
+        if number.isdigit() and (int(number) == os.getpid() or not Path(f"/proc/{number}").exists()):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def replace_directory(temporary: Path, target: Path) -> None:
