@@ -48,6 +48,11 @@ TARGETS: dict[str, dict[str, Any]] = {
     "gpt_oss": PARAMETERS | {"target_modules": ["q_proj"]},
     "nemotron_h": {"target_parameters": ["experts.up_proj", "experts.down_proj"]},
 }
+CASES = [
+    *TARGETS.items(),
+    ("qwen3_moe", {"target_modules": "all-linear"}),  # PEFT counts experts and router among them
+    ("qwen3_moe", {"target_parameters": ["experts.down_proj"]}),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +96,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
 
 
-@pytest.mark.parametrize("family", TARGETS)
-def test_against_stock(family: str) -> None:
+@pytest.mark.parametrize(("family", "targets"), CASES)
+def test_against_stock(family: str, targets: dict[str, Any]) -> None:
     """Same seed, same adapter, same numbers, with the stock model and PEFT's own arithmetic beside it."""
-    ours, theirs = adapt(packed(family), **TARGETS[family]), adapt(build(family), **TARGETS[family])
+    ours, theirs = adapt(packed(family), **targets), adapt(build(family), **targets)
     layers = [layer for layer in ours.modules() if isinstance(layer, ParamWrapper)]
     assert layers and all(isinstance(layer.get_param(), Ghost) for layer in layers if layer.num_experts > 1)
     names = [name for name, _ in theirs.named_parameters() if not name.endswith("_bias")]  # biases have no ghost
