@@ -155,6 +155,7 @@ def test_compare(task: Task, tmp_path: Path) -> None:
     evaluate(better, task, tmp_path / "tuned" / "greet")
     found = compare([tmp_path / "base", tmp_path / "tuned"])
     (only,) = found.tasks
+    assert found.panels() == [("", [only])]
     assert found.runs == ("base", "tuned") and found.models == ("scripted", "better")
     (change,) = only.headline.differences
     assert change.value == pytest.approx(80) and change.mark == "**" and change.gain

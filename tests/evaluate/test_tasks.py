@@ -32,6 +32,10 @@ def test_every_task_of_the_package() -> None:
                 assert measured[name].value() >= (75 if name == "style" else 99.9), (task.name, name)
 
 
+def test_what_is_unrelated_is_one_panel() -> None:
+    assert {task.name for task in load("all") if task.unrelated} == {task.name for task in load("unrelated")}
+
+
 def test_the_data_is_small_and_its_licences_are_told() -> None:
     files = list((TASKS / "data").glob("*.jsonl"))
     assert sum(file.stat().st_size for file in files) < 1_500_000

@@ -54,6 +54,7 @@ class TaskComparison:
     slices: tuple[Line, ...]  # the primary metric, slice by slice
     samples: tuple[Sample, ...]
     note: str = ""
+    unrelated: bool = False
 
     @property
     def headline(self) -> Line:
@@ -65,6 +66,12 @@ class Comparison:
     runs: tuple[str, ...]
     models: tuple[str, ...]
     tasks: tuple[TaskComparison, ...]
+
+    def panels(self) -> list[tuple[str, list[TaskComparison]]]:
+        """(heading, tasks): what the runs were made for, and what nobody trained for."""
+        both = [("", [task for task in self.tasks if not task.unrelated])]
+        both.append(("unrelated: what it cost", [task for task in self.tasks if task.unrelated]))
+        return [(heading, tasks) for heading, tasks in both if tasks]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,7 +132,8 @@ def _compare_task(entries: Sequence[tuple[Task, str, dict[str, Record]]], seed: 
         copied = statistics(task.model_copy(update={"metrics": words}), same)
         if main in copied:
             note = f"copying the input scores {main} {copied[main].value():.1f}"
-    return TaskComparison(task.name, task.title, main, len(ids), lines, tuple(slices), _samples(ordered, seed), note)
+    samples = _samples(ordered, seed)
+    return TaskComparison(task.name, task.title, main, len(ids), lines, tuple(slices), samples, note, task.unrelated)
 
 
 def _line(metric: str, part: str, of_runs: Sequence[Statistic], seed: int) -> Line:

@@ -23,6 +23,7 @@ p.soft, .soft { color: var(--soft); } code { font-size: .92em; }
 table { border-collapse: collapse; width: 100%; margin: .8rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .34rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: baseline; }
 th { font-weight: 600; color: var(--soft); font-size: .86rem; } th.left, td.left { text-align: left; }
+td { white-space: nowrap; } td.left { white-space: normal; } tr.panel td { color: var(--soft); padding-top: 1rem; }
 td small { color: var(--soft); } tr.main td { font-weight: 600; } tr.main td small { font-weight: 400; }
 .gain { color: var(--gain); } .loss { color: var(--loss); } .even { color: var(--soft); }
 figure { margin: 1rem 0; padding: .5rem; } figure svg { width: 100%; height: auto; }
@@ -46,7 +47,7 @@ def page(comparison: Comparison) -> str:
     parts += [_summary(comparison)]
     parts += [f"<figure>{plots.bars(comparison)}</figure>"]
     for number in range(1, len(runs)):
-        rows = [(task.task, task.headline, False) for task in comparison.tasks]
+        rows = [(task.task, task.headline, False) for _, tasks in comparison.panels() for task in tasks]
         parts.append(f"<figure>{plots.forest(rows, number, f'{runs[number]} − {runs[0]}')}</figure>")
     parts += [_task(comparison, task) for task in comparison.tasks]
     body = "\n".join(parts)
@@ -62,7 +63,7 @@ def _verdicts(comparison: Comparison) -> str:
     for number, run in enumerate(comparison.runs[1:]):
         states = [report.verdict(task.headline.differences[number]) for task in comparison.tasks]
         counts = ", ".join(
-            f"<span class='{state}'>{states.count(state)} {word}</span>"
+            f"<span class='{state if states.count(state) else 'even'}'>{states.count(state)} {word}</span>"
             for state, word in (("gain", "better"), ("loss", "worse"), ("even", "not told apart"))
         )
         said.append(f"{escape(run)}: {counts} of {len(states)} tasks")
@@ -94,7 +95,11 @@ def _row(left: tuple[str, ...], line: Line, intervals: bool = False, main: bool 
 
 
 def _summary(comparison: Comparison) -> str:
-    rows = [_row((task.title or task.task, task.primary), task.headline) for task in comparison.tasks]
+    rows = []
+    for heading, tasks in comparison.panels():
+        if heading:
+            rows.append(f"<tr class='panel'><td class='left' colspan='{2 + len(comparison.runs)}'>{heading}</td></tr>")
+        rows += [_row((task.title or task.task, report.metric_name(task.headline)), task.headline) for task in tasks]
     note = report.MARKS.replace("\\", "").format(first=escape(comparison.runs[0]))
     return _table(("task", "metric"), comparison, rows) + f"<p class='soft'>{note}</p>"
 
@@ -107,7 +112,10 @@ def _task(comparison: Comparison, task: TaskComparison) -> str:
         _table(
             ("metric",),
             comparison,
-            [_row((line.metric,), line, intervals=True, main=line.metric == task.primary) for line in task.lines],
+            [
+                _row((report.metric_name(line),), line, intervals=True, main=line.metric == task.primary)
+                for line in task.lines
+            ],
         ),
     ]
     if len(task.slices) > 1:

@@ -73,7 +73,7 @@ def forest(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) -> str:
             axes.plot([low, high], [place, place], color=colour, linewidth=1.4 if part else 2.4, solid_capstyle="round")
             axes.plot([value], [place], "o", color=colour, markersize=4 if part else 7)
             axes.annotate(
-                f"{value:+.1f}{change.mark}",
+                f"{value:+.1f}{'' if line.per_cent else ' %'}{change.mark}".replace("-", "−"),
                 (1.0, place),
                 xycoords=("axes fraction", "data"),
                 xytext=(6, 0),
@@ -101,7 +101,7 @@ def bars(comparison: Comparison) -> str:
     """Tasks whose main metric is out of a hundred: all runs side by side, with intervals."""
     import matplotlib
 
-    tasks = [task for task in comparison.tasks if task.headline.per_cent]
+    tasks = [task for _, panel in comparison.panels() for task in panel if task.headline.per_cent]
     if not tasks:
         return ""
     count = len(comparison.runs)

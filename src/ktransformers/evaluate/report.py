@@ -31,6 +31,10 @@ def number(value: float, line: Line) -> str:
     return f"{value:.1f}" if line.per_cent else f"{value:.2f}"
 
 
+def metric_name(line: Line) -> str:
+    return line.metric if line.more_is_better else f"{line.metric} ↓"
+
+
 def value_text(found: Estimate, line: Line) -> str:
     return f"{number(found.value, line)} [{number(found.low, line)}, {number(found.high, line)}]"
 
@@ -51,13 +55,17 @@ def summary_table(comparison: Comparison) -> Any:
     for heading in ("task", "metric", *comparison.runs):
         table.add_column(heading, justify="left" if heading in ("task", "metric") else "right")
     colours = {"gain": "green", "loss": "red", "even": "default"}
-    for task in comparison.tasks:
-        line = task.headline
-        cells = [number(line.runs[0].value, line)]
-        for found, change in zip(line.runs[1:], line.differences, strict=True):
-            colour = colours[verdict(change)]
-            cells.append(f"{number(found.value, line)} [{colour}]({change_text(change, line)})[/{colour}]")
-        table.add_row(task.task, line.metric, *cells)
+    for heading, tasks in comparison.panels():
+        if heading:
+            table.add_section()
+            table.add_row(f"[dim]{heading}[/dim]")
+        for task in tasks:
+            line = task.headline
+            cells = [number(line.runs[0].value, line)]
+            for found, change in zip(line.runs[1:], line.differences, strict=True):
+                colour = colours[verdict(change)]
+                cells.append(f"{number(found.value, line)} [{colour}]({change_text(change, line)})[/{colour}]")
+            table.add_row(task.task, metric_name(line), *cells)
     return table
 
 
@@ -66,13 +74,16 @@ def markdown(comparison: Comparison) -> str:
     parts = [f"# {' against '.join(reversed(comparison.runs)) if len(comparison.runs) == 2 else 'Runs compared'}", ""]
     parts += [f"- `{run}`: {model}" for run, model in zip(comparison.runs, comparison.models, strict=True)]
     parts += ["", "## Gains and costs", "", *_heading(("task", "metric"), comparison.runs)]
-    parts += [_row((task.title or task.task, task.primary), task.headline) for task in comparison.tasks]
+    for heading, tasks in comparison.panels():
+        if heading:
+            parts.append(f"| *{heading}* |" + " |" * (1 + len(comparison.runs)))
+        parts += [_row((task.title or task.task, metric_name(task.headline)), task.headline) for task in tasks]
     parts += ["", MARKS.format(first=first)]
     for task in comparison.tasks:
         parts += ["", f"## {task.title or task.task}", "", f"`{task.task}`, {task.items} items."]
         parts += [f"For orientation: {task.note}."] if task.note else []
         parts += ["", *_heading(("metric",), comparison.runs)]
-        parts += [_row((line.metric,), line, intervals=True) for line in task.lines]
+        parts += [_row((metric_name(line),), line, intervals=True) for line in task.lines]
         if task.slices:
             parts += ["", f"By slice, {task.primary}:", "", *_heading(("slice", "items"), comparison.runs)]
             parts += [_row((line.slice, str(line.runs[0].items)), line) for line in task.slices]

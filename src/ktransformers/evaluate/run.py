@@ -28,6 +28,7 @@ from ktransformers.evaluate.task import Task
 
 CHUNK = 32  # items between two lines of progress; backends cut it into batches
 Progress = Callable[[int, int], None]
+UNSEEN = ("data", "title", "source", "licence", "primary", "unrelated")  # of a task: they change no answer
 GENERATED = {"bleu", "rouge", "chrf", "exact", "contains", "style", "judge", "generation"}
 
 
@@ -76,8 +77,7 @@ def describe(backend: Backend, task: Task, found: Sequence[Item], judge: Judge |
     content = json.dumps([dataclasses.asdict(item) for item in found], ensure_ascii=False).encode()
     asked = {"model": backend.name, "task": words, "items": hashlib.sha256(content).hexdigest()}
     asked["judge"] = None if judge is None else f"{judge.endpoint.url} {judge.model}"
-    # A task's place on disk, its title and what is said of its source change no answer.
-    relevant = {key: value for key, value in words.items() if key not in ("data", "title", "source", "licence")}
+    relevant = {key: value for key, value in words.items() if key not in UNSEEN}
     text = json.dumps({**asked, "task": relevant}, sort_keys=True)
     return {
         **asked,

@@ -72,6 +72,7 @@ class Task(BaseModel):
     primary: str = ""  # the metric that stands for the task in a summary
     style: dict[str, str] = {}  # name -> regular expression, searched for in the answer
     extract: str | None = None  # the last match, in answer and reference, is what `exact` compares
+    unrelated: bool = False  # nobody trains for it: a report sets it apart, as what an adapter cost
     copy_input: bool = False  # also report what copying the input would score
     judge: Rubric | None = None
 
