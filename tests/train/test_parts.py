@@ -39,7 +39,7 @@ def test_all_is_attention_and_experts(family: str) -> None:
     assert {name.rpartition(".")[2] for name in found.modules} == ATTENTION[family]
     assert set(found.module_names(model)) == ATTENTION[family], "short names suffice"
     assert {name.rpartition(".")[2] for name in found.parameters} == {"gate_up_proj", "down_proj"}
-    for name in found.parameter_names():
+    for name in found.parameter_names(model):
         assert any(full.endswith(f".{name}") for full, _ in model.named_parameters())
     expected = sum(8 * (m.in_features + m.out_features) for n, m in model.named_modules() if n in set(found.modules))
     for name in found.parameters:
@@ -62,7 +62,10 @@ def test_named_targets() -> None:
     modules, parameters = ends("gate_proj", "up_proj")
     assert shared - {"model.layers.1.mlp.shared_experts.down_proj"} <= modules and parameters == {"gate_up_proj"}
     dense = find_targets(model, LoraSettings(lora_target=("gate_proj",)))
-    assert dense.module_names(model) == list(dense.modules), "PEFT would take the short name for the experts"
+    assert dense.module_names(model) == [], "PEFT would take the name for the experts"
+    expected = ["mlp.experts.gate_up_proj", "mlp.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"]
+    assert [name for name in dense.parameter_names(model) if "shared" not in name] == [expected[0], expected[1]]
+    assert ends("gate") == (set(), {"weight"}), "the router"
     with pytest.raises(InputError, match="kv_b_proj"):
         ends("kv_c_proj")
 

@@ -121,6 +121,7 @@ def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None
         ({"dataset": "dpo_en_demo"}, "dpo_en_demo.json, line 2"),
         ({"resume_from_checkpoint": "/no/where"}, "checkpoint-N folder"),
         ({"val_size": 100}, "fewer than the 16 rows"),
+        ({"eval_strategy": "steps"}, "give val_size or eval_dataset"),
     ],
 )
 def test_what_would_stop_a_run_stops_the_plan(keys: dict[str, Any], message: str, tiny: Path, tmp_path: Path) -> None:

@@ -124,16 +124,19 @@ def test_a_run_learns_and_leaves_the_familiar_directory(finished: tuple[Path, Re
 
 
 def test_the_manifest_tells_what_was_trained(finished: tuple[Path, Result, Quiet], tiny: Path) -> None:
+    from ktransformers.adapters import read_adapter
+
     output, _, _ = finished
     manifest, saved = read_manifest(output), adapter(output)
-    assert {tensor["name"]: tensor["shape"] for tensor in manifest["tensors"]} == {
-        name: list(tensor.shape) for name, tensor in saved.items()
-    }
-    for tensor in manifest["tensors"]:
-        assert tensor["gradient_seen"]
-        assert tensor["norm"] == pytest.approx(saved[tensor["name"]].norm().item(), rel=1e-4)
+    assert manifest["tensors"].keys() == saved.keys()
+    for name, tensor in manifest["tensors"].items():
+        assert tensor["gradient_seen"], name
+        assert tensor["shape"] == list(saved[name].shape)
+        assert tensor["norm"] == pytest.approx(saved[name].norm().item(), rel=1e-4)
     assert manifest["base"]["hash"].startswith("sha256:") and manifest["seed"] == 42
     assert manifest["versions"]["trl"] and manifest["experts"]["isa"] and manifest["steps"] == 8
+    assert manifest["lora_dropout"] == 0.05
+    read_adapter(output, model=str(tiny))  # every tensor is checked against the manifest
 
 
 def test_stock_peft_loads_the_adapter(finished: tuple[Path, Result, Quiet], tiny: Path) -> None:
@@ -282,7 +285,7 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(tiny: Path, tmp_path: Pa
     assert losses[1] == losses[0][4:]
     assert difference(adapter(part), adapter(tmp_path / "whole")) < 1e-6
     manifest = read_manifest(part)
-    assert all(tensor["gradient_seen"] for tensor in manifest["tensors"])
+    assert all(tensor["gradient_seen"] for tensor in manifest["tensors"].values())
 
 
 class Interrupting(Quiet):
@@ -339,22 +342,50 @@ def test_kill_9_leaves_only_whole_checkpoints(tiny: Path, tmp_path: Path) -> Non
 def test_kill_9_at_twenty_random_moments(tiny: Path, tmp_path: Path) -> None:
     import random
 
-    keys = recipe(tiny, tmp_path / "whole", max_steps=60, save_strategy="steps", save_steps=1, save_total_limit=2)
+    keys = recipe(tiny, tmp_path / "whole", max_steps=240, save_strategy="steps", save_steps=1, save_total_limit=2)
     whole = Quiet()
     run(keys, whole)
-    keys |= {"output_dir": str(tmp_path / "x"), "resume_from_checkpoint": True}
+    output = tmp_path / "x"
+    keys |= {"output_dir": str(output), "resume_from_checkpoint": True}
     draw = random.Random(7)
-    for _ in range(20):
-        process = start_run(keys, tmp_path / "x.yaml")
-        steps = len(list((tmp_path / "x").glob("checkpoint-*")))
-        limit = time.monotonic() + 120
-        while len(list((tmp_path / "x").glob("checkpoint-*"))) <= steps and steps < 1 and time.monotonic() < limit:
-            time.sleep(0.05)
-        time.sleep(draw.uniform(0, 4) if steps < 1 else draw.uniform(8, 16))
+
+    def last() -> int:
+        return max((int(path.name[11:]) for path in output.glob("checkpoint-*") if path.name[11:].isdigit()), default=0)
+
+    killed = 0
+    while killed < 20:
+        before, process, limit = last(), start_run(keys, tmp_path / "x.yaml"), time.monotonic() + 120
+        while last() == before and time.monotonic() < limit and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 1))
         process.kill()
         process.communicate()
-    run(keys)
-    assert difference(adapter(tmp_path / "x"), adapter(tmp_path / "whole")) < 1e-6
+        killed += 1
+        assert last() > before or last() == 240
+    watcher = Quiet()
+    run(keys, watcher)
+    losses = {step.step: step.values["loss"] for step in whole.steps if "loss" in step.values}
+    assert all(losses[step.step] == step.values["loss"] for step in watcher.steps if "loss" in step.values)
+    assert difference(adapter(output), adapter(tmp_path / "whole")) < 1e-6
+
+
+def test_a_full_disk_is_said_plainly(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    from ktransformers.train import trainers
+
+    calls = []
+
+    def full(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(trainers, "sync_tree", full)
+    keys = recipe(tiny, tmp_path / "x", max_steps=4, save_strategy="steps", save_steps=1)
+    with pytest.raises(KTError, match="no space left; what was saved before is whole"):
+        run(keys)
+    assert [path.name for path in sorted((tmp_path / "x").iterdir())] == ["checkpoint-1", "trainer_log.jsonl"]
 
 
 def test_no_gradient_is_an_error(tiny: Path, tmp_path: Path) -> None:
@@ -389,6 +420,30 @@ def test_experts_that_no_token_visited_are_listed(tiny: Path, tmp_path: Path) ->
         zero = b.reshape(b.shape[0], -1, 6).abs().amax((0, 1)) == 0
         assert torch.nonzero(zero).flatten().tolist() == experts
     assert unvisited, "choose fewer tokens"
+
+
+def test_the_router_and_shared_experts_if_named(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    result = run(
+        recipe(model_of("deepseek_v3"), tmp_path / "x", lora_target="gate,shared_experts,experts", max_steps=3)
+    )
+    names = set(result.manifest["tensors"])
+    assert any(".mlp.gate.lora_A" in name for name in names)
+    assert any(".shared_experts.up_proj.lora_B" in name for name in names)
+    assert any(".mlp.experts.lora_B" in name for name in names)
+    assert not any("self_attn" in name for name in names)
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(
+        tiny, tmp_path / "x", val_size=2, max_steps=6, learning_rate=2e-2, save_strategy="steps", save_steps=2
+    )
+    keys |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    keys |= {"early_stopping_steps": 3}
+    run(keys)
+    state = json.loads((tmp_path / "x" / "trainer_state.json").read_text())
+    best = Path(state["best_model_checkpoint"])
+    assert best.parent == tmp_path / "x" and best.is_dir()
+    assert difference(adapter(tmp_path / "x"), adapter(best)) == 0
 
 
 def test_loraplus(tiny: Path, tmp_path: Path) -> None:
@@ -435,3 +490,5 @@ def test_output_directories_are_not_overwritten_by_accident(finished: tuple[Path
     assert "goes on from" in make_plan(read_settings(recipe(tiny, output))).plan.start
     anew = make_plan(read_settings(recipe(tiny, output, overwrite_output_dir=True))).plan.start
     assert "1 checkpoints" in anew and "removed" in anew
+    nowhere = recipe(tiny, output.parent / "new", resume_from_checkpoint=True)
+    assert "no checkpoint" in make_plan(read_settings(nowhere)).plan.start

@@ -55,6 +55,7 @@ MOOT: dict[str, str] = {
     "use_mps_device": "it left transformers",
     "tpu_num_cores": "it left transformers",
     "tpu_metrics_debug": "it left transformers",
+    "include_effective_tokens_per_second": "tokens per second are always logged, without padding",
     "include_tokens_per_second": "tokens per second are always logged",
     "eval_on_each_dataset": "one evaluation set holds all",
     "generation_max_length": "belongs to inference",

@@ -1,6 +1,7 @@
 """kt_manifest.json: what was trained on what, so that whoever uses the adapter can check that all of it arrived.
 
-Every trained tensor with shape, dtype, norm and whether it got a gradient; the base by a hash of its config and of the
+The form is that of `adapters.manifest`, so that whatever reads the adapter checks every tensor against it. Besides
+shape, dtype, norm and sha256 each tensor says whether it got a gradient; the base by a hash of its config and of the
 headers and sizes of its shards (hundreds of gigabytes are not read for it); template, data, seed, versions, ISA.
 """
 
@@ -16,11 +17,12 @@ from typing import Any
 from torch import nn
 
 from ktransformers import system
+from ktransformers.adapters.manifest import FILE, FORMAT, VERSION
+from ktransformers.adapters.write import record
 from ktransformers.errors import KTError
 from ktransformers.train.settings import Settings
 from ktransformers.train.watch import Witness
 
-NAME = "kt_manifest.json"
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
 
 
@@ -35,23 +37,33 @@ def base_hash(directory: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def trained_tensors(model: nn.Module, witness: Witness) -> list[dict[str, Any]]:
-    found = []
+def trained_tensors(model: nn.Module, witness: Witness) -> dict[str, dict[str, Any]]:
+    """Name in the adapter's file -> what training knows of it."""
+    found = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        module, _, part = name.partition(".lora_")
-        trace = witness.traces[module]
-        found.append(
-            {
-                "name": name.replace(".default.", "."),
-                "shape": list(parameter.shape),
-                "dtype": str(parameter.dtype).removeprefix("torch."),
-                "norm": parameter.detach().float().norm().item(),
-                "gradient_seen": trace.b_seen if part.startswith("B") else trace.a_seen,
-            }
-        )
+        if parameter.requires_grad:
+            module, _, part = name.partition(".lora_")
+            trace = witness.traces[module]
+            seen = trace.b_seen if part.startswith("B") else trace.a_seen
+            found[name.replace(".default.", ".")] = {"shape": list(parameter.shape), "gradient_seen": seen}
     return found
+
+
+def add_saved(manifest: dict[str, Any], file: Path) -> None:
+    """Dtype, norm and sha256 of each tensor as it was saved. What was trained must be what is in the file."""
+    from safetensors import safe_open
+
+    trained = manifest["tensors"]
+    with safe_open(file, framework="pt") as saved:
+        names = set(saved.keys())
+        if names != set(trained):
+            wrong = sorted(names ^ set(trained))
+            raise KTError(f"{file}: {wrong[0]} was trained and not saved, or the reverse ({len(wrong)} tensors)")
+        for name, known in trained.items():
+            one = record(name, file.name, saved.get_tensor(name))
+            if list(one.shape) != known["shape"]:
+                raise KTError(f"{file}: {name} was saved as {list(one.shape)}, trained as {known['shape']}")
+            known |= {"file": one.file, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256}
 
 
 def check_gradients(witness: Witness, steps: int) -> None:
@@ -73,10 +85,12 @@ def make_manifest(
     from ktransformers import _core
 
     return {
-        "version": 1,
+        "format": FORMAT,
+        "version": VERSION,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "base": {"path": settings.model.model_name_or_path, "hash": base_hash(directory)},
-        "experts": {"format": "bf16", "isa": _core.isa(), "lora_dropout": settings.lora.lora_dropout},
+        "experts": {"format": "bf16", "isa": _core.isa()},
+        "lora_dropout": settings.lora.lora_dropout,
         "seed": int(settings.trainer.get("seed", 42)),
         "stage": settings.data.stage,
         "dataset": list(settings.data.dataset),
@@ -94,5 +108,5 @@ def text_hash(text: str | None) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    words: dict[str, Any] = json.loads((folder / NAME).read_text())
+    words: dict[str, Any] = json.loads((folder / FILE).read_text())
     return words

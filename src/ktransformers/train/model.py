@@ -131,13 +131,14 @@ def lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> L
         config: LoraConfig = LoraConfig.from_pretrained(settings.adapter_name_or_path)
         config.inference_mode = False
         return config
+    parameters = targets.parameter_names(model)  # PEFT knows no dropout on these
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha or 2 * settings.lora_rank,  # type: ignore[arg-type]
-        lora_dropout=0.0 if targets.parameters else settings.lora_dropout,
+        lora_dropout=0.0 if parameters else settings.lora_dropout,
         target_modules=targets.module_names(model),
-        target_parameters=targets.parameter_names() or None,
+        target_parameters=parameters or None,
         use_rslora=settings.use_rslora,
     )
 
@@ -153,7 +154,7 @@ def finish_adapter(model: Any, settings: Settings) -> None:
         if result.unexpected_keys or missing:
             first = (result.unexpected_keys or missing)[0]
             raise InputError(lora.adapter_name_or_path, f"{first}, which does not fit", "an adapter of this very model")
-    if lora.lora_dropout and expert_adapters(model):
+    if lora.lora_dropout and not model.peft_config["default"].lora_dropout:
         set_lora_dropout(model, lora.lora_dropout)
         ours = set(expert_adapters(model).values())
         for layer in model.modules():

@@ -94,8 +94,6 @@ def load_tokenizer(directory: Path, settings: Settings) -> tuple[Any, list[str]]
             given = ", ".join(lacking)
             notes.append(f"template {data.template}: {given} are no tokens of this model and are spelled out")
         tokenizer.chat_template = jinja(form)
-    elif tokenizer.chat_template is None:
-        raise InputError("template", "nothing, and the tokenizer has none", "a name", "docs/train.md lists them")
     return tokenizer, notes
 
 
@@ -140,6 +138,16 @@ def _count(split: Split, settings: Settings, tokenizer: Any) -> DataPlan:
     )
 
 
+def _check_template(tokenizer: Any, found: list[Found]) -> None:
+    if tokenizer.chat_template is not None:
+        return
+    for part in found:
+        for row, sample in part.samples:
+            if sample.chats:
+                given = f"nothing, the tokenizer has none, and {row.place} is a conversation"
+                raise InputError("template", given, "a name", "docs/train.md lists them")
+
+
 def _check_kinds(found: list[Found], settings: Settings) -> None:
     """Without a tokenizer, at least pairs where pairs are needed."""
     from ktransformers.train.data.files import bad_row
@@ -160,6 +168,8 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
     if settings.data.template is not None:
         find_form(settings.data.template)
     start = resume_point(settings)[1]
+    if settings.run.plot_loss and importlib.util.find_spec("matplotlib") is None:
+        notes.append("plot_loss: there will be no picture without matplotlib; pip install matplotlib")
     found = read_datasets(settings.data.dataset, settings.data)
     held_out = read_datasets(settings.data.eval_dataset, settings.data)
     _check_kinds(found + held_out, settings)
@@ -171,6 +181,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
     else:
         tokenizer, more = load_tokenizer(directory, settings)
         notes += more
+        _check_template(tokenizer, found + held_out)
         options = settings.data
         renderer = Renderer(
             tokenizer,
@@ -182,6 +193,9 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         )
         split = prepare(found, held_out, renderer, options, seed)
         data = _count(split, settings, tokenizer)
+        evaluates = settings.trainer.get("eval_strategy", "no")
+        if str(evaluates) != "no" and not split.evaluation:
+            raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")
         if split.dropped:
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
         model = skeleton(directory)

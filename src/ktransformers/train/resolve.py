@@ -225,6 +225,9 @@ def _check(settings: Settings) -> Settings:
         )
     if settings.model.moe_aux_loss_coef and experts.kt_tokens_per_batch:
         raise InputError("moe_aux_loss_coef", settings.model.moe_aux_loss_coef, "no kt_tokens_per_batch beside it")
+    if settings.run.early_stopping_steps and not trainer.get("load_best_model_at_end"):
+        given = settings.run.early_stopping_steps
+        raise InputError("early_stopping_steps", given, "load_best_model_at_end: true and eval_strategy beside it")
     if data.mask_history and data.train_on_prompt:
         raise InputError("mask_history", True, "not together with train_on_prompt", "choose one of them")
     if experts.kt_cpu_activation == "recompute" and settings.model.disable_gradient_checkpointing:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktransformers.errors import InputError
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
 from ktransformers.train.data.render import PairTokens
 from ktransformers.train.manifest import base_hash, check_gradients, make_manifest, text_hash
@@ -154,6 +153,4 @@ def _early(settings: Settings) -> list[Any]:
         return []
     from transformers import EarlyStoppingCallback
 
-    if str(settings.trainer.get("eval_strategy", "no")) == "no":
-        raise InputError("early_stopping_steps", settings.run.early_stopping_steps, "eval_strategy beside it")
     return [EarlyStoppingCallback(early_stopping_patience=settings.run.early_stopping_steps)]

@@ -116,7 +116,6 @@ class RunSettings(Section):
     plot_loss: bool = Field(False, description="training_loss.png at the end")
     overwrite_output_dir: bool = Field(False, description="start anew where there are checkpoints, and remove them")
     resume_from_checkpoint: bool | str | None = Field(None, description="true: the last whole checkpoint; or a path")
-    include_effective_tokens_per_second: bool = Field(False, description="tokens/s of rows without padding in results")
     early_stopping_steps: int | None = Field(None, ge=1, description="evaluations without progress before it stops")
 
 

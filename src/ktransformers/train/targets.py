@@ -9,6 +9,7 @@ be a skeleton on the meta device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,27 +33,47 @@ VISION = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "au
 EXPERTS = {"experts"}  # besides the matrices' own names
 # Checkpoints and older files call the halves of gate_up_proj by these names; here they are one matrix.
 HALVES = {"gate_proj", "up_proj"}
+# Ends of module names that PEFT rewrites to the routed experts' matrices, although a linear module has them, too.
+TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
 class Targets:
     modules: tuple[str, ...]  # full names
-    parameters: tuple[str, ...]  # full names of the experts' matrices
+    parameters: tuple[str, ...]  # full names of the experts' matrices, and of routers that were named
 
     def module_names(self, model: nn.Module) -> list[str]:
         """As short as they can be said: ends of names where these mean the same modules, full names otherwise."""
-        ends = sorted({name.rpartition(".")[2] for name in self.modules})
+        wanted = {name for name in self.modules if name.rpartition(".")[2] not in TAKEN}
+        ends = sorted({name.rpartition(".")[2] for name in wanted})
         meant = {name for name, _ in linears(model) if name.rpartition(".")[2] in ends}
-        shared = HALVES | {"down_proj"}  # PEFT takes these for the experts' matrices
-        return ends if meant == set(self.modules) and not shared & set(ends) else list(self.modules)
+        return ends if meant == wanted else sorted(wanted)
 
-    def parameter_names(self) -> list[str]:
-        """`mlp.experts.gate_up_proj`, once for all layers."""
-        return sorted({".".join(name.split(".")[-3:]) for name in self.parameters})
+    def parameter_names(self, model: nn.Module) -> list[str]:
+        """`mlp.experts.gate_up_proj`, once for all layers; a module whose name PEFT takes is named by its weight."""
+        weights = {f"{name}.weight" for name in self.modules if name.rpartition(".")[2] in TAKEN}
+        wanted = {*self.parameters, *weights}
+        ends = sorted({".".join(name.split(".")[-3:]) for name in wanted})
+        meant = {name for name, _ in model.named_parameters() if name.endswith(tuple(f".{end}" for end in ends))}
+        return ends if meant == wanted else sorted(wanted)
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def routers(model: nn.Module, word: str) -> dict[str, tuple[int, ...]]:
+    """Full name -> shape of weights [experts, hidden] in modules of this name that are no linear ones: the routers."""
+    return {
+        f"{name}.weight": tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == word and not isinstance(module, nn.Linear) and _has_matrix(module)
+    }
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    return "weight" in own and own["weight"].dim() == 2
 
 
 def matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -97,6 +118,8 @@ def find_targets(model: nn.Module, settings: LoraSettings) -> Targets:
         if word in ends or word in EXPERTS or (word in HALVES and "gate_up_proj" in ends):
             wanted = {"gate_up_proj"} if word in HALVES else ends if word in EXPERTS else {word}
             parameters |= dict.fromkeys(name for name in experts if name.rpartition(".")[2] in wanted)
+        elif routers(model, word):
+            parameters |= dict.fromkeys(routers(model, word))
         elif not named:
             known = sorted({name.rpartition(".")[2] for name, _ in linears(model)} | ends)
             raise InputError("lora_target", word, "`all`, `experts`, or one of " + ", ".join(known))
@@ -110,5 +133,7 @@ def trained_numbers(model: nn.Module, targets: Targets, rank: int) -> int:
     """How many numbers the adapter has."""
     shapes = dict(linears(model))
     count = sum(rank * (shapes[name].in_features + shapes[name].out_features) for name in targets.modules)
-    sizes = matrices(model)
-    return count + sum(sizes[name][0] * rank * (sizes[name][1] + sizes[name][2]) for name in targets.parameters)
+    for name in targets.parameters:
+        *experts, rows, columns = model.get_parameter(name).shape
+        count += math.prod(experts) * rank * (rows + columns)
+    return count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ktransformers.train.data.files import Row, bad_row
 from ktransformers.train.data.registry import Source
@@ -23,10 +23,16 @@ class Conversation:
     tools: list[Any] | None = None
     raw_prompt: str | None = None  # {prompt, completion} as strings: no chat template; messages hold the completion
 
+    @property
+    def chats(self) -> bool:
+        """It needs a chat template."""
+        return self.raw_prompt is None
+
 
 @dataclass(frozen=True)
 class Text:
     text: str
+    chats: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class Pair:
     rejected: Message
     tools: list[Any] | None = None
     raw: tuple[str, str, str] | None = None
+
+    @property
+    def chats(self) -> bool:
+        return self.raw is None
 
 
 Sample = Conversation | Text | Pair
