@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktransformers.nn import load_model, lora_parameters
+from ktransformers.nn.prepare import prepare
 
 from .families import VOCABULARY, build, save, tokens
 
@@ -119,14 +120,14 @@ def test_sft(directory: Path, tokenizer: Any, tmp_path: Path) -> None:
     )
 
 
-def dpo(directory: Path, tokenizer: Any, out: Path, **more: Any) -> DPOTrainer:
+def dpo(model: PreTrainedModel | str, tokenizer: Any, out: Path, **more: Any) -> DPOTrainer:
     torch.manual_seed(5)
     rows = [
         {"prompt": sentence(row, 4), "chosen": " " + sentence(row + 1, 5), "rejected": " " + sentence(row + 30, 5)}
         for row in range(2)
     ]
     return DPOTrainer(
-        model=ours(directory),
+        model=model,
         args=DPOConfig(**options(out, 4, **more)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -136,14 +137,16 @@ def dpo(directory: Path, tokenizer: Any, out: Path, **more: Any) -> DPOTrainer:
 
 def test_dpo(directory: Path, tokenizer: Any, tmp_path: Path) -> None:
     """The reference is the model with its adapters off, so the first loss is ln 2, apart from the router's."""
-    trainer = dpo(directory, tokenizer, tmp_path / "a", save_strategy="steps", save_steps=2)
+    trainer = dpo(ours(directory), tokenizer, tmp_path / "a", save_strategy="steps", save_steps=2)
     assert trainer.ref_model is None
     trainer.train()
     losses, router = logged(trainer), logged(trainer, "aux_loss")
     assert losses[0] - trainer.router_aux_loss_coef * router[0] == pytest.approx(math.log(2), abs=1e-4)
     assert losses[-1] < losses[0] - 0.1
 
-    resumed = dpo(directory, tokenizer, tmp_path / "b")
+    prepare(directory, tmp_path / "model")  # resumed from the name of a directory, which TRL opens by itself
+    resumed = dpo(str(tmp_path / "model"), tokenizer, tmp_path / "b", model_init_kwargs={"dtype": "float32"})
+    assert len(lora_parameters(resumed.model)) == 8
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     assert logged(resumed)[-2:] == pytest.approx(losses[2:], rel=1e-4)
     words = resumed.model.eval().generate(input_ids=tokens(1, 4), max_new_tokens=3, do_sample=False, eos_token_id=None)
