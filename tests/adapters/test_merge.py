@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ktransformers.adapters import convert, merge
+from ktransformers.adapters import Pair, convert, facts_of, in_memory, merge, write_adapter
 from ktransformers.adapters import merge as merge_function
 from ktransformers.errors import InputError
-from tests.adapters.test_peft import TARGETS, TOKENS, logits, model_of
+from tests.adapters.test_peft import TARGETS, logits, model_of
 
 
 def saved(family: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
@@ -192,4 +193,49 @@ def test_refusals(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(InputError, match="no LoRA in layer 2"):
         merge(model, adapter, tmp_path / "new")
-    assert TOKENS.shape == (2, 6)
+
+
+def anonymous() -> int:
+    """Memory of this process that is no map of a file, in KB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+@pytest.mark.slow
+def test_memory_stays_with_one_expert(tmp_path: Path) -> None:
+    """400 MB of fused experts, of which one expert is 3 MB."""
+    experts, hidden, wide, rank = 64, 1024, 512, 8
+    config = {"model_type": "qwen3_moe", "hidden_size": hidden, "moe_intermediate_size": wide, "num_hidden_layers": 2}
+    config |= {"num_experts": experts, "num_attention_heads": 8}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    roots = [f"model.layers.{layer}.mlp" for layer in range(2)]
+    shapes = {"gate_up_proj": (2 * wide, hidden), "down_proj": (hidden, wide)}
+    tensors = {
+        f"{root}.experts.{name}": torch.randn(experts, *shape).bfloat16()
+        for root in roots
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    del tensors
+
+    def pair(outputs: int, inputs: int) -> Pair:
+        return Pair(torch.randn(experts, rank, inputs).bfloat16(), torch.randn(experts, outputs, rank).bfloat16(), 0.1)
+
+    layer = {"gate": pair(wide, hidden), "up": pair(wide, hidden), "down": pair(hidden, wide)}
+    write_adapter(in_memory(dict.fromkeys(roots, layer), {}, model=facts_of(config)), tmp_path / "adapter", "peft")
+    before, peak, done = anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "out")
+    finally:
+        done.set()
+        thread.join()
+    assert peak - before < 64 * 1024
