@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from ktransformers.checkpoint.dense import open_dense
+from ktransformers.checkpoint.upcycle import Recipe, upcycle
 from ktransformers.errors import InputError, KTError
 from ktransformers.evaluate import remote
 from ktransformers.evaluate.backend import Prompt, Question
@@ -62,6 +66,31 @@ def test_an_adapter_matters_and_leaves_no_trace(local: LocalModel) -> None:
     tuned = local.backend("tuned").likelihoods(QUESTIONS)
     assert max(abs(a[0].logprob - b[0].logprob) for a, b in zip(before, tuned, strict=True)) > 0.1
     assert local.backend().likelihoods(QUESTIONS) == before
+
+
+def test_packed_experts(local: LocalModel, model_directory: Path, adapter_directory: Path, tmp_path: Path) -> None:
+    """The same model as a Mixture of Experts in packed form, with an adapter of the dense one on its attention."""
+    upcycle(open_dense(model_directory), tmp_path / "moe", Recipe(dtype="float32"))
+    packed = LocalModel.open(tmp_path / "moe", dtype="float32")
+    assert "(kt, float32" in packed.backend().name
+    packed.add_adapters({"tuned": adapter_directory})
+    for adapter in (None, "tuned"):
+        for ours, dense in zip(
+            packed.backend(adapter).likelihoods(QUESTIONS), local.backend(adapter).likelihoods(QUESTIONS), strict=True
+        ):
+            for one, other in zip(ours, dense, strict=True):  # experts are bf16 there
+                assert one.logprob / one.tokens == pytest.approx(other.logprob / other.tokens, abs=0.25)
+
+
+def test_a_retrained_adapter_is_another_model(local: LocalModel, adapter_directory: Path, tmp_path: Path) -> None:
+    before = local.backend("tuned").name
+    shutil.copytree(adapter_directory, tmp_path / "again")
+    weights = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    first = next(iter(weights))
+    save_file({**weights, first: weights[first] + 1}, tmp_path / "again" / "adapter_model.safetensors")
+    local.add_adapters({"again": tmp_path / "again"})
+    assert local.backend("tuned").name == before
+    assert local.backend("again").name.split("(")[-1] != before.split("(")[-1]
 
 
 def test_plain_text_needs_no_tokenizer_and_a_chat_does(local: LocalModel, serving: tuple[str, Any]) -> None:

@@ -251,6 +251,8 @@ def test_command_over_a_url(
     done = kt(serving[0], *words, "--adapter", "mine=tuned", "--no-base", "--limit", "3")
     assert done.returncode == 0, done.stderr
     assert "mine: greet, 3 items" in done.stdout
+    blind = kt(serving[0], "--task", str(tmp_path / "greet.yaml"), "-o", str(tmp_path / "out"))
+    assert blind.returncode == 1 and "--tokenizer" in blind.stderr
     missing = kt(serving[0], *words, "--adapter", "other")
     assert missing.returncode == 1 and "base, tuned" in missing.stderr
 

@@ -7,6 +7,7 @@ adapters, or with `--compare`, a report of all runs is written beside them.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -62,6 +63,7 @@ def evaluate(
         _print_tasks(as_json)
         return
     if compare:
+        _check_packages()
         comparison = _compare(list(targets or []), out)
         _say(comparison, out, as_json)
         return
@@ -71,6 +73,7 @@ def evaluate(
         raise InputError("task", "none", "--task FILE or NAME", "`kt eval --list` lists the names")
     from ktransformers.evaluate.task import load
 
+    _check_packages()
     tasks = [found for name in task for found in load(name, limit, data)]
     names = [found.name for found in tasks]
     if len(set(names)) < len(names):
@@ -82,6 +85,14 @@ def evaluate(
     judge = _judge(judge_url, judge_model, key)
     runs: Iterator[tuple[str, Backend]]
     if re.match(r"https?://", targets[0]):
+        chats = [found.name for found in tasks if found.scores_chats]
+        if chats and tokenizer is None:
+            raise InputError(
+                "tokenizer",
+                f"none, and {chats[0]} needs log-probabilities of chat prompts",
+                "the directory of the served model's tokenizer",
+                "pass --tokenizer DIR, or set `format: plain` in the task",
+            )
         runs = _remote(targets[0], served_model, wanted, base, tokenizer, key, batch_size)
     else:
         runs = _local(Path(targets[0]), wanted, base, engine, dtype, device, batch_size)
@@ -92,6 +103,12 @@ def evaluate(
         print(json.dumps({"directory": str(out), "results": results}, indent=2, ensure_ascii=False))
     else:
         _print_results(results, out)
+
+
+def _check_packages() -> None:
+    for package in ("sacrebleu", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(package, "no such package", "it installed", "pip install 'ktransformers[eval]'")
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

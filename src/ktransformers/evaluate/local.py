@@ -8,6 +8,7 @@ choice) share one pass over their prompt. Rows of similar length go together: a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -57,7 +58,8 @@ class LocalModel:
         else:
             stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
             model = stock.to(device)
-        return cls(model, AutoTokenizer.from_pretrained(directory), str(directory), batch_size)
+        name = f"{directory} ({engine}, {dtype}, {_digest(directory, 'config.json')})"
+        return cls(model, AutoTokenizer.from_pretrained(directory), name, batch_size)
 
     def add_adapters(self, adapters: Mapping[str, Path]) -> None:
         from peft import PeftModel
@@ -69,7 +71,7 @@ class LocalModel:
                 self.model.load_adapter(str(directory), adapter_name=name)
             else:
                 self.model = PeftModel.from_pretrained(self.model, str(directory), adapter_name=name).eval()
-            self._adapters[name] = str(directory)
+            self._adapters[name] = f"{directory} ({_digest(directory, 'adapter_*')})"
 
     def backend(self, adapter: str | None = None) -> LocalBackend:
         if adapter is not None and adapter not in self._adapters:
@@ -155,6 +157,16 @@ class LocalBackend:
             mask[place, span] = 1
         device = self._local.model.device
         return ids.to(device), mask.to(device)
+
+
+def _digest(directory: Path, pattern: str) -> str:
+    """Of the files' content: a run must not go on with what was trained anew in the same place."""
+    found = hashlib.sha256()
+    for file in sorted(directory.glob(pattern)):
+        found.update(file.read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        found.update(f"{file.name} {file.stat().st_size}".encode())
+    return found.hexdigest()[:12]
 
 
 def _letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:

@@ -104,6 +104,11 @@ class Task(BaseModel):
         defaults = {"generate": ("bleu", "rouge", "chrf"), "choice": ("letter",), "text": ("loss",)}
         return self.metrics or defaults[self.kind]
 
+    @property
+    def scores_chats(self) -> bool:
+        """Log-probabilities after a chat prompt are wanted."""
+        return self.format == "chat" and self.kind != "text" and bool({"letter", "loss"} & set(self.asked))
+
 
 def names() -> list[str]:
     """The tasks and suites that come with the package."""
