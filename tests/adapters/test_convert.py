@@ -154,6 +154,8 @@ def test_the_command(tmp_path: Path) -> None:
 def test_gguf_file_by_its_own_name(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "gguf")
     (tmp_path / "lora.bin").write_bytes((tmp_path / "a" / "adapter.gguf").read_bytes())
+    write_adapter(sample(Recipe(seed=5)), tmp_path / "beside", "kt")
+    (tmp_path / "kt_manifest.json").write_bytes((tmp_path / "beside" / "kt_manifest.json").read_bytes())
     convert(tmp_path / "lora.bin", tmp_path / "peft", "peft")
     same_deltas(sample(), read_adapter(tmp_path / "peft"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,16 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     )
     (tmp_path / "b" / "kt_manifest.json").unlink()
     assert convert(tmp_path / "b", tmp_path / "c", "kt").model is None
+
+
+def test_dropout_is_told_by_the_manifest(tmp_path: Path) -> None:
+    write_adapter(replace(sample(), config={"lora_dropout": 0.1}), tmp_path / "a", "peft")
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["lora_dropout"] == 0  # or PEFT refuses it
+    convert(tmp_path / "a", tmp_path / "b", "per-expert")
+    convert(tmp_path / "b", tmp_path / "c", "kt")
+    for place in "abc":
+        assert json.loads((tmp_path / place / "kt_manifest.json").read_text())["lora_dropout"] == 0.1
+    assert json.loads((tmp_path / "c" / "adapter_config.json").read_text())["lora_dropout"] == 0.1
 
 
 def test_interleaved_families_are_those_of_transformers() -> None:

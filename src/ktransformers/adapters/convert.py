@@ -64,6 +64,11 @@ def read_adapter(
 
 def _read(content: Content, model: str | None, lora_alpha: float | None, verify: bool) -> tuple[Adapter, str]:
     document = read_manifest(content.directory)
+    if (
+        document is not None and content.path.is_file()
+    ):  # a file that lies beside another adapter is not in its manifest
+        listed = {one["file"] for one in document["tensors"].values()}
+        document = document if content.path.name in listed else None
     if verify:
         if document is not None:
             check_manifest(content, document)
@@ -73,6 +78,8 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
     known = Known(_facts(content, model, document), lora_alpha, document)
     source = detect(content)
     raw = source.read(content, known)
+    if document is not None and "lora_dropout" in document:  # PEFT's file says 0, because it knows none on experts
+        raw = replace(raw, config={**raw.config, "lora_dropout": document["lora_dropout"]})
     partial = parse_config({"r": 1, "lora_alpha": 1, **raw.config}, CONFIG).partial
     complete(raw.experts, raw.modules, known.facts, partial)
     adapter = canonical(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
@@ -84,7 +91,7 @@ def _facts(content: Content, model: str | None, document: dict[str, Any] | None)
     """Of the model that was given, else that of the manifest, else the one that adapter_config.json names."""
     if model is not None and (facts := find_facts(model)) is not None:
         return facts
-    if document is not None and document.get("model"):
+    if document is not None and isinstance(document.get("model"), dict):
         return ModelFacts.of_json(document["model"])
     file = content.directory / CONFIG
     if content.fields is not None or not file.is_file():
