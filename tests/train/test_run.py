@@ -369,6 +369,24 @@ def test_kill_9_at_twenty_random_moments(tiny: Path, tmp_path: Path) -> None:
     assert difference(adapter(output), adapter(tmp_path / "whole")) < 1e-6
 
 
+@pytest.mark.slow
+def test_two_processes_are_one_with_twice_the_batch(tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(tiny, tmp_path / "one", optim="sgd", learning_rate=0.5, disable_shuffling=True, max_samples=16)
+    keys |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4, "use_cpu": True}
+    one = Quiet()
+    run(keys, one)
+    (tmp_path / "two.yaml").write_text(json.dumps(keys | {"output_dir": str(tmp_path / "two")}))
+    (tmp_path / "two.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "two.py")]
+    words = [str(tmp_path / "two.yaml"), "per_device_train_batch_size=2"]
+    done = subprocess.run([*launch, *words], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [step.values["loss"] for step in one.steps if "loss" in step.values]
+    lines = (tmp_path / "two" / "trainer_log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
+    assert difference(adapter(tmp_path / "two"), adapter(tmp_path / "one")) < 1e-4
+
+
 def test_a_full_disk_is_said_plainly(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 

@@ -104,6 +104,13 @@ def test_values_take_their_type() -> None:
     assert settings.lora.lora_target == ("q_proj", "v_proj")
 
 
+def test_shares_lists_and_the_word_no() -> None:
+    words = ["save_steps=0.25", "eval_strategy=no", "report_to=[wandb, tensorboard]", "save_strategy=false"]
+    found = read_settings(LEAST, words).trainer
+    assert found["save_steps"] == 0.25 and found["eval_strategy"] == "no" == found["save_strategy"]
+    assert found["report_to"] == ["wandb", "tensorboard"]
+
+
 def test_words_reach_into_kt_config() -> None:
     assert read_words(["kt_config.kt_backend=auto", "--seed=3"]) == {"kt_config": {"kt_backend": "auto"}, "seed": 3}
     file = LEAST | {"kt_config": {"kt_num_threads": 4, "kt_tp_enabled": True}}

@@ -7,6 +7,7 @@ Everything that is decided is decided in ktransformers.train; here it is only sh
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -170,7 +171,8 @@ def train(
     from ktransformers.train.watch import Interrupted
 
     _quiet()
-    screen = Screen() if sys.stdout.isatty() and not as_json else Lines() if not as_json else Silent()
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
+    screen = Silent() if as_json or not first else Screen() if sys.stdout.isatty() else Lines()
     try:
         result = run.train(settings, screen)
     except Interrupted as error:
@@ -179,6 +181,8 @@ def train(
         raise typer.Exit(143 if error.signal == "SIGTERM" else 130) from error
     finally:
         screen.close()
+    if not first:
+        return
     if as_json:
         print(json.dumps({"output": str(result.output), "results": result.results}, indent=2))
     else:

@@ -76,6 +76,7 @@ def trainer_arguments(settings: Settings) -> SFTConfig | DPOConfig:
         "dataloader_pin_memory": values.get("dataloader_pin_memory", True) and not on_cpu,
         "trust_remote_code": settings.model.trust_remote_code,
     }
+    values.setdefault("ddp_find_unused_parameters", False)  # every adapter has its part in every step
     if settings.data.disable_shuffling:
         values["train_sampling_strategy"] = "sequential"
     if kind is SFTConfig:

@@ -45,6 +45,17 @@ def trainer_fields() -> dict[str, Any]:
     }
 
 
+@functools.cache
+def trainer_kinds() -> dict[str, type]:
+    """Key -> plain type, of those that have one; a step count may be a share, so the annotation counts."""
+    from transformers import TrainingArguments
+
+    plain = (bool, int, float, str)
+    kinds = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
+    kinds = {name: kind if kind in plain else type(trainer_fields().get(name)) for name, kind in kinds.items()}
+    return {name: kind for name, kind in kinds.items() if kind in plain}
+
+
 def known_keys() -> set[str]:
     return {*HOME, *MOOT, *OFF, *RENAMED, *SPECIAL, *DERIVED, *trainer_fields()}
 
@@ -106,13 +117,12 @@ def unknown(key: str) -> InputError:
     return InputError(key, "a key that is not known", f"`{near[0]}`, perhaps" if near else "a key of docs/train.md")
 
 
-def coerce(key: str, value: Any, default: Any) -> Any:
-    """Bring a value of the HF Trainer to the type of its default; what has no plain type is left to the Trainer."""
-    kind = type(default)
-    if kind not in (bool, int, float, str):
+def coerce(key: str, value: Any, kind: type | None) -> Any:
+    """Bring a value of the HF Trainer to its type; what has no plain type is left to the Trainer."""
+    if kind is None or isinstance(value, (list, dict)):
         return value
-    if kind is str and not isinstance(value, str):
-        return str(value).lower() if isinstance(value, bool) else str(value)
+    if kind is str:
+        return "no" if value is False else value  # what YAML makes of `eval_strategy: no`
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
@@ -147,7 +157,7 @@ class _Taker:
                 self.sections[HOME[key]][key] = value
         elif key in trainer_fields():
             if value is not None:
-                self.trainer[key] = coerce(key, value, trainer_fields()[key])
+                self.trainer[key] = coerce(key, value, trainer_kinds().get(key))
         else:
             raise unknown(key)
 
@@ -161,7 +171,7 @@ class _Taker:
                 key, value, "experts of model_name_or_path itself", "give the directory that holds them as the model"
             )
         elif key == "warmup_ratio":
-            share = coerce(key, value, 0.0)
+            share = coerce(key, value, float)
             if not 0 <= share < 1:
                 raise InputError(key, value, "a share of the steps, at least 0 and below 1")
             if share and "warmup_steps" not in self.trainer:
