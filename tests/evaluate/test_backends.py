@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.upcycle import Recipe, upcycle
 from ktransformers.errors import InputError, KTError
+from ktransformers.evaluate import local as local_module
 from ktransformers.evaluate import remote
 from ktransformers.evaluate.backend import Prompt, Question
 from ktransformers.evaluate.local import LocalModel
@@ -114,6 +115,12 @@ def test_errors_of_a_server(monkeypatch: pytest.MonkeyPatch, serving: tuple[str,
         RemoteBackend(Endpoint(serving[0]), "other").generate(PROMPTS[:1], 3)
     with pytest.raises(InputError, match="is it running"):
         Endpoint("http://127.0.0.1:9").models()
+
+
+def test_dtype_by_what_the_processor_can(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for native, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(local_module, "_bf16_is_native", lambda native=native: native)
+        assert f"(transformers, {dtype}" in LocalModel.open(model_directory).name
 
 
 def test_refused(model_directory: Path, local: LocalModel, tmp_path: Path) -> None:

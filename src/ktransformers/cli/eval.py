@@ -49,7 +49,7 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="A file in place of the task's own data.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, or requests at a time.")] = 8,
     engine: Annotated[str, typer.Option(help="kt, transformers, or auto: kt where there are experts.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, or auto: bf16 where it is fast.")] = "auto",
     device: Annotated[str, typer.Option(help="Of everything but the experts.")] = "cpu",
     served_model: Annotated[str | None, typer.Option(help="URL: the name of the base. [default: the first]")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="URL: the served model's tokenizer, to score chats.")] = None,
