@@ -1,0 +1,133 @@
+"""The numbers of a run are those of plain TRL on the stock model, however its steps are cut, packed or checkpointed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from .conftest import Quiet, recipe
+from .runs import adapter, difference, first_gradients, run
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_adapter_is_that_of_a_plain_trl_script(
+    family: str, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [
+        {"prompt": f"Question {n}:\nwhat is {n} + 1?\n", "completion": f"It is {n + 1}, my friend."} for n in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    folder = model_of(family)
+    keys = recipe(folder, tmp_path / "ours", dataset=str(tmp_path / "rows.jsonl"), max_steps=5, optim="sgd")
+    run(keys | {"learning_rate": 0.5, "disable_shuffling": True})
+    config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert set(config["target_parameters"]) == {"mlp.experts.down_proj", "mlp.experts.gate_up_proj"}
+    targets = {key: config[key] for key in ("target_modules", "target_parameters")}
+
+    arguments = SFTConfig(
+        output_dir=str(tmp_path / "plain"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.5,
+        max_steps=5,
+        optim="sgd",
+        train_sampling_strategy="sequential",
+        shuffle_dataset=False,
+        router_aux_loss_coef=0.0,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    plain = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **targets),
+    )
+    before = {name: parameter.clone() for name, parameter in plain.model.named_parameters() if parameter.requires_grad}
+    plain.train()
+    plain.save_model(str(tmp_path / "plain"))
+    ours, theirs = adapter(tmp_path / "ours"), adapter(tmp_path / "plain")
+    start = {name.replace(".default", ""): tensor for name, tensor in before.items()}
+    moved = difference(theirs, {name: start[name] for name in theirs})
+    assert moved > 0.01, "the plain script learns nothing"
+    learned = [{name: found[name] - start[name] for name in found} for found in (ours, theirs)]
+    assert difference(*learned) < 0.02
+
+
+def test_token_budget_has_the_gradients_of_accumulation(tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(tiny, tmp_path / "x", gradient_accumulation_steps=4, max_samples=8)
+    plain = first_gradients(keys)
+    budget = first_gradients(keys | {"kt_tokens_per_batch": 200})
+    assert difference(budget, plain) < 1e-5
+    pairs = recipe(tiny, tmp_path / "y", stage="dpo", dataset="style_neko_en_dpo", gradient_accumulation_steps=3)
+    pairs |= {"cutoff_len": 64, "max_samples": 6}
+    plain, budget = first_gradients(pairs), first_gradients(pairs | {"kt_tokens_per_batch": 256})
+    assert difference(budget, plain) < 1e-5
+
+
+def test_packed_rows_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(tiny, tmp_path / "x", max_samples=6, per_device_train_batch_size=6, gradient_accumulation_steps=1)
+    assert difference(first_gradients(keys | {"packing": True, "cutoff_len": 256}), first_gradients(keys)) < 1e-4
+
+
+def test_checkpointing_does_not_change_gradients(tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(tiny, tmp_path / "x", max_samples=4, gradient_accumulation_steps=1)
+    kept = first_gradients(keys | {"disable_gradient_checkpointing": True})
+    assert difference(first_gradients(keys), kept) < 1e-6
+    assert difference(first_gradients(keys | {"kt_cpu_activation": "retain"}), kept) < 1e-6
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo", "simpo", "ipo", "hinge"])
+def test_preference_runs(loss: str, tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(tiny, tmp_path / "dpo", stage="dpo", dataset="style_neko_en_dpo", pref_loss=loss, pref_ftx=0.1)
+    keys |= {"cutoff_len": 80, "max_samples": 4, "learning_rate": 5e-3, "max_steps": 3, "val_size": 1}
+    keys |= {"gradient_accumulation_steps": 1}
+    watcher = Quiet()
+    result = run(keys, watcher)
+    steps = [step.values for step in watcher.steps if "loss" in step.values]
+    with_reference = loss not in ("orpo", "simpo")
+    assert watcher.referred == (1 if with_reference else 0)  # the last dataset: one row of evaluation
+    if with_reference:
+        assert steps[0]["rewards/chosen"] == 0 == steps[0]["rewards/rejected"], "the reference is the base, to the bit"
+    assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]
+    assert "eval_loss" in result.results
+    if with_reference:  # again in the same place: nothing is computed twice
+        again = Quiet()
+        run(keys | {"overwrite_output_dir": True, "max_steps": 1}, again)
+        assert again.referred == 0 and "earlier run" in again.notes[-1]
+
+
+def test_sigmoid_is_trls_sigmoid(tiny: Path, tmp_path: Path) -> None:
+    """Our loss on our rows against TRL's own trainer on the same tokens."""
+    from ktransformers.train.trainers import PreferenceTrainer
+
+    keys = recipe(tiny, tmp_path / "x", stage="dpo", dataset="style_neko_en_dpo", cutoff_len=80, max_samples=2)
+    ours = first_gradients(keys | {"gradient_accumulation_steps": 1})
+    stock = PreferenceTrainer.compute_loss
+    try:
+        from trl import DPOTrainer
+
+        def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.precompute_ref_logps = True
+            return DPOTrainer.compute_loss(self, *args, **kwargs)
+
+        PreferenceTrainer.compute_loss = theirs
+        expected = first_gradients(keys | {"gradient_accumulation_steps": 1})
+    finally:
+        PreferenceTrainer.compute_loss = stock
+    assert difference(ours, expected) < 1e-5
