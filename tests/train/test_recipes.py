@@ -130,6 +130,12 @@ def test_what_would_stop_a_run_stops_the_plan(keys: dict[str, Any], message: str
     assert message in str(error.value)
 
 
+def test_what_is_not_installed_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.train.plan.PACKAGES", ("trl", "no_such_package"))
+    with pytest.raises(InputError, match=r"no no_such_package here.*ktransformers\[train\]"):
+        make_plan(read_settings(recipe(tiny, tmp_path / "out")))
+
+
 def test_linear_attention_is_not_packed(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="packing: given True, expected false with linear attention"):
         make_plan(read_settings(recipe(model_of("qwen3_5_moe_text"), tmp_path / "out", packing=True)))

@@ -23,6 +23,9 @@ from ktransformers.train.settings import SECTIONS, Settings
 from ktransformers.train.targets import Targets, find_targets, trained_numbers
 
 
+PACKAGES = ("trl", "datasets", "accelerate")
+
+
 @dataclass(frozen=True)
 class DatasetPlan:
     name: str
@@ -164,6 +167,7 @@ def _check_kinds(found: list[Found], settings: Settings) -> None:
 def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
     """Raises InputError for whatever would stop the run."""
     notes = list(settings.notes)
+    _check_packages()
     trainer_arguments(settings)
     if settings.data.template is not None:
         find_form(settings.data.template)
@@ -227,6 +231,12 @@ def _check_vocabulary(split: Split, model: Any, directory: Path) -> None:
         ids = row.prompt + row.chosen + row.rejected if isinstance(row, PairTokens) else row.ids
         if max(ids) >= size:
             raise InputError(str(directory), f"token {max(ids)}", f"tokens below {size}, the model's vocabulary")
+
+
+def _check_packages() -> None:
+    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise InputError("kt train", f"no {', '.join(lacking)} here", "them", 'pip install "ktransformers[train]"')
 
 
 def _check_packing(model: Any, settings: Settings) -> None:
