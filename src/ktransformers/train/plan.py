@@ -22,7 +22,6 @@ from ktransformers.train.model import locate_model, read_config, skeleton
 from ktransformers.train.settings import SECTIONS, Settings
 from ktransformers.train.targets import Targets, find_targets, trained_numbers
 
-
 PACKAGES = ("trl", "datasets", "accelerate")
 
 
