@@ -5,6 +5,10 @@
 // 16-bit shuffles a row and a transpose of dwords. What remains is the way back through the activation.
 #pragma once
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "kernels/gemm.h"
 
 namespace kt {
@@ -40,43 +44,61 @@ inline void turn_tiles(const char* in, char* out) {
       }
 }
 
-// Row r and r + d of a square of 16 dwords exchange the lanes in which they differ: four such stages transpose it.
-template <int d>
-inline void exchange(U32<16> (&row)[16]) {
-  U32<16> low, high;
-  for (uint32_t i = 0; i < 16; i++) {
-    low[i] = i & d ? 16 + i - d : i;
-    high[i] = i & d ? 16 + i : i + d;
-  }
-  for (int r = 0; r < 16; r++) {
-    if (r & d) continue;
-    U32<16> a = row[r], b = row[r + d];
-    row[r] = __builtin_shuffle(a, b, low);
-    row[r + d] = __builtin_shuffle(a, b, high);
-  }
+// The same with whole rows in registers. Sixteen bytes of each of four rows make a register, so that the transpose of
+// 16 x 16 dwords has two stages left, inside those quarters; which rows come together is chosen such that the last
+// stage, which pairs neighbours along n, leaves k in order.
+#ifdef __AVX512F__
+template <int W>
+inline U32<W> quarters(const char* a, const char* b, const char* c, const char* d) {
+  // Inserting from memory needs no shuffle unit; the compiler's own way of joining vectors would.
+  __m512i all = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)a));
+  all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)b), 1);
+  all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)c), 2);
+  return (U32<W>)_mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)d), 3);
+}
+#else
+template <int W>
+inline U32<W> quarters(const char* a, const char* b, const char* c, const char* d) {
+  char all[64];
+  __builtin_memcpy(all, a, 16);
+  __builtin_memcpy(all + 16, b, 16);
+  __builtin_memcpy(all + 32, c, 16);
+  __builtin_memcpy(all + 48, d, 16);
+  return load<U32<W>>(all);
+}
+#endif
+
+// Elements of a and b in turns, from the lower or the upper half of every quarter.
+template <int W, class V, bool upper>
+inline U32<W> in_turns(U32<W> a, U32<W> b) {
+  V order;
+  constexpr int count = sizeof(V) / sizeof(order[0]), per = count / 4;
+  for (int i = 0; i < count; i++)
+    order[i] = (decltype(order[0] + 0))(i / per * per + i % per / 2 + (upper ? per / 2 : 0) + (i % 2) * count);
+  return (U32<W>)__builtin_shuffle((V)a, (V)b, order);
 }
 
-// The same as turn_tiles with whole rows in registers: two 16-bit shuffles bring 32 n of one k together, and 16 such
-// rows of pairs along n are transposed.
 template <int W>
 inline void turn_tiles_wide(const char* in, char* out) {
-  using Row = typename Vec<W>::pairs;
-  Row even, odd;
-  for (uint16_t i = 0; i < 32; i++) even[i] = (uint16_t)(2 * i), odd[i] = (uint16_t)(2 * i + 1);
-  for (int half = 0; half < 2; half++) {
-    U32<W> row[16];
-    for (int p = 0; p < 8; p++) {
-      const char* at = in + (half * 8 + p) * 64;
-      Row a = load<Row>(at), b = load<Row>(at + kTileBytes);
-      row[2 * p] = (U32<W>)__builtin_shuffle(a, b, even);
-      row[2 * p + 1] = (U32<W>)__builtin_shuffle(a, b, odd);
+  using Words = typename Vec<W>::pairs;
+  using Doubles = typename Vec<W>::u64;
+  for (int half = 0; half < 2; half++, in += kTileBytes)
+    for (int n = 0; n < kTileN; n += 4) {
+      U32<W> x[4];  // quarter q: of pairs 2q, 2q + 1, 8 + 2q, 9 + 2q
+      for (int i = 0; i < 4; i++) {
+        const char* at = in + ((i & 1) + (i >> 1) * 8) * 64 + n * 4;
+        x[i] = quarters<W>(at, at + 2 * 64, at + 4 * 64, at + 6 * 64);
+      }
+      U32<W> a = in_turns<W, U32<W>, false>(x[0], x[1]), b = in_turns<W, U32<W>, true>(x[0], x[1]);
+      U32<W> c = in_turns<W, U32<W>, false>(x[2], x[3]), d = in_turns<W, U32<W>, true>(x[2], x[3]);
+      U32<W> n0 = in_turns<W, Doubles, false>(a, c), n1 = in_turns<W, Doubles, true>(a, c);
+      U32<W> n2 = in_turns<W, Doubles, false>(b, d), n3 = in_turns<W, Doubles, true>(b, d);
+      char* to = out + (half * 8 + n / 2) * 64;
+      store(to, in_turns<W, Words, false>(n0, n1));
+      store(to + kTileBytes, in_turns<W, Words, true>(n0, n1));
+      store(to + 64, in_turns<W, Words, false>(n2, n3));
+      store(to + kTileBytes + 64, in_turns<W, Words, true>(n2, n3));
     }
-    exchange<8>(row);
-    exchange<4>(row);
-    exchange<2>(row);
-    exchange<1>(row);
-    for (int n = 0; n < 16; n++) store(out + half * kTileBytes + n * 64, row[n]);
-  }
 }
 
 template <int W>
@@ -182,7 +204,7 @@ void run_back_as(const Back& b) {
     for (int i = 0; i < W; i++) total += sum[i];
     b.part[row * b.part_stride + p.block] = total;
   };
-  for_each_product<Isa>(b, b.last, where, finish);
+  for_each_product<Isa>(b, b.last, true, where, finish);
 }
 
 template <class Isa>

@@ -18,6 +18,7 @@ struct Vec {
   typedef uint32_t u32 __attribute__((vector_size(W * 4)));
   typedef uint16_t u16 __attribute__((vector_size(W * 2)));
   typedef uint16_t pairs __attribute__((vector_size(W * 4)));
+  typedef uint64_t u64 __attribute__((vector_size(W * 4)));
 };
 
 template <int W>

@@ -1,8 +1,8 @@
-// Gradients of LoRA's factors contract over rows: c[r][n] += sum over m of p[m][r] * q[m][n], n a block of 32 columns.
+// Gradients of LoRA's factors contract over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
 //
-// One of the two matrices is a few numbers wide, so the arithmetic is small beside the layer's own products, and the
-// vector units take it in f32 from rows as they lie: a matrix unit would want the rows in pairs, and bringing them
-// there costs as much as the multiplication.
+// One of the two matrices is a few numbers wide, so the arithmetic is small beside the layer's own products, and here
+// the vector units do it in f32. The wide rows are first written out as f32, side by side: they come from far apart,
+// and every few ranks read them again.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -10,17 +10,37 @@
 namespace kt {
 namespace {
 
-// `ranks` rows of c by NV vectors of columns, over all rows of p and q.
-template <int W, int NV, int ranks, DType type>
-inline void outer_columns(const Outer& o, const char* const* q, int64_t q_at, int rank, int column) {
+// 32 columns of one row, as far as they exist; what is missing is zero.
+inline const char* block_of_row(const Outer& o, int m, int column, char (&edge)[kBlockN * 4]) {
+  const char* from = o.q[m] + column / kBlockN * o.q_block;
+  int left = o.columns - column;
+  if (left >= kBlockN) return from;
+  __builtin_memset(edge, 0, sizeof edge);
+  __builtin_memcpy(edge, from, left * size_of(o.dtype));
+  return edge;
+}
+
+// Columns [column, end) of row m.
+template <int W>
+inline void widen_row(const Outer& o, int m, int column, int end, float* out) {
+  alignas(64) char edge[kBlockN * 4];
+  for (; column < end; column += kBlockN, out += kBlockN) {
+    const char* from = block_of_row(o, m, column, edge);
+    for (int i = 0; i < kBlockN; i += W) store(out + i, load_as_f32<W>(from, i, o.dtype));
+  }
+}
+
+// `ranks` rows of c by NV vectors of columns, over `rows` rows of p and of the scratch.
+template <int W, int NV, int ranks>
+inline void outer_columns(const Outer& o, int row0, int rows, int rank, int column) {
   F32<W> acc[ranks][NV];
   float* c = o.c + rank * o.c_stride + column;
   for (int r = 0; r < ranks; r++)
     for (int v = 0; v < NV; v++) acc[r][v] = load<F32<W>>(c + r * o.c_stride + v * W);
-  const float* p = o.p + rank;
-  for (int m = 0; m < o.rows; m++, p += o.rank) {
+  const float *p = o.p + (int64_t)row0 * o.rank + rank, *q = (const float*)o.scratch + column % kWideColumns;
+  for (int m = 0; m < rows; m++, p += o.rank, q += kWideStride) {
     F32<W> x[NV];
-    for (int v = 0; v < NV; v++) x[v] = load_as_f32<W>(q[m] + q_at, column + v * W, type);
+    for (int v = 0; v < NV; v++) x[v] = load<F32<W>>(q + v * W);
     for (int r = 0; r < ranks; r++)
       for (int v = 0; v < NV; v++) acc[r][v] += p[r] * x[v];
   }
@@ -28,34 +48,17 @@ inline void outer_columns(const Outer& o, const char* const* q, int64_t q_at, in
     for (int v = 0; v < NV; v++) store(c + r * o.c_stride + v * W, acc[r][v]);
 }
 
-template <class Isa, DType type>
-inline void outer_block_of(const Outer& o, const char* const* q, int64_t q_at) {
-  constexpr int W = Isa::width, NV = 2, ranks = W == 16 ? kRankStep : kRankStep / 2;
-  for (int rank = 0; rank < o.rank; rank += ranks)
-    for (int column = 0; column < kBlockN; column += NV * W)
-      outer_columns<W, NV, ranks, type>(o, q, q_at, rank, column);
-}
-
-template <class Isa>
-inline void outer_block(const Outer& o, const char* const* q, int64_t q_at) {
-  if (o.dtype == DType::bf16) return outer_block_of<Isa, DType::bf16>(o, q, q_at);
-  if (o.dtype == DType::f16) return outer_block_of<Isa, DType::f16>(o, q, q_at);
-  outer_block_of<Isa, DType::f32>(o, q, q_at);
-}
-
-template <class Isa>
+template <int W>
 void run_outer(const Outer& o) {
-  if (o.width >= kBlockN) return outer_block<Isa>(o, o.q, o.q_at);
-  // The last columns of a tensor: a row at a time, in a block of its own, zero past the end.
-  alignas(64) char edge[kBlockN * 4] = {};
-  const char* row = edge;
-  Outer one = o;
-  one.rows = 1;
-  for (int m = 0; m < o.rows; m++) {
-    __builtin_memcpy(edge, o.q[m] + o.q_at, o.width * size_of(o.dtype));
-    one.p = o.p + (int64_t)m * o.rank;
-    outer_block<Isa>(one, &row, 0);
-  }
+  constexpr int NV = 2, ranks = W == 16 ? kRankStep : kRankStep / 2;
+  for (int row0 = 0; row0 < o.rows; row0 += kWideRows)
+    for (int column0 = 0; column0 < o.columns; column0 += kWideColumns) {
+      int rows = o.rows - row0 < kWideRows ? o.rows - row0 : kWideRows;
+      int end = o.columns - column0 < kWideColumns ? o.columns : column0 + kWideColumns;
+      for (int m = 0; m < rows; m++) widen_row<W>(o, row0 + m, column0, end, (float*)o.scratch + m * kWideStride);
+      for (int column = column0; column < end; column += NV * W)
+        for (int rank = 0; rank < o.rank; rank += ranks) outer_columns<W, NV, ranks>(o, row0, rows, rank, column);
+    }
 }
 
 }  // namespace

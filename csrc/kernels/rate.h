@@ -6,7 +6,6 @@
 #include <time.h>
 
 #include "kernels/back.h"
-#include "kernels/outer.h"
 
 namespace kt {
 namespace {
@@ -67,7 +66,7 @@ double panel_rate(double seconds, char* scratch, size_t bytes) {
                 rows,
                 kPassTiles * rows,
                 false,
-                {nullptr, 0},
+                kNothingAhead,
                 c,
                 nullptr,
                 0,
@@ -132,7 +131,7 @@ constexpr KernelTable table_of(const char* name) {
           &pack_block<Isa::width>,
           &turn_blocks<Isa::width>,
           &run_back<Isa>,
-          &run_outer<Isa>,
+          &Isa::outer,
           &measure_rate<Isa>};
 }
 

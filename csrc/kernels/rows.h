@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/gemm.h"
+#include "kernels/outer.h"
 
 namespace kt {
 namespace {
@@ -56,7 +57,7 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
     }
     a += tile_rows * kTileK * Arith::elem;
     b += 2 * kTileBytes;
-    ahead.at += ahead.lines * 64;
+    ahead.at += ahead.step;
   }
   for (int m = 0; m < rows; m++)
     for (int v = 0; v < NV; v++) store(c + m * kBlockN + v * W, acc[m][v]);
@@ -87,6 +88,7 @@ struct RowIsa {
   static void enter(int) {}
   static void leave() {}
   static Tiling tiling(int32_t live) { return {MR, (live + MR - 1) / MR}; }
+  static void outer(const Outer& o) { run_outer<W>(o); }
   // The vector units do the product itself, so nothing is gained by mixing other rows' work into it.
   template <class Rows>
   static void multiply(const Product& p, Rows& unfinished) {
@@ -101,7 +103,7 @@ struct RowIsa {
                                         accumulate, fetch, c);
       };
       add(p.s, p.accumulate, ahead);
-      for_each_extra(p, [&](const Stretch& s) { add(s, true, {nullptr, 0}); });
+      for_each_extra(p, [&](const Stretch& s) { add(s, true, kNothingAhead); });
     }
   }
 };

@@ -31,6 +31,17 @@ struct Extra {
   int32_t tile0, tile1;
 };
 
+// What to bring into the cache during a product: at every k step `bytes` more, each `stride` behind the last.
+struct Fetch {
+  const char* at;
+  int32_t bytes;
+  int64_t stride;
+};
+constexpr Fetch kNoFetch = {nullptr, 0, 0};
+
+// A block of weights as it lies.
+static inline Fetch block_from(const char* at) { return {at, at ? 2 * kTileBytes : 0, 2 * kTileBytes}; }
+
 struct Gate {
   Activation kind;
   bool gated;   // two tiles of a block are gate and up of the same 16 outputs; else 32 outputs of up
@@ -69,8 +80,8 @@ struct Up {
   char* keep;  // gate and up before the activation, as the blocks lie: row r of the panel at keep + r * keep_stride, or
                // null
   int64_t keep_stride;
-  const char* next;  // what this thread will read after these blocks, or null
-  float* scratch;    // [2][2 * 16][32]: one product being made, one being finished
+  Fetch next;      // what this thread will read after these blocks
+  float* scratch;  // [2][2 * 16][32]: one product being made, one being finished
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
@@ -100,7 +111,8 @@ struct Down {
   DType dtype;
   int64_t out_stride;
   int32_t width;  // H
-  const char* next;
+  Fetch next;
+  bool turned;  // the blocks are in scratch already: only `next` is to be fetched
   float* scratch;
 };
 
@@ -136,21 +148,29 @@ struct Back {
   char* hidden;  // panel [tiles][hidden_k_tiles][rows][32]: the activated rows once more, or null
   int32_t hidden_k_tiles;
   float* scratch;
-  const char* next;  // unused: what comes next has to be transposed first
+  Fetch next;
 };
 
-// A contraction over rows, for one block of 32 columns: c[r][n] += sum over m of p[m][r] * q[m][n].
+// A contraction over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
 struct Outer {
   const float* p;  // [rows][rank]
   int32_t rows;
   int32_t rank;          // a multiple of kRankStep
-  const char* const* q;  // [rows] where each row begins
-  int64_t q_at;          // bytes from there to the block's columns
+  const char* const* q;  // [rows] where each row's first column lies
+  int64_t q_block;       // bytes from there to its columns 32 ..., and so on
   DType dtype;
-  int32_t width;  // columns that exist, at most 32
-  float* c;       // [rank][c_stride]
+  int32_t columns;
+  float* c;  // [rank][c_stride]; written up to a multiple of 32 columns
   int64_t c_stride;
+  char* scratch;  // outer_scratch(rank) bytes
 };
+constexpr int kOuterRows = 256;                    // at most
+constexpr int kWideRows = 64, kWideColumns = 256;  // written out as f32 at a time
+constexpr int kWideStride = kWideColumns + 16;     // not a power of two: rows must not share cache sets
+constexpr int64_t outer_scratch(int64_t rank) {
+  int64_t wide = kWideRows * kWideStride * 4, tiles = (round_up(rank, kTileN) + kBlockN) * kOuterRows * 2;
+  return wide > tiles ? wide : tiles;
+}
 constexpr int kRankStep = 8;
 
 // One matrix of one expert as the checkpoint has it: element (n, k) at data + n * n_stride + k * k_stride (elements).

@@ -23,6 +23,7 @@ void Backward::begin() {
     ranks_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
   for (auto& left : ranks_left_) left.store(0, std::memory_order_relaxed);
   for (const Piece& p : plan_.pieces) ranks_left_[(size_t)p.segment]++;
+  columns_ = factor_columns(largest_rank(routing_, adapters_));
   size_t experts = (size_t)experts_.shape().experts;
   run_of_.assign(adapters_.size() * experts, -1);
   for (size_t n = 0; n < routing_.runs.size(); n++) {
@@ -43,13 +44,26 @@ void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int3
   }
 }
 
+// What `turn` will read next: the k tiles from `k_tile` on of every stored block from `block` on.
+Fetch Backward::to_turn(const BlockStore& store, int32_t expert, int32_t block, int32_t k_tile, int32_t end) const {
+  const char* at = store.at(expert, block) + (size_t)k_tile * 2 * kTileBytes;
+  return {at, std::min(kTurnedBlocks, end - k_tile) * 2 * kTileBytes, (int64_t)store.block_bytes()};
+}
+
+Fetch Backward::first_of(const UpUnit& unit) const {
+  if (!gradients_.keep) return block_from(first_read(unit));
+  int32_t per_tile = experts_.shape().gated ? 2 : 1;
+  return to_turn(experts_.weights().down(), routing_.segments[(size_t)unit.segment].expert, 0, unit.block0 / per_tile,
+                 unit.block1 / per_tile);
+}
+
 void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   const KernelTable& kernels = experts_.kernels();
   const BlockStore& store = experts_.weights().down();
   const Segment& segment = routing_.segments[(size_t)unit.segment];
   UnitRows r = rows_of(unit);
   int64_t row_bytes = (int64_t)kTileK * kernels.elem, row0 = segment.begin + r.first;
-  int32_t per_tile = experts_.shape().gated ? 2 : 1;
+  int32_t per_tile = experts_.shape().gated ? 2 : 1, first = unit.block0 / per_tile, last = unit.block1 / per_tile;
   await_ranks((size_t)unit.segment);
 
   Back back{};
@@ -60,7 +74,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
     Up up{};
     up.keep_stride = (unit.block1 - unit.block0) * row_bytes;
     up.keep = slice + plan_.keep_at;
-    multiply_up(unit, next, slice, up, true);
+    multiply_up(unit, to_turn(store, segment.expert, 0, first, last), slice, up, true);
     back.keep_stride = up.keep_stride;
     back.keep = up.keep - unit.block0 * row_bytes;
   }
@@ -81,7 +95,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   }
   back.scratch = (float*)(slice + plan_.scratch_at);
   char* turned = slice + plan_.turned_at;
-  int32_t first = unit.block0 / per_tile, last = unit.block1 / per_tile, k_tiles = store.blocks();
+  int32_t k_tiles = store.blocks();
   int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN;
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
@@ -98,6 +112,13 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
       for (int32_t i = j; i < back.block1; i++)
         turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * back.block_bytes);
       back.sums = (float*)(slice + plan_.panel_bytes) + (j - first) * block_sums;
+      if (back.block1 < last) {
+        back.next = to_turn(store, segment.expert, k, back.block1, last);
+      } else if (!back.last) {
+        back.next = to_turn(store, segment.expert, k + now, first, last);
+      } else {
+        back.next = next ? first_of(*next) : kNoFetch;
+      }
       std::vector<Extra> extras;
       if (back.last) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
       back.extra = extras.data();
@@ -145,6 +166,15 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
     int32_t now = std::min(plan_.down_chunk, k_tiles - k);
     for (int32_t j = lane.block0; j < lane.block1; j += kTurnedBlocks) {
       Down down = columns_of({j, std::min(j + kTurnedBlocks, lane.block1)}, slice);
+      down.turned = true;
+      Fetch next = kNoFetch;
+      if (down.block1 < lane.block1) {
+        next = to_turn(store, segment.expert, k, down.block1, lane.block1);
+      } else if (k + now < k_tiles) {
+        next = to_turn(store, segment.expert, k + now, lane.block0, lane.block1);
+      } else if (index + 1 < routing_.segments.size()) {
+        next = to_turn(store, routing_.segments[index + 1].expert, 0, lane.block0, lane.block1);
+      }
       down.block_bytes = (size_t)now * 2 * kTileBytes;
       down.first = k == 0;
       down.last = k + now == k_tiles;
@@ -154,6 +184,7 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
         std::vector<Extra> extras;
         Piece piece{(int32_t)index, tile, tile + tiles};
         if (down.last) extras = turned_extras(piece, Factor::wide_a, j, down.block1, slice);
+        down.next = tile + tiles == whole.tiles ? next : kNoFetch;
         down.extra = extras.data();
         down.extras = (int32_t)extras.size();
         int64_t row = segment.begin + (int64_t)tile * whole.rows;

@@ -17,11 +17,18 @@ float element(const SourceMatrix& m, int32_t expert, int32_t n, int32_t k) {
   return to_float(((const uint16_t*)m.source.data)[at], m.source.dtype);
 }
 
-// out[n][at + k] = scale * m(n, k), rows of `width`.
+// out[n][k] = scale * m(n, k), rows of `width`.
 void write_out(const SourceMatrix& m, int32_t expert, int32_t rows, int32_t columns, float scale, float* out,
                int64_t width) {
-  for (int32_t n = 0; n < rows; n++)
-    for (int32_t k = 0; k < columns; k++) out[n * width + k] = scale * element(m, expert, n, k);
+  bool plain = m.source.dtype == DType::f32 && m.source.k_stride == 1;
+  for (int32_t n = 0; n < rows; n++, out += width) {
+    if (plain) {
+      const float* from = (const float*)m.source.data + expert * m.expert_stride + n * m.source.n_stride;
+      for (int32_t k = 0; k < columns; k++) out[k] = scale * from[k];
+    } else {
+      for (int32_t k = 0; k < columns; k++) out[k] = scale * element(m, expert, n, k);
+    }
+  }
 }
 
 }  // namespace
@@ -57,19 +64,21 @@ class FactorJob : public Job {
     const LayerShape& s = a_.layer_;
     const LoraRanks& r = a_.ranks_;
     int64_t hidden = s.hidden, rank = a_.wide_rank();
-    plain.assign((size_t)(rank * hidden), 0.0f);
+    plain.resize((size_t)(rank * hidden));
     if (r.gate) write_out(source_.gate.a, e, r.gate, s.hidden, 1.0f, plain.data(), hidden);
     if (r.up && !r.shared) write_out(source_.up.a, e, r.up, s.hidden, 1.0f, plain.data() + r.gate * hidden, hidden);
     pack(a_.wide_a_, e, plain.data(), plain.data(), kBlockN, kTileN, (int32_t)rank, s.hidden);
 
-    plain.assign((size_t)(2 * s.intermediate * rank), 0.0f);
-    float *gate = plain.data(), *up = gate + s.intermediate * rank;
-    if (r.gate) write_out(source_.gate.b, e, s.intermediate, r.gate, source_.gate.scale, gate, rank);
-    if (r.up) write_out(source_.up.b, e, s.intermediate, r.up, source_.up.scale, up + a_.up_at(), rank);
+    // Whole tiles of K are packed faster, so ranks are filled up with zeros here.
+    int32_t width = a_.wide_tiles() * kTileK;
+    plain.assign((size_t)(2 * s.intermediate) * (size_t)width, 0.0f);
+    float *gate = plain.data(), *up = gate + (int64_t)s.intermediate * width;
+    if (r.gate) write_out(source_.gate.b, e, s.intermediate, r.gate, source_.gate.scale, gate, width);
+    if (r.up) write_out(source_.up.b, e, s.intermediate, r.up, source_.up.scale, up + a_.up_at(), width);
     if (s.gated) {
-      pack(a_.wide_b_, e, gate, up, kTileN, 0, s.intermediate, (int32_t)rank);
+      pack(a_.wide_b_, e, gate, up, kTileN, 0, s.intermediate, width);
     } else {
-      pack(a_.wide_b_, e, up, up, kBlockN, kTileN, s.intermediate, (int32_t)rank);
+      pack(a_.wide_b_, e, up, up, kBlockN, kTileN, s.intermediate, width);
     }
   }
 
@@ -79,9 +88,10 @@ class FactorJob : public Job {
     plain.resize((size_t)rank * (size_t)s.intermediate);
     write_out(source_.down.a, e, rank, s.intermediate, 1.0f, plain.data(), s.intermediate);
     pack(a_.down_a_, e, plain.data(), plain.data(), kBlockN, kTileN, rank, s.intermediate);
-    plain.resize((size_t)rank * (size_t)s.hidden);
-    write_out(source_.down.b, e, s.hidden, rank, source_.down.scale, plain.data(), rank);
-    pack(a_.down_b_, e, plain.data(), plain.data(), kBlockN, kTileN, s.hidden, rank);
+    int32_t width = a_.down_tiles() * kTileK;
+    plain.assign((size_t)width * (size_t)s.hidden, 0.0f);
+    write_out(source_.down.b, e, s.hidden, rank, source_.down.scale, plain.data(), width);
+    pack(a_.down_b_, e, plain.data(), plain.data(), kBlockN, kTileN, s.hidden, width);
   }
 
   Adapter& a_;

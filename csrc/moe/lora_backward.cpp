@@ -133,12 +133,12 @@ void Backward::after_lanes(char* slice) {
   int32_t blocks[4] = {experts_.weights().down().blocks(), experts_.weights().up().blocks(),
                        experts_.weights().down().k_tiles(), experts_.weights().down().blocks()};
   int32_t pieces[4], per_expert = 0;
-  for (int f = 0; f < 4; f++) per_expert += pieces[f] = (int32_t)ceil_div(blocks[f] * kBlockN, kFactorColumns);
+  for (int f = 0; f < 4; f++) per_expert += pieces[f] = (int32_t)ceil_div(blocks[f] * kBlockN, columns_);
   int64_t all = (int64_t)adapters_.size() * s.experts * per_expert;
   for (int64_t n; (n = next_factor_++) < all;) {
     int32_t piece = (int32_t)(n % per_expert), expert = (int32_t)(n / per_expert % s.experts), factor = 0;
     while (piece >= pieces[factor]) piece -= pieces[factor++];
-    factor_gradient((size_t)(n / per_expert / s.experts), expert, (Factor)factor, piece * kFactorColumns, slice);
+    factor_gradient((size_t)(n / per_expert / s.experts), expert, (Factor)factor, piece * columns_, slice);
   }
 }
 
@@ -185,28 +185,26 @@ void Backward::spread_ranks(Factor factor, int32_t n, int32_t row0, int32_t rows
   }
 }
 
-// `columns` columns of one factor's gradient from `column` on, into sums [rank][kFactorColumns].
+// `columns` columns of one factor's gradient from `column` on, into sums [rank][columns_].
 void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t columns, int32_t rank, float* sums) const {
   const Run& run = routing_.runs[(size_t)n];
   const int32_t* token = routing_.token.data() + routing_.segments[(size_t)run.segment].begin;
   int32_t tile_rows = plan_.tilings[(size_t)run.segment].rows;
   WideRows wide = wide_rows(factor, run);
   int64_t size = (int64_t)size_of(wide.dtype);
-  float* p = sums + (int64_t)rank * kFactorColumns;
-  const char* q[kFactorRows];
-  for (int32_t row0 = run.first, end = run.first + run.count; row0 < end; row0 += kFactorRows) {
-    int32_t rows = std::min(kFactorRows, end - row0);
+  float* p = sums + (int64_t)rank * columns_;
+  const char* q[kOuterRows];
+  for (int32_t row0 = run.first, end = run.first + run.count; row0 < end; row0 += kOuterRows) {
+    int32_t rows = std::min(kOuterRows, end - row0);
     spread_ranks(factor, n, row0, rows, rank, p);
     for (int32_t i = 0; i < rows; i++) {
-      int32_t row = row0 + i;
-      q[i] = wide.data + (wide.block ? (row / tile_rows) * wide.blocks * wide.block + (row % tile_rows) * kTileK * size
-                                     : token[row] * wide.stride * size);
+      int32_t row = row0 + i, tile = row / tile_rows;
+      q[i] = wide.data + (wide.block ? (tile * (int64_t)wide.blocks + column / kBlockN) * wide.block +
+                                           (row % tile_rows) * kTileK * size
+                                     : (token[row] * wide.stride + column) * size);
     }
-    for (int32_t c = 0; c < columns; c += kBlockN) {
-      int64_t q_at = wide.block ? (column + c) / kBlockN * wide.block : (column + c) * size;
-      experts_.kernels().outer(
-          {p, rows, rank, q, q_at, wide.dtype, std::min(kBlockN, columns - c), sums + c, kFactorColumns});
-    }
+    experts_.kernels().outer({p, rows, rank, q, wide.block ? wide.block : kBlockN * size, wide.dtype, columns, sums,
+                              columns_, (char*)(p + (int64_t)kOuterRows * rank)});
   }
 }
 
@@ -219,9 +217,9 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
   int32_t width = s.hidden;
   if (factor == Factor::wide_b) width = experts_.weights().up().blocks() * kBlockN;
   if (factor == Factor::down_a) width = experts_.weights().down().k_tiles() * kTileK;
-  int32_t columns = std::min(kFactorColumns, width - column);
+  int32_t columns = std::min(columns_, width - column);
   float* sums = (float*)slice;
-  std::memset(sums, 0, (size_t)rank * kFactorColumns * sizeof(float));
+  std::memset(sums, 0, (size_t)rank * columns_ * sizeof(float));
   int32_t n = run_of_[index * (size_t)s.experts + (size_t)expert];
   if (n >= 0) contract(factor, n, column, columns, rank, sums);
   store_columns(index, expert, factor, column, columns, sums);
@@ -229,12 +227,19 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
 
 namespace {
 
-void store_element(const Target& t, int32_t expert, int64_t n, int64_t k, float value) {
+// target(n + i, k + j) = scale * sums[i * i_step + j * j_step] for i < n_count, j < k_count.
+void store_piece(const Target& t, int32_t expert, int64_t n, int32_t n_count, int64_t k, int32_t k_count, float scale,
+                 const float* sums, int64_t i_step, int64_t j_step) {
+  if (!t.data) return;
   int64_t at = expert * t.expert_stride + n * t.n_stride + k * t.k_stride;
-  if (t.dtype == DType::f32) {
-    ((float*)t.data)[at] = value;
-  } else {
-    ((uint16_t*)t.data)[at] = from_float(value, t.dtype);
+  for (int32_t i = 0; i < n_count; i++, at += t.n_stride, sums += i_step) {
+    if (t.dtype == DType::f32) {
+      float* to = (float*)t.data + at;
+      for (int32_t j = 0; j < k_count; j++) to[j * t.k_stride] = scale * sums[j * j_step];
+    } else {
+      uint16_t* to = (uint16_t*)t.data + at;
+      for (int32_t j = 0; j < k_count; j++) to[j * t.k_stride] = from_float(scale * sums[j * j_step], t.dtype);
+    }
   }
 }
 
@@ -249,14 +254,13 @@ void Backward::store_columns(size_t index, int32_t expert, Factor factor, int32_
   const LayerShape& s = experts_.shape();
   // Ranks [first, first + count) of the sums are rows of an A ...
   auto store_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
-    for (int32_t r = 0; t.data && r < count; r++)
-      for (int32_t c = 0; c < std::min(columns, width - column); c++)
-        store_element(t, expert, r, column + c, sums[(first + r) * kFactorColumns + c]);
+    store_piece(t, expert, 0, count, column, std::min(columns, width - column), 1.0f, sums + first * columns_, columns_,
+                1);
   };
-  // ... or columns of a B, whose row n is at sums' column c.
-  auto store_b = [&](const Target& t, int32_t first, int32_t count, float scale, int32_t n, int32_t c) {
-    for (int32_t r = 0; t.data && r < count; r++)
-      store_element(t, expert, n, r, scale * sums[(first + r) * kFactorColumns + c]);
+  // ... or columns of a B, whose rows from n on are the sums' columns from c on.
+  auto store_b = [&](const Target& t, int32_t first, int32_t count, float scale, int32_t n, int32_t n_count,
+                     int32_t c) {
+    store_piece(t, expert, n, n_count, 0, count, scale, sums + first * columns_ + c, 1, columns_);
   };
   if (factor == Factor::wide_a) {
     store_a(to.gate_a, 0, ranks.gate, s.hidden);
@@ -264,17 +268,14 @@ void Backward::store_columns(size_t index, int32_t expert, Factor factor, int32_
   } else if (factor == Factor::down_a) {
     store_a(to.down_a, 0, ranks.down, s.intermediate);
   } else if (factor == Factor::down_b) {
-    for (int32_t c = 0; c < columns; c++) store_b(to.down_b, 0, ranks.down, to.down_scale, column + c, c);
+    store_b(to.down_b, 0, ranks.down, to.down_scale, column, columns, 0);
+  } else if (!s.gated) {
+    store_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, column, std::min(columns, s.intermediate - column), 0);
   } else {
-    for (int32_t c = 0; c < columns; c++) {
-      int32_t at = column + c, block = at / kBlockN, half = at % kBlockN / kTileN;
-      int32_t n = s.gated ? block * kTileN + at % kTileN : at;
-      if (n >= s.intermediate) continue;
-      if (s.gated && half == 0) {
-        store_b(to.gate_b, 0, ranks.gate, to.gate_scale, n, c);
-      } else {
-        store_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, n, c);
-      }
+    for (int32_t c = 0; c < columns; c += kBlockN) {
+      int32_t n = (column + c) / kBlockN * kTileN, count = std::min(kTileN, s.intermediate - n);
+      store_b(to.gate_b, 0, ranks.gate, to.gate_scale, n, count, c);
+      store_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, n, count, c + kTileN);
     }
   }
 }

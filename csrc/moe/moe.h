@@ -67,6 +67,8 @@ class Backward final : public Task {
   void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
   void turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out) const;
+  Fetch to_turn(const BlockStore& store, int32_t expert, int32_t block, int32_t k_tile, int32_t end) const;
+  Fetch first_of(const UpUnit& unit) const;
   void add_weight_gradients(size_t segment);
 
   // lora_backward.cpp
@@ -94,6 +96,7 @@ class Backward final : public Task {
   std::atomic<int32_t> next_piece_{0}, next_factor_{0};
   std::vector<std::atomic<int32_t>> ranks_left_;  // [segments] pieces whose rank panels are not made yet
   std::vector<int32_t> run_of_;                   // [adapters][experts], -1: no rows
+  int32_t columns_ = 0;                           // of a factor's gradient, at a time
   std::vector<float> parts_;                      // [rows][down k tiles]: shares of the routing weights' gradients
   std::vector<float> ones_;                       // [rows]: gradients of gate and up carry the routing weight already
 };

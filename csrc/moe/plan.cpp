@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-constexpr int32_t kBackBlocks = 16;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
+constexpr int32_t kBackBlocks = 32;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
 constexpr int64_t kScratchFloats = 2 * 2 * kMaxRows * kBlockN;
 
 // Token tiles of one segment in pieces of about `most`, at most a quarter more, none much smaller than the others.
@@ -59,17 +59,6 @@ int32_t lane_width(int32_t blocks, int threads, size_t weight_bytes, int64_t hid
   return (int32_t)std::max<int64_t>(1, blocks * 2 / (3 * threads));
 }
 
-// What a thread needs for gradients of factors, once everything else is done: a chunk of rows and a piece of sums.
-int64_t factor_bytes(const Routing& routing, const Layout& layout, bool back) {
-  int64_t rank = 0;
-  for (const Run& run : routing.runs) {
-    const Adapter& adapter = *layout.adapters[(size_t)run.adapter];
-    rank = std::max<int64_t>({rank, adapter.wide_rank(), adapter.ranks().down});
-  }
-  rank = round_up(rank, kRankStep);
-  return back ? rank * (kFactorRows + kFactorColumns) * (int64_t)sizeof(float) : 0;
-}
-
 }  // namespace
 
 Budget budget_of_machine() {
@@ -80,6 +69,20 @@ Budget budget_of_machine() {
   if (t.hypervisor && t.l2_sharers == 1) share = l2 / 2;
   share = std::max<int64_t>(share, 256 << 10);
   return {share * 5 / 8, share * 3 / 8};
+}
+
+int64_t largest_rank(const Routing& routing, const Adapters& adapters) {
+  int64_t rank = 0;
+  for (const Run& run : routing.runs) {
+    const Adapter& adapter = *adapters[(size_t)run.adapter];
+    rank = std::max<int64_t>({rank, adapter.wide_rank(), adapter.ranks().down});
+  }
+  return round_up(rank, kRankStep);
+}
+
+// What a thread needs for gradients of factors, once everything else is done: a chunk of rows and a piece of sums.
+static int64_t factor_bytes(int64_t rank) {
+  return rank ? rank * (kOuterRows + factor_columns(rank)) * (int64_t)sizeof(float) + outer_scratch(rank) : 0;
 }
 
 // Where the panels of all runs lie, from `at` on, and what a thread needs for those of a unit.
@@ -195,7 +198,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.rank_at = plan.turned_at + (back ? turned : 0);
   plan.rank_sums_at += plan.rank_at;
   plan.rank_turned_at += plan.rank_at;
-  plan.thread_bytes = round_up(std::max(plan.thread_bytes + plan.rank_at, factor_bytes(routing, layout, back)), 4096);
+  int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters)) : 0;
+  plan.thread_bytes = round_up(std::max(plan.thread_bytes + plan.rank_at, factors), 4096);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);
   plan.total_bytes = plan.threads_at + layout.threads * plan.thread_bytes;
 }

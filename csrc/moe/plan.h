@@ -39,8 +39,12 @@ struct RankPanels {
   int64_t gb;  // the gradient of gate/up times their B
 };
 
-constexpr int32_t kFactorRows = 128, kFactorColumns = 256;  // of a piece of a factor's gradient, taken at a time
-constexpr int32_t kTurnedBlocks = 2;                        // blocks that a thread transposes at a time
+// Columns of a factor's gradient that a thread takes at a time: what it sums up stays in L2.
+constexpr int32_t factor_columns(int64_t rank) {
+  int64_t most = (64 << 10) / (rank ? rank : 1) / 256 * 256;
+  return (int32_t)(most < 256 ? 256 : most > 2048 ? 2048 : most);
+}
+constexpr int32_t kTurnedBlocks = 2;  // blocks that a thread transposes at a time
 
 struct Lane {
   int32_t block0, block1;
@@ -86,6 +90,7 @@ struct Layout {
   const Adapters& adapters;
   int threads, groups;
 };
+int64_t largest_rank(const Routing& routing, const Adapters& adapters);  // a multiple of kRankStep
 void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,
                Plan& plan);
 

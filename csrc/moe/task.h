@@ -78,7 +78,9 @@ class Task : private Job {
                    char* slice) const;
   // The gate/up product of a unit; `up` brings what becomes of it (hidden, keep). LoRA's rows of x times A are made on
   // the way, unless they are in the workspace already.
-  void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made = false) const;
+  void multiply_up(const UpUnit& unit, const Fetch& next, char* slice, Up up, bool ranks_made = false) const;
+
+  const char* first_read(const UpUnit& unit) const;  // of gate/up
 
   // ranks.cpp: products with LoRA's factors.
   // The runs of a segment, each with its place in the plan.
@@ -137,7 +139,6 @@ class Task : private Job {
   void take_units(size_t group, char* slice);
   void take_lanes(size_t group, char* slice);
   int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
-  const char* first_read(const UpUnit& unit) const;
 
   Direction direction_;
   bool reading_ = false;                       // between Weights::enter and leave

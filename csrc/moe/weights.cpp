@@ -23,13 +23,21 @@ void Readers::close(const char* what) {
                              " calls read them; wait for those calls first");
 }
 
+namespace {
+// Backward walks across blocks, k tile by k tile. At a distance of a large power of two all of them would fall into a
+// few sets of the cache, and what is fetched ahead would be gone before it is used.
+size_t block_distance(int32_t k_tiles) {
+  return (size_t)k_tiles * 2 * kTileBytes + (k_tiles % 8 == 0 && k_tiles ? kTileBytes : 0);
+}
+}  // namespace
+
 BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles)
-    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_((size_t)k_tiles * 2 * kTileBytes), first_{0, blocks} {
+    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_(block_distance(k_tiles)), first_{0, blocks} {
   part_.emplace_back((size_t)experts * (size_t)blocks * block_bytes_);
 }
 
 BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t step, const Pool& pool)
-    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_((size_t)k_tiles * 2 * kTileBytes) {
+    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_(block_distance(k_tiles)) {
   int groups = pool.groups();
   for (int g = 0; g <= groups; g++) first_.push_back((int32_t)((int64_t)(blocks / step) * g / groups) * step);
   first_.back() = blocks;
