@@ -113,7 +113,7 @@ def test_on_a_gpu(directory: Path, way: str) -> None:
         for parameter in lora:
             assert parameter.device.type == "cpu" and parameter.grad.device.type == "cpu"
             assert optimizer.state[parameter]["exp_avg"].device.type == "cpu"
-            assert parameter.is_pinned() == (device == "cuda" and way != "load")
+            assert parameter.is_pinned() == (device == "cuda")
         rest = {p.device.type for p in peft.parameters() if not isinstance(p, Ghost) and all(p is not q for q in lora)}
         assert rest == {device}
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
@@ -130,6 +130,7 @@ def test_files_on_a_gpu(directory: Path, tmp_path: Path) -> None:
         peft = PeftModel.from_pretrained(fresh, tmp_path / "adapter", low_cpu_mem_usage=low)
         assert {parameter.device.type for parameter in lora_parameters(peft).values()} == {"cpu"}
         assert loss(peft, "cuda").isfinite()
+        assert all(parameter.is_pinned() for parameter in lora_parameters(peft).values())
 
 
 @pytest.mark.gpu

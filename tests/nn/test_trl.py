@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktransformers.nn import load_model, lora_parameters
 from ktransformers.nn.prepare import prepare
 
 from .families import VOCABULARY, build, save, tokens
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TARGETS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]

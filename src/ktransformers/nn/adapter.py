@@ -4,10 +4,10 @@ PEFT puts a `ParamWrapper` around an experts module for each parameter that it a
 lora_B [out, r * E] (the expert index fastest) per adapter. For a forward pass it registers a parametrization that adds
 B A to the whole weight: up to 0.20 a dense difference, from 0.21 a folded product for a single adapter and a dense
 difference for several. Here, in every version, experts that "kt" computes get the factors instead, so nothing of the
-size of the weights is ever built. That is the surprising decision: three methods of PEFT's classes are replaced when
-this module is imported, and go on to PEFT's own for everything that is not ours. The other two keep expert LoRA in host
-memory when a model is moved to a GPU (with its optimiser state it would fill one), and refuse a merge into weights that
-are packed before it begins.
+size of the weights is ever built. That is the surprising decision: four methods of PEFT's classes are replaced when
+this module is imported, and go on to PEFT's own for everything that is not ours. The others keep expert LoRA in host
+memory when a model is moved to a GPU (with its optimiser state it would fill one), pin it there at the latest when
+hidden states come from a GPU, and refuse a merge into weights that are packed before it begins.
 """
 
 from __future__ import annotations
@@ -129,10 +129,22 @@ def _staying(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return apply
 
 
+def _pin(layer: Any) -> None:
+    """Adapters that were never moved: made for, or read into, a model that was loaded to a GPU. PEFT makes, casts and
+    fills them in several places; the first forward pass comes after all of these. An optimiser that has a parameter
+    keeps it, only its memory is another."""
+    for part in (layer.lora_A, layer.lora_B):
+        for parameter in part.parameters():
+            if parameter.device.type == "cpu" and not parameter.is_pinned():
+                with torch.inference_mode(False):
+                    parameter.data = parameter.data.pin_memory()
+
+
 def _install() -> None:
     stock: Any = ParamWrapper
     tuner: Any = LoraModel
     activate, move, allow = stock._activate_lora, stock._apply, tuner._check_merge_allowed
+    compute = stock.forward
 
     @contextmanager
     def lend(self: Any, active_adapters: list[str]) -> Iterator[None]:
@@ -149,6 +161,12 @@ def _install() -> None:
         finally:
             _lent.reset(token)
 
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.is_cuda and _ours(self):
+            _pin(self)
+        result: Tensor = compute(self, x, *args, **kwargs)
+        return result
+
     def stay(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if not _ours(self) or not recurse:
             return move(self, fn, recurse)
@@ -161,7 +179,7 @@ def _install() -> None:
             raise InputError(f"merge of {name}", "packed experts", "a stock model", "load it without ktransformers")
         allow(self)
 
-    stock._activate_lora, stock._apply, tuner._check_merge_allowed = lend, stay, refuse
+    stock._activate_lora, stock._apply, stock.forward, tuner._check_merge_allowed = lend, stay, forward, refuse
 
 
 _install()

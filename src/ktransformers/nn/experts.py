@@ -4,7 +4,7 @@ transformers calls `experts_forward(module, hidden, ids, weights)` for every lay
 `kt_store` holds its packed experts; a module that still has its own parameters is packed when first called. Packed
 parameters are frozen: the store is a copy, and no gradient reaches them. Where the copy is to be the only one, ghosts
 take the place of the matrices, so that PEFT finds them. Hidden states on a GPU come down, are computed here and go up
-again.
+again (`nn/transfer.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ktransformers.nn.distributed import active_ddp, follow
 from ktransformers.nn.ghost import frozen_ghost
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import ExpertStore
+from ktransformers.nn.transfer import down, up
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -39,10 +40,10 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     lora = read_lora(module, module.kt_contract)
     if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
         follow(ddp)
-    device = hidden_states.device
-    if device.type == "cpu":
+    if hidden_states.device.type == "cpu":
         return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora)
-    return apply_experts(store, hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu(), lora=lora).to(device)
+    hidden, ids, weights = down(hidden_states, top_k_index, top_k_weights)
+    return up(apply_experts(store, hidden, ids, weights, lora=lora), hidden_states.device)
 
 
 def register() -> None:

@@ -12,6 +12,7 @@ import atexit
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,11 @@ class ExpertStore:
             alpha,
             isa or "",
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStore:
+        # Packed experts are frozen, so a copy of a model (a reference, an average of weights) may share them; a second
+        # set of bytes is what nobody has the memory for.
+        return self
 
     @property
     def num_experts(self) -> int:
