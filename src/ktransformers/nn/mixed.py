@@ -1,0 +1,42 @@
+"""Several LoRA adapters, and none, in one forward pass without gradients: who runs the model says for every expert layer
+which packed adapters there are and which one each row of the batch wants.
+
+`with mixed({module: MixedLora(rows, adapters)}):` holds for the calling thread while the model is called. Rows are int32
+`[T]`, the place in `adapters` or -1, in the order of the hidden states that the experts get. A module that is not named
+computes its experts alone. Training knows nothing of this: PEFT's factors go their own way (`nn/adapter.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ktransformers import _core
+
+
+@dataclass(frozen=True)
+class MixedLora:
+    rows: Tensor
+    adapters: Sequence[_core.Adapter]
+
+
+_active: ContextVar[Mapping[nn.Module, MixedLora] | None] = ContextVar("mixed", default=None)
+
+
+@contextmanager
+def mixed(layers: Mapping[nn.Module, MixedLora]) -> Iterator[None]:
+    token = _active.set(layers)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def mixed_lora(module: nn.Module) -> MixedLora | None:
+    """What the pass under way wants of this layer; None: the experts alone, or there is no such pass."""
+    layers = _active.get()
+    return None if layers is None else layers.get(module)
