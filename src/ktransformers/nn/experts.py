@@ -24,6 +24,7 @@ from ktransformers.nn.adapter import read_lora
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import active_ddp, follow
 from ktransformers.nn.ghost import frozen_ghost
+from ktransformers.nn.mixed import mixed_lora
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import down, up
@@ -40,6 +41,9 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     lora = read_lora(module, module.kt_contract)
     if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
         follow(ddp)
+    if (served := mixed_lora(module)) is not None:
+        inputs = (hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu())
+        return store.forward(*inputs, adapter=served.rows, adapters=served.adapters).to(hidden_states.device)
     if hidden_states.device.type == "cpu":
         return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora)
     hidden, ids, weights = down(hidden_states, top_k_index, top_k_weights)
