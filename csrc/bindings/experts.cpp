@@ -167,6 +167,12 @@ Adapters Bound::table() const {
   return all;
 }
 
+void Bound::set_dropout(double dropout, int64_t seed) {
+  if (!(dropout >= 0 && dropout < 1)) refuse_value("dropout", std::to_string(dropout), "at least 0 and less than 1");
+  batch.dropout = (float)dropout;
+  batch.dropout_seed = (uint64_t)seed;
+}
+
 void Bound::check_adapters() const {
   int32_t count = (int32_t)adapters.size();
   for (int32_t t = 0; batch.adapter && t < batch.tokens; t++)
@@ -188,8 +194,9 @@ char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
 }
 
 void PyExperts::forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                        nb::handle skip, nb::handle keep, nb::handle adapters) const {
+                        nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed) const {
   Bound bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
+  bound.set_dropout(dropout, seed);
   char* kept = bind_keep(keep, bound);
   nb::gil_scoped_release released;
   bound.check_adapters();
@@ -198,9 +205,11 @@ void PyExperts::forward(nb::handle hidden, nb::handle ids, nb::handle weights, n
 
 void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights,
                          nb::handle grad_hidden, nb::handle grad_weights, nb::handle skip, nb::handle keep,
-                         nb::handle adapter, nb::handle adapters, nb::handle factors) const {
+                         nb::handle adapter, nb::handle adapters, nb::handle factors, double dropout,
+                         int64_t seed) const {
   // The gradient of the hidden states is this call's output.
   Bound bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters);
+  bound.set_dropout(dropout, seed);
   Gradients gradients;
   gradients.keep = bind_keep(keep, bound);
   const Array dy = bound.tensors.emplace_back(array_of("grad_out", grad_out, 2, kFloats));

@@ -97,10 +97,11 @@ NB_MODULE(_core, m) {
            "gate_bias"_a.none() = nb::none(), "up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
       .def("forward", &PyExperts::forward, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
            "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
-           "adapters"_a.none() = nb::none())
+           "adapters"_a.none() = nb::none(), "dropout"_a = 0.0, "seed"_a = 0)
       .def("backward", &PyExperts::backward, "grad_out"_a.none(), "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(),
            "grad_hidden"_a.none(), "grad_weights"_a.none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
-           "adapter"_a.none() = nb::none(), "adapters"_a.none() = nb::none(), "factors"_a.none() = nb::none())
+           "adapter"_a.none() = nb::none(), "adapters"_a.none() = nb::none(), "factors"_a.none() = nb::none(),
+           "dropout"_a = 0.0, "seed"_a = 0)
       .def("prepare", &PyExperts::prepare, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
            "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "adapters"_a.none() = nb::none())
       .def_prop_ro("packed_bytes", [](const PyExperts& e) { return e.experts->weights().bytes(); })

@@ -42,6 +42,7 @@ struct Bound {
   Batch batch;
 
   Adapters table() const;
+  void set_dropout(double dropout, int64_t seed);
   void check_adapters() const;  // throws std::invalid_argument for an id that is not in the table
 };
 
@@ -76,12 +77,12 @@ struct PyExperts {
   void pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias, nb::handle up_bias,
             nb::handle down_bias);
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-               nb::handle skip, nb::handle keep, nb::handle adapters) const;
+               nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed) const;
   // `factors`: for every adapter the gradients' tensors (gate_a, gate_b, up_a, up_b, down_a, down_b), each a tensor or
   // None; or None.
   void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,
                 nb::handle grad_weights, nb::handle skip, nb::handle keep, nb::handle adapter, nb::handle adapters,
-                nb::handle factors) const;
+                nb::handle factors, double dropout, int64_t seed) const;
   PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                   nb::handle skip, nb::handle adapters) const;
 

@@ -204,7 +204,7 @@ void run_back_as(const Back& b) {
     for (int i = 0; i < W; i++) total += sum[i];
     b.part[row * b.part_stride + p.block] = total;
   };
-  for_each_product<Isa>(b, b.last, true, where, finish);
+  for_each_product<Isa>(b, b.last, true, b.drop, where, finish);
 }
 
 template <class Isa>

@@ -98,11 +98,48 @@ struct Nothing {
   void all() {}
 };
 
+// W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
+// column, after the integer mixer that C. Wellons found by search ("lowbias32").
+template <int W>
+inline F32<W> thinned(F32<W> v, const Drop& drop, uint32_t seed, int column) {
+  U32<W> x = {};
+  for (int i = 0; i < W; i++) x[i] = (uint32_t)(column + i);
+  x = (x * 0x9e3779b9u) ^ seed;
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  x ^= x >> 16;
+  return select<W>((I32<W>)(x < drop.below), splat<W>(0.0f), v * splat<W>(drop.scale));
+}
+
+// Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
+// them.
+template <class Isa>
+inline void begin_with_extras(Product& p, const Drop& drop) {
+  Nothing nothing;
+  Product q = p;
+  q.ahead = kNothingAhead;
+  q.extras = 0;
+  for_each_extra(p, [&](const Stretch& s) {
+    q.s = s;
+    Isa::multiply(q, nothing);
+    q.accumulate = true;
+  });
+  p.extras = 0;
+  p.accumulate = q.accumulate;
+  for (int r = 0; q.accumulate && r < p.live; r++)
+    for (int i = 0; i < kBlockN; i += Isa::width) {
+      float* c = p.c + r * kBlockN + i;
+      uint32_t seed = drop.row[p.tile * p.rows + r];
+      store(c, thinned<Isa::width>(load<F32<Isa::width>>(c), drop, seed, p.block * kBlockN + i));
+    }
+}
+
 // Multiplies every block with every pair of token tiles, weights prefetched one block ahead, or, where the blocks are
 // at hand (`turned`), what comes after all of them. `where` gives a product its place for the sums, `finish(product,
 // row, sums)` takes every row once it is complete.
 template <class Isa, class Unit, class Where, class Finish>
-inline void for_each_product(const Unit& u, bool complete, bool turned, const Where& where, const Finish& finish) {
+inline void for_each_product(const Unit& u, bool complete, bool turned, const Drop& drop, const Where& where,
+                             const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
   Unfinished<Finish> unfinished(finish);
   Isa::enter(u.tiling.rows);
@@ -113,16 +150,17 @@ inline void for_each_product(const Unit& u, bool complete, bool turned, const Wh
     p.block = block;
     p.block0 = u.block0;
     p.extra = u.extra;
-    p.extras = u.extras;
     p.rows = u.tiling.rows;
     Fetch next = !turned && block + 1 < u.block1 ? block_from(p.s.b + u.block_bytes) : u.next;
     int before = turned ? (block - u.block0) * passes : 0, parts = turned ? (u.block1 - u.block0) * passes : passes;
     for (int pass = 0; pass < passes; pass++) {
       p.tile = pass * kPassTiles;
+      p.extras = u.extras;
       p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
       p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
       p.ahead = share(next, before + pass, parts, u.base.k_tiles);
       where(p);
+      if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
       Isa::multiply(p, unfinished);
       unfinished.all();
       if (complete) unfinished.put(p);
@@ -146,6 +184,20 @@ template <class Isa>
 inline F32<Isa::width> get_element(const char* row, int i) {
   if (Isa::elem == 2) return from_bf16<Isa::width>(row + i * 2);
   return load<F32<Isa::width>>(row + i * 4);
+}
+
+template <class Isa>
+void thin_panel(const Thin& t) {
+  int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * t.tiling.rows;
+  for (int r = 0; r < t.live; r++) {
+    int64_t at = (r / t.tiling.rows) * step * t.k_tiles + (r % t.tiling.rows) * row_bytes;
+    for (int k = 0; k < t.k_tiles; k++)
+      for (int i = 0; i < kTileK; i += Isa::width) {
+        F32<Isa::width> v = get_element<Isa>(t.in + at + k * step, i);
+        put_element<Isa>(t.out + at + k * step, i,
+                         thinned<Isa::width>(v, t.drop, t.drop.row[r], t.column + k * kTileK + i));
+      }
+  }
 }
 
 template <class Isa, Activation A>
@@ -199,7 +251,7 @@ void run_up_as(const Up& u) {
                 (r - second * p.rows) * row_bytes + (column % kTileK) * Isa::elem;
     hidden_row<Isa, A>(c, u.gate, bias, out);
   };
-  for_each_product<Isa>(u, u.last, false, where, finish);
+  for_each_product<Isa>(u, u.last, false, Drop{}, where, finish);
 }
 
 template <class Isa>
@@ -275,7 +327,7 @@ void run_down(const Down& d) {
     }
     add_row<Isa::width>(d, p.block, p.tile * p.rows + r, c);
   };
-  for_each_product<Isa>(d, true, d.turned, where, finish);
+  for_each_product<Isa>(d, true, d.turned, d.drop, where, finish);
 }
 
 }  // namespace

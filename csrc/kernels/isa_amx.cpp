@@ -139,8 +139,12 @@ inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlo
     return half;
   }
   const char* from = block_of_row(o, m, column, edge);
-  if (o.dtype == DType::bf16) return from;
-  for (int i = 0; i < kBlockN; i += 16) to_bf16<16>(half + i * 2, load_as_f32<16>(from, i, o.dtype));
+  if (o.dtype == DType::bf16 && !o.drop.row) return from;
+  for (int i = 0; i < kBlockN; i += 16) {
+    F32<16> v = load_as_f32<16>(from, i, o.dtype);
+    if (o.drop.row) v = thinned<16>(v, o.drop, o.drop.row[m], o.column + column + i);
+    to_bf16<16>(half + i * 2, v);
+  }
   return half;
 }
 

@@ -26,7 +26,11 @@ inline void widen_row(const Outer& o, int m, int column, int end, float* out) {
   alignas(64) char edge[kBlockN * 4];
   for (; column < end; column += kBlockN, out += kBlockN) {
     const char* from = block_of_row(o, m, column, edge);
-    for (int i = 0; i < kBlockN; i += W) store(out + i, load_as_f32<W>(from, i, o.dtype));
+    for (int i = 0; i < kBlockN; i += W) {
+      F32<W> v = load_as_f32<W>(from, i, o.dtype);
+      if (o.drop.row) v = thinned<W>(v, o.drop, o.drop.row[m], o.column + column + i);
+      store(out + i, v);
+    }
   }
 }
 

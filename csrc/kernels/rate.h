@@ -132,6 +132,7 @@ constexpr KernelTable table_of(const char* name) {
           &turn_blocks<Isa::width>,
           &run_back<Isa>,
           &Isa::outer,
+          &thin_panel<Isa>,
           &measure_rate<Isa>};
 }
 

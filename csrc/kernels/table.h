@@ -42,6 +42,14 @@ constexpr Fetch kNoFetch = {nullptr, 0, 0};
 // A block of weights as it lies.
 static inline Fetch block_from(const char* at) { return {at, at ? 2 * kTileBytes : 0, 2 * kTileBytes}; }
 
+// Dropout of LoRA's inputs: which elements go is a function of the row's seed and the column, so that backward finds
+// the same ones. Elements that stay are scaled by 1 / (1 - p).
+struct Drop {
+  const uint32_t* row;  // [rows] seeds; null: nothing is dropped
+  uint32_t below;       // p * 2^32: an element whose number is smaller goes
+  float scale;
+};
+
 struct Gate {
   Activation kind;
   bool gated;   // two tiles of a block are gate and up of the same 16 outputs; else 32 outputs of up
@@ -100,8 +108,9 @@ struct Down {
   Stretch base;
   size_t block_bytes;
   int32_t block0, block1;
-  const Extra* extra;
+  const Extra* extra;  // in the first chunk
   int32_t extras;
+  Drop drop;         // of what the extras add
   bool first, last;  // chunk of K
   Rows rows;
   const float* bias;  // [blocks * 32] or null
@@ -133,8 +142,9 @@ struct Back {
   Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
   size_t block_bytes;
   int32_t block0, block1;
-  const Extra* extra;
+  const Extra* extra;  // in the first chunk
   int32_t extras;
+  Drop drop;  // of what the extras add
   bool first, last;
   float* sums;
   Gate gate;
@@ -151,6 +161,15 @@ struct Back {
   Fetch next;
 };
 
+// A panel with elements dropped, into another: rows [0, live), columns from `column` on.
+struct Thin {
+  const char* in;
+  char* out;
+  Tiling tiling;
+  int32_t live, column, k_tiles;
+  Drop drop;
+};
+
 // A contraction over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
 struct Outer {
   const float* p;  // [rows][rank]
@@ -160,6 +179,8 @@ struct Outer {
   int64_t q_block;       // bytes from there to its columns 32 ..., and so on
   DType dtype;
   int32_t columns;
+  Drop drop;  // of q, whose first column is number `column`
+  int32_t column;
   float* c;  // [rank][c_stride]; written up to a multiple of 32 columns
   int64_t c_stride;
   char* scratch;  // outer_scratch(rank) bytes
@@ -205,6 +226,7 @@ struct KernelTable {
   void (*transpose)(const Transpose&);
   void (*back)(const Back&);
   void (*outer)(const Outer&);
+  void (*thin)(const Thin&);
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };

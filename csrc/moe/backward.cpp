@@ -84,6 +84,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   back.live = r.live;
   back.gate = experts_.gate();
   back.weight = routing_.weight.data() + row0;
+  back.drop = drop_from(routing_.drop_h, row0);
   back.part_stride = store.k_tiles();
   back.part = parts_.data() + row0 * back.part_stride;
   back.grad_k_tiles = plan_.panel_k_tiles;
@@ -120,7 +121,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
         back.next = next ? first_of(*next) : kNoFetch;
       }
       std::vector<Extra> extras;
-      if (back.last) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
+      if (back.first) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
       back.extra = extras.data();
       back.extras = (int32_t)extras.size();
       kernels.back(back);
@@ -183,13 +184,14 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
         std::vector<Extra> extras;
         Piece piece{(int32_t)index, tile, tile + tiles};
-        if (down.last) extras = turned_extras(piece, Factor::wide_a, j, down.block1, slice);
+        if (down.first) extras = turned_extras(piece, Factor::wide_a, j, down.block1, slice);
         down.next = tile + tiles == whole.tiles ? next : kNoFetch;
         down.extra = extras.data();
         down.extras = (int32_t)extras.size();
         int64_t row = segment.begin + (int64_t)tile * whole.rows;
         down.tiling = {whole.rows, tiles};
         down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
+        down.drop = drop_from(routing_.drop_x, row);
         down.rows = {routing_.token.data() + row, ones_.data() + row, routing_.mark.data() + row};
         down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, turned, now};
         experts_.kernels().down(down);

@@ -43,7 +43,7 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
     down.last = k + now == k_tiles;
     for_pieces(index, [&](int32_t tile, int32_t tiles) {
       std::vector<Extra> extras;
-      if (down.last)
+      if (down.first)
         for_runs(index, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
           if (!adapter.down_tiles()) return;
           extras.push_back(extra_of({(int32_t)index, tile, tile + tiles}, ranks, ranks.ha, adapter.down_tiles()));

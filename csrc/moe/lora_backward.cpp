@@ -38,6 +38,7 @@ void Backward::narrow_piece(const Piece& piece, char* slice) {
   int64_t tile_bytes = (int64_t)r.tiling.rows * kTileK * kernels.elem;
   int32_t all = experts_.weights().up().k_tiles();
   char* turned = slice + plan_.turned_at;
+  const std::vector<uint32_t> none;
 
   for (bool output : {false, true}) {
     Gather gather = output ? gather_of(piece, r, gradients_.out, gradients_.out_dtype, gradients_.out_stride, slice)
@@ -47,18 +48,24 @@ void Backward::narrow_piece(const Piece& piece, char* slice) {
       gather.k0 = k * kTileK;
       gather.k_tiles = now;
       bool gathered = false;
+      const char* rows_in = slice;
       float* sums = (float*)(slice + plan_.rank_sums_at);
       for_runs((size_t)piece.segment, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
         int32_t k_tiles = output ? adapter.down_tiles() : adapter.wide_tiles();
         int32_t tile0 = std::max(ranks.tile0, piece.tile0), tile1 = std::min(ranks.tile1, piece.tile1);
         if (tile0 >= tile1 || !k_tiles) return;
-        if (!gathered) kernels.gather(gather);
+        if (!gathered) {
+          kernels.gather(gather);
+          // Dropout is of LoRA's inputs: of x here, not of y.
+          rows_in = thin(slice, r.tiling, r.live, gather.k0, now,
+                         drop_from(output ? none : routing_.drop_x, segment.begin + r.first), slice);
+        }
         gathered = true;
         Tiling tiling{r.tiling.rows, tile1 - tile0};
         int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
         int64_t panel_tile = tile_bytes * k_tiles;
         char* panel = workspace_.data() + (output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
-        Stretch base{slice + (tile0 - piece.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), nullptr, now};
+        Stretch base{rows_in + (tile0 - piece.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), nullptr, now};
         bool first = k == 0, last = k + now == all;
         if (output) {
           for (int32_t i = 0; i < k_tiles; i++) {
@@ -188,8 +195,8 @@ void Backward::spread_ranks(Factor factor, int32_t n, int32_t row0, int32_t rows
 // `columns` columns of one factor's gradient from `column` on, into sums [rank][columns_].
 void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t columns, int32_t rank, float* sums) const {
   const Run& run = routing_.runs[(size_t)n];
-  const int32_t* token = routing_.token.data() + routing_.segments[(size_t)run.segment].begin;
-  int32_t tile_rows = plan_.tilings[(size_t)run.segment].rows;
+  int32_t begin = routing_.segments[(size_t)run.segment].begin, tile_rows = plan_.tilings[(size_t)run.segment].rows;
+  const int32_t* token = routing_.token.data() + begin;
   WideRows wide = wide_rows(factor, run);
   int64_t size = (int64_t)size_of(wide.dtype);
   float* p = sums + (int64_t)rank * columns_;
@@ -203,8 +210,11 @@ void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t column
                                            (row % tile_rows) * kTileK * size
                                      : (token[row] * wide.stride + column) * size);
     }
-    experts_.kernels().outer({p, rows, rank, q, wide.block ? wide.block : kBlockN * size, wide.dtype, columns, sums,
-                              columns_, (char*)(p + (int64_t)kOuterRows * rank)});
+    Drop drop = factor == Factor::wide_a   ? drop_from(routing_.drop_x, begin + row0)
+                : factor == Factor::down_a ? drop_from(routing_.drop_h, begin + row0)
+                                           : Drop{};
+    experts_.kernels().outer({p, rows, rank, q, wide.block ? wide.block : kBlockN * size, wide.dtype, columns, drop,
+                              column, sums, columns_, (char*)(p + (int64_t)kOuterRows * rank)});
   }
 }
 

@@ -198,6 +198,10 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.rank_at = plan.turned_at + (back ? turned : 0);
   plan.rank_sums_at += plan.rank_at;
   plan.rank_turned_at += plan.rank_at;
+  // Dropout wants a second panel of a unit's rows, or a pair of tiles as wide as I.
+  int64_t pair = 2 * (int64_t)kernels.tiling(1 << 20).rows * elem_tile * down.k_tiles();
+  plan.thin_at = plan.rank_at + plan.thread_bytes;
+  plan.thread_bytes += routing.drop_x.empty() ? 0 : std::max(plan.panel_bytes, round_up(pair, 4096));
   int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters)) : 0;
   plan.thread_bytes = round_up(std::max(plan.thread_bytes + plan.rank_at, factors), 4096);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);

@@ -74,7 +74,7 @@ struct Plan {
   // A slice: gathered panel, partial sums, scratch; backward also the kept rows of a unit and transposed blocks.
   int64_t panel_bytes, partial_bytes, scratch_at, keep_at, turned_at;
   // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
-  int64_t rank_at, rank_sums_at, rank_turned_at, thread_bytes;
+  int64_t rank_at, rank_sums_at, rank_turned_at, thin_at, thread_bytes;
 };
 
 // What one k tile of a block costs, in passes of two token tiles over it: fetching the weights is worth about six.

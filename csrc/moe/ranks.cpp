@@ -53,12 +53,27 @@ void Task::clear_others(const Run& run, int32_t tile0, int32_t tile1, int32_t k_
   }
 }
 
+Drop Task::drop_from(const std::vector<uint32_t>& seeds, int64_t row) const {
+  if (seeds.empty()) return Drop{};
+  return {seeds.data() + row, (uint32_t)((double)batch_.dropout * 4294967296.0), 1.0f / (1.0f - batch_.dropout)};
+}
+
+const char* Task::thin(const char* panel, const Tiling& tiling, int32_t live, int32_t column, int32_t k_tiles,
+                       const Drop& drop, char* slice) const {
+  if (!drop.row) return panel;
+  experts_.kernels().thin({panel, slice + plan_.thin_at, tiling, live, column, k_tiles, drop});
+  return slice + plan_.thin_at;
+}
+
 void Task::narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int32_t now, char* slice,
                         std::vector<Extra>* extras) const {
   const Segment& segment = routing_.segments[(size_t)unit.segment];
   int64_t tile_bytes = (int64_t)rows.tiling.rows * kTileK * experts_.kernels().elem;
   char* panel = slice + plan_.rank_at;
   float* sums = (float*)(slice + plan_.rank_sums_at);
+  if (routing_.run0[(size_t)unit.segment] == routing_.run0[(size_t)unit.segment + 1]) return;
+  const char* rows_in = thin(slice, rows.tiling, rows.live, k * kTileK, now,
+                             drop_from(routing_.drop_x, segment.begin + rows.first), slice);
   for_runs((size_t)unit.segment, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
     int32_t tile0 = std::max(ranks.tile0, unit.tile0), tile1 = std::min(ranks.tile1, unit.tile1);
     int32_t k_tiles = adapter.wide_tiles();
@@ -66,7 +81,7 @@ void Task::narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int
     Tiling tiling{rows.tiling.rows, tile1 - tile0};
     int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
     const char* b = adapter.wide_a().at(segment.expert, 0) + (size_t)k * 2 * kTileBytes;
-    Narrow n{{slice + (tile0 - unit.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), b, now},
+    Narrow n{{rows_in + (tile0 - unit.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), b, now},
              adapter.wide_a().block_bytes(),
              0,
              k_tiles,
@@ -96,18 +111,23 @@ void Task::narrow_rows(size_t index, const char* rows, char* slice) const {
     int32_t k_tiles = adapter.down_tiles();
     if (!k_tiles) return;
     const BlockStore& store = adapter.down_a();
-    Tiling tiling{whole.rows, ranks.tile1 - ranks.tile0};
-    int32_t live = std::min(segment.count - ranks.tile0 * whole.rows, tiling.tiles * whole.rows);
     int64_t row_tile = tile_bytes * store.k_tiles();
-    Narrow n{{rows + ranks.tile0 * row_tile, (size_t)row_tile, store.at(segment.expert, 0), store.k_tiles()},
-             store.block_bytes(),
-             0,
-             k_tiles,
-             true,
-             true,
-             nullptr};
     char* panel = workspace_.data() + ranks.ha;
-    narrow(n, tiling, live, panel + tile_bytes * k_tiles, k_tiles, slice);
+    int32_t step = routing_.drop_h.empty() ? ranks.tile1 - ranks.tile0 : 2;
+    for (int32_t tile = ranks.tile0; tile < ranks.tile1; tile += step) {
+      Tiling tiling{whole.rows, std::min(step, ranks.tile1 - tile)};
+      int32_t row = tile * whole.rows, live = std::min(segment.count - row, tiling.tiles * whole.rows);
+      const char* in = thin(rows + tile * row_tile, tiling, live, 0, store.k_tiles(),
+                            drop_from(routing_.drop_h, segment.begin + row), slice);
+      Narrow n{{in, (size_t)row_tile, store.at(segment.expert, 0), store.k_tiles()},
+               store.block_bytes(),
+               0,
+               k_tiles,
+               true,
+               true,
+               nullptr};
+      narrow(n, tiling, live, panel + (tile - ranks.tile0 + 1) * tile_bytes * k_tiles, k_tiles, slice);
+    }
     clear_others(run, ranks.tile0 - 1, ranks.tile1 + 1, k_tiles, panel);
   });
 }

@@ -48,6 +48,24 @@ void find_runs(const Batch& b, Routing& r) {
   }
 }
 
+// A token's seeds depend on the token and its slot alone, not on who else is in the batch.
+uint32_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return (uint32_t)((x ^ (x >> 31)) >> 32);
+}
+
+void draw_seeds(const Batch& b, Routing& r) {
+  size_t rows = b.dropout > 0 && !r.runs.empty() ? r.token.size() : 0;
+  r.drop_x.resize(rows);
+  r.drop_h.resize(rows);
+  for (size_t row = 0; row < rows; row++) {
+    uint64_t place = (uint64_t)r.token[row] * (uint64_t)b.top_k + (uint64_t)r.slot[row];
+    r.drop_x[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 1));
+    r.drop_h[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 2));
+  }
+}
+
 }  // namespace
 
 void route(const Batch& b, int32_t experts, Routing& r) {
@@ -88,6 +106,7 @@ void route(const Batch& b, int32_t experts, Routing& r) {
   }
 
   find_runs(b, r);
+  draw_seeds(b, r);
   r.idle.clear();
   for (int32_t t = 0; t < b.tokens; t++)
     if (!r.left_[(size_t)t]) r.idle.push_back(t);

@@ -104,6 +104,11 @@ class Task : private Job {
   void narrow(const Narrow& n, const Tiling& tiling, int32_t live, char* out, int32_t k_tiles, char* slice) const;
   // Zero in tiles [tile0, tile1) of a rank panel, which begins at tile0 here: rows that are not the run's.
   void clear_others(const Run& run, int32_t tile0, int32_t tile1, int32_t k_tiles, char* panel) const;
+  // Dropout from a row on; no row where nothing is dropped.
+  Drop drop_from(const std::vector<uint32_t>& seeds, int64_t row) const;
+  // A panel of rows as LoRA sees them: the panel itself, or with elements dropped, in the slice.
+  const char* thin(const char* panel, const Tiling& tiling, int32_t live, int32_t column, int32_t k_tiles,
+                   const Drop& drop, char* slice) const;
   // x times A of gate/up for one chunk of K, rows gathered in the slice; panels in the slice. Extras join the products.
   void narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int32_t now, char* slice,
                     std::vector<Extra>* extras) const;

@@ -88,6 +88,8 @@ class Experts:
         skip: Array | None = None,
         keep: Array | None = None,
         adapters: Sequence[Adapter] | None = None,
+        dropout: float = 0.0,
+        seed: int = 0,
     ) -> None: ...
     def backward(
         self,
@@ -102,6 +104,8 @@ class Experts:
         adapter: Array | None = None,
         adapters: Sequence[Adapter] | None = None,
         factors: Sequence[Sequence[Array | None]] | None = None,
+        dropout: float = 0.0,
+        seed: int = 0,
     ) -> None: ...
     def prepare(
         self,

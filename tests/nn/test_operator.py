@@ -194,7 +194,7 @@ def test_the_operator_is_well_formed() -> None:
     ids = case.ids.clamp(0, EXPERTS - 1)  # what is kept of rows that nobody computes is whatever lay there
     for retain in (True, False):
         torch.library.opcheck(
-            experts, (case.hidden, ids, case.weights, [], handle_of(case.store), "", [1.0, 1.0, 1.0], retain)
+            experts, (case.hidden, ids, case.weights, [], handle_of(case.store), "", [1.0, 1.0, 1.0], retain, 0.0, 0)
         )
 
 
@@ -222,7 +222,7 @@ def test_a_store_that_is_gone_is_named() -> None:
     batch = copy.copy((case.hidden, case.ids, case.weights))
     del case
     with pytest.raises(RuntimeError, match="is gone"):
-        experts(*batch, [], handle, "", [1.0, 1.0, 1.0], False)
+        experts(*batch, [], handle, "", [1.0, 1.0, 1.0], False, 0.0, 0)
 
 
 def test_bad_gradients_are_refused_by_name() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.nn.factors import Factors, factors_of, gradients_like, packed
 from ktransformers.nn.lora import ExpertLora
-from ktransformers.nn.store import ExpertStore
+from ktransformers.nn.store import Dropout, ExpertStore
 
 _stores: weakref.WeakValueDictionary[int, ExpertStore] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[ExpertStore, int] = weakref.WeakKeyDictionary()
@@ -58,11 +58,14 @@ def experts(
     roles: str,
     scales: Sequence[float],
     retain: bool,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     found = _store_of(store)
     keep = found.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
     adapters = [packed(found, _factors(lora, roles, scales))] if lora else []
-    return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters), keep
+    drop = Dropout(dropout, seed)
+    return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters, dropout=drop), keep
 
 
 @experts.register_fake
@@ -75,6 +78,8 @@ def _(
     roles: str,
     scales: Sequence[float],
     retain: bool,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     size = _store_of(store).keep_bytes(*ids.shape) if retain else 0
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -93,6 +98,8 @@ def experts_backward(
     roles: str,
     scales: Sequence[float],
     learns: bool,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`learns`: gradients of the factors are wanted; without, the list is empty."""
     found = _store_of(store)
@@ -113,6 +120,7 @@ def experts_backward(
         keep=keep if keep.numel() else None,
         adapters=adapters,
         factors=targets,
+        dropout=Dropout(dropout, seed),
     )
     return grad_hidden, grad_weights.to(weights.dtype), grads
 
@@ -129,25 +137,26 @@ def _(
     roles: str,
     scales: Sequence[float],
     learns: bool,
+    dropout: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in lora] if learns else []
     return torch.empty_like(hidden, memory_format=torch.contiguous_format), torch.empty_like(weights), grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, ids, weights, lora, store, roles, scales, _ = inputs
+    hidden, ids, weights, lora, store, roles, scales, _, dropout, seed = inputs
     ctx.save_for_backward(hidden, ids, weights, output[1], *lora)
     ctx.mark_non_differentiable(output[1])
-    ctx.store, ctx.roles, ctx.scales = store, roles, scales
+    ctx.store, ctx.roles, ctx.scales, ctx.dropout, ctx.seed = store, roles, scales, dropout, seed
     ctx.learns = any(tensor.requires_grad for tensor in lora)
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     hidden, ids, weights, keep, *lora = ctx.saved_tensors
-    grad_hidden, grad_weights, grads = experts_backward(
-        grad_out, hidden, ids, weights, keep, lora, ctx.store, ctx.roles, ctx.scales, ctx.learns
-    )
-    return grad_hidden, None, grad_weights, grads if ctx.learns else [None] * len(lora), None, None, None, None
+    given = (ctx.store, ctx.roles, ctx.scales, ctx.learns, ctx.dropout, ctx.seed)
+    grad_hidden, grad_weights, grads = experts_backward(grad_out, hidden, ids, weights, keep, lora, *given)
+    return (grad_hidden, None, grad_weights, grads if ctx.learns else [None] * len(lora), *[None] * 6)
 
 
 experts.register_autograd(_backward, setup_context=_save)
@@ -164,7 +173,9 @@ def apply_experts(
 ) -> Tensor:
     """Sum over k of weight * expert(hidden), in hidden's shape and dtype; all tensors in CPU memory.
 
-    `retain` keeps gate and up for backward (2 I numbers a row); without, backward computes them again.
+    `retain` keeps gate and up for backward (2 I numbers a row); without, backward computes them again. Dropout of
+    LoRA's inputs draws its seed from torch's generator, so recomputation under checkpointing drops the same elements;
+    without gradients nothing is dropped.
     """
     factors = Factors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
     inputs = (hidden, weights, *factors.tensors)
@@ -172,6 +183,8 @@ def apply_experts(
     if not learns and type(hidden) is Tensor:  # plain inference pays for no operator
         return store.forward(hidden, ids, weights, adapters=[packed(store, factors)] if factors.roles else [])
     rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
+    share = lora.dropout if lora is not None and learns else 0.0
+    seed = int(torch.randint(2**62, ())) if share else 0
     out, _ = experts(
         rows,
         ids.reshape(-1, top_k),
@@ -181,6 +194,8 @@ def apply_experts(
         " ".join(factors.roles),
         list(factors.scales),
         retain and learns,
+        share,
+        seed,
     )
     result: Tensor = out.view(hidden.shape)
     return result

@@ -12,6 +12,7 @@ import atexit
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from ktransformers import _core
 from ktransformers.errors import InputError
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which share of LoRA's inputs is dropped; the seed says which, the same in forward and backward."""
+
+    share: float = 0.0
+    seed: int = 0
+
+
+NO_DROPOUT = Dropout()
 
 _lock = threading.Lock()
 _default: list[_core.Pool] = []  # at most one
@@ -186,6 +198,7 @@ class ExpertStore:
         out: Tensor | None = None,
         keep: Tensor | None = None,
         adapters: Sequence[_core.Adapter] = (),
+        dropout: Dropout = NO_DROPOUT,
     ) -> Tensor:
         """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
 
@@ -194,7 +207,18 @@ class ExpertStore:
         `adapters` of token t's LoRA, or -1; a single adapter without `adapter` is every token's.
         """
         rows, out, target = self._rows(hidden, out)
-        self._experts.forward(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, keep, adapters)
+        self._experts.forward(
+            rows,
+            _flat(ids),
+            _flat(weights),
+            target,
+            _flat_adapter(adapter),
+            skip,
+            keep,
+            adapters,
+            dropout.share,
+            dropout.seed,
+        )
         return out
 
     def new_adapter(
@@ -222,6 +246,7 @@ class ExpertStore:
         keep: Tensor | None = None,
         adapters: Sequence[_core.Adapter] = (),
         factors: Sequence[Sequence[Tensor | None]] | None = None,
+        dropout: Dropout = NO_DROPOUT,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of hidden (in its dtype) and of the routing weights (float32); the experts are frozen.
 
@@ -242,6 +267,8 @@ class ExpertStore:
             _flat_adapter(adapter),
             adapters,
             factors,
+            dropout.share,
+            dropout.seed,
         )
         return grad_hidden, grad_weights
 
