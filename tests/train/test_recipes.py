@@ -20,6 +20,8 @@ from ktransformers.train.settings import HOME
 from .conftest import recipe
 from .seeds import SEEDS
 
+pytest.importorskip("trl")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
 FAMILY = {
