@@ -4,8 +4,13 @@ experts, on both with other ranks, on attention alone. Everything in float32; th
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +41,6 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_sample(directory: Path, model: Path, *, rank: int, seed: int, experts: bool = True) -> Path:
-    import json
-
     torch.manual_seed(seed)
 
     def pair(outputs: int, inputs: int, *stack: int) -> Pair:
@@ -146,3 +149,51 @@ class Bench:
 @pytest.fixture(scope="session")
 def bench(model_directory: Path, adapters: dict[str, Path]) -> Iterator[Bench]:
     yield Bench(model_directory, adapters)
+
+
+@dataclass
+class Served:
+    url: str
+    service: Any
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The application behind a real socket, in a thread."""
+    import uvicorn
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not server.started and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server.started
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+def service_of(bench: Bench, adapters: dict[str, Path], timeout: float | None = 120, **limits: int) -> Any:
+    from ktransformers.serve.registry import Registry
+    from ktransformers.serve.service import Service
+
+    engine = bench.engine(**limits)
+    registry = Registry("tiny", bench.places, str(bench.directory), engine.forget)
+    for name in ("one", "attention"):
+        registry.load(name, adapters[name])
+    return Service(engine, registry, bench.tokenizer, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def served(bench: Bench, adapters: dict[str, Path]) -> Iterator[Served]:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    from ktransformers.serve.api import create_app
+
+    service = service_of(bench, adapters)
+    with listening(create_app(service)) as url:
+        yield Served(url, service)
