@@ -18,6 +18,8 @@ from ktransformers.errors import InputError
 from ktransformers.serve.sequence import Grammar
 
 PACKAGE = "llguidance"
+# Some, so that a model may indent as it learned to, and not without end, which is what a lost model would write.
+SPACE = r"[ \n]{1,12}"
 
 
 class Grammars:
@@ -35,7 +37,9 @@ class Grammars:
             reader = importlib.import_module(f"{PACKAGE}.hf")
             self._known = reader.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
         try:
-            words = guidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            words = guidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), defaults={"whitespace_pattern": SPACE}
+            )
             first = guidance.LLMatcher(self._known, words)
         except ValueError as error:
             raise InputError("response_format", str(error), "a JSON schema") from error
