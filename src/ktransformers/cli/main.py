@@ -16,6 +16,7 @@ from ktransformers.cli.eval import evaluate
 from ktransformers.cli.make import make, upcycle
 from ktransformers.cli.merge import merge
 from ktransformers.cli.model import model
+from ktransformers.cli.plan import plan
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
 from ktransformers.errors import KTError
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command()(convert)
 app.command()(doctor)
 app.command()(merge)
+app.command()(plan)
 app.command()(train)
 app.command()(version)
 app.command("eval")(evaluate)
