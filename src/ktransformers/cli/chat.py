@@ -1,65 +1,27 @@
 """`kt chat`: a terminal client for any server that speaks the OpenAI API.
 
-Nothing but the standard library, so that it starts at once. Answers are streamed; after each one the number of tokens
+Answers are streamed; after each one the number of tokens
 and their rate are shown, counted from the first token. An interrupt (Ctrl-C) ends the answer, not the chat.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ktransformers.errors import InputError, KTError
 
+if TYPE_CHECKING:
+    from ktransformers.serve.client import Client
+
 COMMANDS = """/clear          forget the conversation
 /system TEXT    set the system message; without TEXT remove it
 /model NAME     ask another model, e.g. base:adapter; without NAME list them
 /exit           end"""
-
-
-class Client:
-    def __init__(self, url: str, key: str | None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._key = key
-
-    def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            return urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=3600)
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")
-            try:
-                said = json.loads(said)["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                said = said[:300]
-            raise KTError(f"the server answered {error.code}: {said}") from error
-        except (OSError, ValueError) as error:
-            raise InputError("url", f"{self.url} ({error})", "a server that is running", "start `kt serve`") from error
-
-    def models(self) -> list[str]:
-        with self.open("/v1/models") as reply:
-            return [str(model["id"]) for model in json.loads(reply.read())["data"]]
-
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        with self.open("/v1/chat/completions", asked) as reply:
-            for raw in reply:
-                line = raw.decode("utf-8", "replace").strip()
-                if not line.startswith("data:") or line == "data: [DONE]":
-                    continue
-                part = json.loads(line.removeprefix("data:"))
-                if "error" in part:
-                    raise KTError(f"the server said: {part['error'].get('message')}")
-                yield part
 
 
 class Conversation:
@@ -129,6 +91,8 @@ def chat(
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
 ) -> None:
     """Talk to a server in the terminal; /help lists the commands."""
+    from ktransformers.serve.client import Client
+
     client = Client(url if "://" in url else f"http://{url}", os.environ.get(key_variable))
     known = client.models()
     if model is not None and model not in known:
