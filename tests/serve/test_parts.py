@@ -11,12 +11,15 @@ import torch
 
 from ktransformers.adapters import Pair, in_memory
 from ktransformers.errors import InputError
-from ktransformers.serve.forward import Forward
+from ktransformers.serve.engine import Engine, Limits
+from ktransformers.serve.forward import Alone, Forward, Piece, open_forward
+from ktransformers.serve.lora import Places
 from ktransformers.serve.sampling import Sampling, choose, generator, scores
-from ktransformers.serve.slots import Slots
+from ktransformers.serve.sequence import Ask, Sequence
+from ktransformers.serve.slots import Slot, Slots
 from ktransformers.serve.text import Text
 from tests.nn.families import build
-from tests.serve.conftest import Bench
+from tests.serve.conftest import Bench, Heard
 
 
 @pytest.mark.parametrize(
@@ -86,23 +89,68 @@ def test_slots_keep_to_their_room() -> None:
     assert one not in slots.slots and slots.room_used <= 256
 
 
-@pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("qwen3_next", "linear_attention"),
-        ("lfm2_moe", "conv"),
-        ("deepseek_v32", "indexed_attention"),
-    ],
-)
-def test_a_past_that_is_not_keys_and_values_is_refused_by_name(family: str, words: str) -> None:
+@pytest.mark.parametrize(("family", "words"), [("deepseek_v32", "index of keys"), ("jamba", "differ by")])
+def test_what_cannot_be_computed_in_pieces_is_refused_by_name(family: str, words: str) -> None:
     with pytest.raises(InputError, match=f"{family}.*{words}"):
-        Forward(build(family))
+        open_forward(build(family)).check()
 
 
-def test_rotary_embeddings_that_look_at_others_are_refused() -> None:
+def test_families_with_a_state_are_computed_alone() -> None:
+    for family in ("qwen3_5_moe_text", "lfm2_moe"):
+        forward = open_forward(build(family))
+        assert isinstance(forward, Alone) and forward.check() > 0
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(InputError, match="dynamic rotary"):
-        Forward(build("qwen3_moe", rope_parameters=rope))
+    assert isinstance(open_forward(build("qwen3_moe", rope_parameters=rope)), Alone)
+    assert isinstance(open_forward(build("qwen3_moe")), Forward)
+
+
+def test_a_state_is_continued_and_never_cut_back(bench: Bench) -> None:
+    """qwen3_5 in the engine: several at a time, a conversation that goes on, one that turns elsewhere."""
+    from ktransformers.nn import attach
+    from ktransformers.nn.experts import select
+
+    model: Any = build("qwen3_5_moe_text")
+    attach(model)
+    select(model)
+    forward = open_forward(model)
+    places = Places(model)
+    shapes = {"gate": (6, 40, 64), "up": (6, 40, 64), "down": (6, 64, 40)}
+    torch.manual_seed(0)
+    experts = {
+        f"model.layers.{layer}.mlp": {
+            role: Pair(torch.randn(e, 3, i) / 8, torch.randn(e, o, 3) / 2, 1.0) for role, (e, o, i) in shapes.items()
+        }
+        for layer in range(2)
+    }
+    adapter = places.bind(in_memory(experts, {}), "made", "made", 1)
+
+    def say(engine: Engine, *asked: tuple[list[int], Any]) -> list[Heard]:
+        heard = [Heard() for _ in asked]
+        sampling = Sampling(temperature=0)
+        engine.submit(
+            Sequence(Ask(tuple(prompt), 6, sampling, one, logprobs=0), bench.tokenizer, ear)
+            for (prompt, one), ear in zip(asked, heard, strict=True)
+        )
+        while engine.busy:
+            engine.step()
+        return heard
+
+    def fresh() -> Engine:
+        return Engine(forward, Limits(running=4, queued=16, chunk=8, tokens=1024, context=128))
+
+    prompt = [(3 * at + 4) % 90 for at in range(20)]
+    engine = fresh()
+    base, made = say(engine, (prompt, None), (prompt, adapter))
+    assert base.tokens != made.tokens
+    assert [base.tokens] == [one.tokens for one in say(fresh(), (prompt, None))]
+    assert [made.tokens] == [one.tokens for one in say(fresh(), (prompt, adapter))]
+    longer = prompt + made.tokens + [5, 6, 7]
+    (went_on,) = say(engine, (longer, adapter))
+    assert went_on.events[-1].cached == 25
+    assert [went_on.tokens] == [one.tokens for one in say(fresh(), (longer, adapter))]
+    (turned,) = say(engine, ([*prompt[:12], 8, 9], adapter))
+    assert turned.events[-1].cached == 0
+    assert [turned.tokens] == [one.tokens for one in say(fresh(), ([*prompt[:12], 8, 9], adapter))]
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe"])
@@ -113,9 +161,6 @@ def test_families_agree_with_themselves_in_pieces(family: str) -> None:
 
 def test_a_window_is_kept_over_chunks() -> None:
     """gpt_oss with a window of 8 and 40 tokens in uneven pieces against the stock model."""
-    from ktransformers.serve.forward import Piece
-    from ktransformers.serve.slots import Slot
-
     model: Any = build("gpt_oss")
     tokens = [(11 * at + 5) % 90 for at in range(40)]
     with torch.no_grad():

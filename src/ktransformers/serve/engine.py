@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.log import logger
-from ktransformers.serve.forward import Forward, Piece
+from ktransformers.serve.forward import Alone, Forward, Piece
 from ktransformers.serve.sampling import Score, choose, scores
 from ktransformers.serve.sequence import Event, Sequence
 from ktransformers.serve.slots import Owner, Slots
@@ -61,9 +61,9 @@ class Counts:
 
 
 class Engine:
-    def __init__(self, forward: Forward, limits: Limits) -> None:
+    def __init__(self, forward: Forward | Alone, limits: Limits) -> None:
         self.forward, self.limits, self.counts = forward, limits, Counts()
-        self.slots = Slots(limits.tokens)
+        self.slots = Slots(limits.tokens, forward.whole_prefixes)
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._inbox: deque[Sequence] = deque()

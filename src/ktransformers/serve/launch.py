@@ -65,7 +65,7 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     from transformers import AutoTokenizer
 
     from ktransformers.serve.engine import Engine, Limits
-    from ktransformers.serve.forward import Forward
+    from ktransformers.serve.forward import open_forward
     from ktransformers.serve.lora import Places
     from ktransformers.serve.registry import Registry
     from ktransformers.serve.service import Service
@@ -76,7 +76,7 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     template = launch.chat_template.read_text() if launch.chat_template else ""
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     model = _open_model(launch, target.model, dtype, device)
-    forward = Forward(model)
+    forward = open_forward(model)
     per_token = forward.check()
     free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else system.memory().available
     context = launch.context or _context(model)

@@ -25,6 +25,7 @@ from ktransformers.adapters import Adapter, Pair, read_adapter
 from ktransformers.adapters.names import place
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
+from ktransformers.nn.contract import IMPLEMENTATION, is_experts
 from ktransformers.nn.mixed import MixedLora
 from ktransformers.serve.slots import Owner
 
@@ -103,7 +104,7 @@ class Places:
             if isinstance(module, nn.Linear) and name != "lm_head":
                 self._linears[place(name)] = module
                 module.register_forward_hook(_add)
-            elif hasattr(module, "kt_store"):
+            elif is_experts(module) and _ours(module):
                 self._experts[place(name.removesuffix(".experts"))] = module
 
     def open(self, source: str | Path, name: str, version: int, model: str | None) -> Resident:
@@ -143,6 +144,11 @@ class Places:
             raise InputError(f"{source}: {name}", given, f"{linear.out_features} by {linear.in_features}")
         a, b = (tensor.to(self.device, torch.float32).contiguous() for tensor in (pair.a, pair.b))
         return Linear(a, b, pair.scaling)
+
+
+def _ours(module: Any) -> bool:
+    """Computed from a store; a store beside experts that transformers computes itself would never see an adapter."""
+    return module.config._experts_implementation == IMPLEMENTATION and hasattr(module, "kt_store")
 
 
 def _packed(what: str, module: nn.Module, pairs: Mapping[str, Pair]) -> _core.Adapter:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ class Slot:
     capacity: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)
+    cache: Any = None  # transformers' own, for families that need it; then keys and values are empty
     busy: bool = True
     last_use: int = 0
 
@@ -50,7 +52,8 @@ class Slot:
 
 
 class Slots:
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, whole_prefixes: bool = False) -> None:
+        self._whole = whole_prefixes  # slots are continued where they end, not cut back or copied
         self.limit = -(-tokens // BLOCK) * BLOCK  # room of all slots together
         self.slots: list[Slot] = []
         self.reused = 0  # tokens that did not have to be computed
@@ -134,6 +137,8 @@ class Slots:
             if slot.owner != owner:
                 continue
             shared = _common(slot.tokens, tokens[:-1])
+            if self._whole and (slot.busy or shared < slot.length):
+                continue
             if shared > most or (shared == most and best is not None and best.busy and not slot.busy):
                 best, most = slot, shared
         # A long idle conversation is worth more than a few tokens of it: below half of it, its beginning is copied.
