@@ -32,14 +32,14 @@ class Shares:
     call: float = 0.2e-3  # seconds that a call takes besides
 
 
-# Fitted to the 35 cells of bench/results (28 of amx: 9 % off on average, 17 % at most). generic was measured on two
-# Neoverse cores, whose panels do not wait for memory.
+# Fitted to the 35 cells of bench/results: of the 28 of amx 8 % off on average, 21 % at most (tested). generic was
+# measured on two Neoverse cores, whose panels do not wait for memory.
 SHARES = {
-    "amx": Shares(tile=0.70, read=0.84),
-    "avx512_bf16": Shares(tile=0.96, read=0.92),
-    "avx512": Shares(tile=0.96, read=0.92),
-    "avx2": Shares(tile=1.0, read=0.68),
-    "generic": Shares(tile=1.0, read=0.68),
+    "amx": Shares(tile=0.70, read=0.86),
+    "avx512_bf16": Shares(tile=0.96, read=0.94),
+    "avx512": Shares(tile=0.96, read=0.94),
+    "avx2": Shares(tile=1.0, read=0.70),
+    "generic": Shares(tile=1.0, read=0.70),
 }
 # Backward's products run at this share of forward's rate: 6.0 against 7.4 TFLOPS in the first prototype of both.
 BACKWARD = 0.81

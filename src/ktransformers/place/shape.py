@@ -19,7 +19,6 @@ from typing import Any
 from ktransformers.errors import InputError
 
 ATTENTION = ("self_attn", "linear_attn", "attn", "attention", "self_attention", "mixer")
-SIZES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}  # bytes; everything else is one
 
 
 @dataclass(frozen=True)
@@ -238,32 +237,51 @@ def _stored(config: Mapping[str, Any]) -> str:
     return {None: "bf16", "fp8": "fp8", "compressed-tensors": "int4", "mxfp4": "int4"}.get(method, str(method))
 
 
+def _beyond(name: str, layers: int) -> bool:
+    """A layer that the model itself does not have: MTP."""
+    parts = name.split(".")
+    at = parts.index("layers") + 1 if "layers" in parts else len(parts)
+    return "mtp" in parts or (at < len(parts) and parts[at].isdigit() and int(parts[at]) >= layers)
+
+
 def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
-    """What the headers say in place of formulas. Layers beyond the model's own (MTP) count on disk only."""
-    from ktransformers.checkpoint import Shards, find_experts
+    """What the headers say in place of formulas. Layers beyond the model's own count on disk only."""
+    from ktransformers.checkpoint import ExpertTensors, Shards, find_experts
 
     shards = Shards.of_directory(folder)
+    found = find_experts(shards.names)
     expert_names = {
         name
-        for found in find_experts(shards.names)
-        for name in (*found.fused.values(), *(name for roles in found.single.values() for name in roles.values()))
+        for tensors in found
+        for name in (*tensors.fused.values(), *(name for roles in tensors.single.values() for name in roles.values()))
     }
+
+    def sizes(tensors: ExpertTensors) -> dict[str, Any]:
+        """Down has H I numbers for each expert in every layout."""
+        roles = tensors.fused or tensors.single[min(tensors.single)]
+        down = math.prod(shards.shape(roles["down"])) if "down" in roles else 0
+        count = shards.shape(roles["down"])[0] if tensors.fused and down else len(tensors.single)
+        inner = down // shape.hidden // (count if tensors.fused else 1)
+        return {"experts": count, "intermediate": inner, "gated": "gate" in roles or "gate_up" in roles}
+
+    own = [tensors for tensors in found if not _beyond(f"{tensors.root}.experts", shape.layers)]
+    if not own:
+        raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
     rest, linears, embedding = 0, [], 0
     for name in shards.names:
-        parts = name.split(".")
-        beyond = "mtp" in parts or ("layers" in parts and int(parts[parts.index("layers") + 1]) >= shape.layers)
-        if name in expert_names or beyond or name.endswith("_scale_inv"):
+        if name in expert_names or _beyond(name, shape.layers) or name.endswith("_scale_inv"):
             continue
-        size = shards.shape(name)
+        parts, size = name.split("."), shards.shape(name)
         if "embed_tokens" in parts:
             embedding = math.prod(size)
         elif "lm_head" not in parts:
             rest += math.prod(size)
             if len(size) == 2 and parts[-1] == "weight" and any(word in parts for word in ATTENTION):
                 linears.append(Linear(size[1], size[0]))
+    counts = sizes(own[0]) | {"expert_layers": len(own)}
     files = {shards.file(name) for name in shards.names}
     shards.release()
-    return {
+    return counts | {
         "rest_per_layer": rest // shape.layers,
         "embedding": embedding or shape.embedding,
         "tied": "lm_head.weight" not in shards,
