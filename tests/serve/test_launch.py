@@ -19,7 +19,7 @@ import pytest
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.serve.flags import METHODS, SWITCHES, VALUES, Launch, parse
+from ktransformers.serve.flags import HONOURED, METHODS, SWITCHES, VALUES, Launch, parse
 from ktransformers.serve.launch import bind, with_environment
 from ktransformers.serve.target import resolve
 from ktransformers.serve.training import TrainingLog, Watch
@@ -280,3 +280,14 @@ def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
     assert done.stdout.strip() and "tiny:one" in done.stderr
     wrong = subprocess.run(kt("run", str(adapters["one"]), "Hi", "--adapter", "x"), capture_output=True, text=True)
     assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
+
+
+def test_the_page_lists_every_flag() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    for flag in HONOURED:
+        given = f"; default: {flag.default}" if flag.default is not None else ""
+        assert f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.help}{given} |" in page
+    for name, why in (SWITCHES | VALUES).items():
+        assert f"| `{name}` | {why} |" in page
+    for name in METHODS:
+        assert f"`{name}`" in page

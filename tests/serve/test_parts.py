@@ -18,7 +18,7 @@ from ktransformers.serve.sampling import Sampling, choose, generator, scores
 from ktransformers.serve.sequence import Ask, Sequence
 from ktransformers.serve.slots import Slot, Slots
 from ktransformers.serve.text import Text
-from tests.nn.families import build
+from tests.nn.families import FAMILIES, build
 from tests.serve.conftest import Bench, Heard
 
 
@@ -102,6 +102,21 @@ def test_families_with_a_state_are_computed_alone() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert isinstance(open_forward(build("qwen3_moe", rope_parameters=rope)), Alone)
     assert isinstance(open_forward(build("qwen3_moe")), Forward)
+
+
+@pytest.mark.slow
+def test_every_family_is_served_or_refused() -> None:
+    """docs/serve.md says these numbers."""
+    found: Counter[str] = Counter()
+    for family in FAMILIES:
+        try:
+            forward = open_forward(build(family))
+            forward.check()
+            found[type(forward).__name__] += 1
+        except InputError as error:
+            assert family in str(error)
+            found["refused"] += 1
+    assert found == {"Forward": 33, "Alone": 7, "refused": 6}
 
 
 def test_a_state_is_continued_and_never_cut_back(bench: Bench) -> None:

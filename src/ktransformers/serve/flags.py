@@ -47,7 +47,7 @@ HONOURED = (
     Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the model's"),
     Flag(("--kt-cpuinfer",), "threads", "threads of the experts; default: chosen by the machine", int),
     Flag(("--kt-threadpool-count",), "groups", "groups of threads, one per NUMA node; default: all nodes", int),
-    Flag(("--kt-expert-lora-path",), "always", "an adapter whose experts are on for every request"),
+    Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always", "an adapter whose experts are on for every request"),
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
 )
@@ -81,11 +81,12 @@ SWITCHES: dict[str, str] = {  # take no value
     "--disable-custom-all-reduce": "there is one GPU at most",
     "--skip-server-warmup": "there is none",
     "--allow-auto-truncate": "prompts that are too long are refused",
-    "--fp8-gemm-backend-triton": "there are no FP8 products",
+    "--record-kt-gpu-expert-distribution": "experts stay in host memory",
 }
 VALUES: dict[str, str] = {  # take one value
     "--kt-weight-path": "experts are read from the model directory and packed while it loads",
     "--kt-num-gpu-experts": "experts stay in host memory",
+    "--kt-gpu-experts-ratio": "experts stay in host memory",
     "--kt-max-deferred-experts-per-token": "no expert is deferred: answers are exact",
     "--kt-gpu-prefill-token-threshold": "experts stay in host memory",
     "--kt-expert-placement-strategy": "experts stay in host memory",
