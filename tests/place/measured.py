@@ -77,7 +77,7 @@ CASES = {
             "hidden_size": 640,
             "head_dim": 80,
         },
-        {"kt_tokens_per_batch": 512, "gradient_accumulation_steps": 2, "cutoff_len": 256},
+        {"packing": False, "kt_tokens_per_batch": 512, "per_device_train_batch_size": 8, "cutoff_len": 256},
     ),
 }
 

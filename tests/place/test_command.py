@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from ktransformers import system
 from ktransformers.cli.main import app
+from ktransformers.cli.train import plan_lines
+from ktransformers.errors import InputError
 from ktransformers.train.forecast import work_of
+from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
+from ktransformers.train.run import train
+from tests.nn.families import build, save
+from tests.place.measured import TOKENIZER
+from tests.train.conftest import Quiet, recipe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BASE = {"model_name_or_path": "Qwen/Qwen3-30B-A3B", "output_dir": "out", "dataset": "identity"}
@@ -103,3 +112,23 @@ def test_keys_mean_what_the_trainer_makes_of_them() -> None:
     assert experts.adapts_experts and not experts.adapts_attention
     assert work_of(read_settings(BASE), 2, longest=100).sequence == 100
     assert work_of(read_settings(BASE | {"packing": True}), 2, longest=100).sequence == 2048
+
+
+def test_training_prints_its_plan_and_is_refused_where_memory_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512), tmp_path / "model")
+    for file in TOKENIZER.glob("*.json"):
+        shutil.copyfile(file, tmp_path / "model" / file.name)
+    settings = read_settings(recipe(tmp_path / "model", tmp_path / "out", max_steps=1))
+    plan = make_plan(settings).plan
+    assert plan.forecast is not None and plan.forecast.best is not None
+    shown = "\n".join(plan_lines(plan))
+    assert "experts in bf16 on the CPU" in shown and "tokens/s" in shown
+    monkeypatch.setattr(system, "memory", lambda: system.Memory(10**8, 10**8, "never"))
+    watcher = Quiet()
+    with pytest.raises(InputError, match=r"host lacks 0\.\d GB.*--force"):
+        train(settings, watcher)
+    assert watcher.plans and not (tmp_path / "out").exists()  # shown first, and nothing was begun
+    result = train(settings, watcher, force=True)
+    assert [line.what for line in result.comparison] == ["host memory", "speed"]

@@ -3,7 +3,7 @@
 T tokens at once, H hidden, I intermediate, E experts of a layer, k experts of a token, r rank, b bytes of a number.
 Workspace and kept rows follow csrc/moe/plan.cpp and moe/task.h, packed sizes weights.cpp and lora.cpp. What autograd
 keeps of a layer, and what the loss needs, was measured (docs/plan.md). The surprising row is the loss: on a CPU its
-tiles cost eleven times their own size, which for short runs is more than everything that is trained.
+tile costs eight times its own size, which for small models is more than everything that is trained.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ktransformers.place.machine import Machine
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.work import Choice, Serving, Training, Work
 
-PROCESS = 410_000_000  # anonymous memory of Python with torch, transformers and TRL, measured
+PROCESS = 390_000_000  # anonymous memory of Python with torch, transformers and TRL, measured
 CUDA_HOST = 1_000_000_000  # and what a CUDA context adds in host memory, estimated
 CUDA_CONTEXT = 600_000_000  # of a GPU's memory: context and what its allocator wastes, estimated
 LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
-LOSS_COPIES = 11  # of a float32 tile, where torch operators compute it (a CPU); Triton needs the tile alone
+LOSS_COPIES = 7.25  # float32 and bool beside the tile, where torch operators compute it (a CPU); Triton needs none
 LANE = 3_000_000  # bytes of scratch for one thread of the pool
 HUGE = 2 << 20  # the core maps in units of this from this size on
 
@@ -98,16 +98,19 @@ def loss_bytes(model: ModelShape, work: Training, on_gpu: bool) -> int:
     rows = min(work.tokens, LOSS_ROWS)
     if on_gpu:
         return rows * LOSS_COLUMNS * work.rest_bytes + work.tokens * model.hidden * 8
-    return rows * min(model.vocabulary, LOSS_COLUMNS) * 4 * LOSS_COPIES + work.tokens * model.hidden * 4
+    copies = int(LOSS_COPIES * min(model.vocabulary, LOSS_COLUMNS)) * 4
+    return rows * (LOSS_COLUMNS * work.rest_bytes + copies) + work.tokens * model.hidden * 4
 
 
-def activation_bytes(model: ModelShape, work: Training, on_gpu: bool) -> tuple[int, int]:
-    """(what is there from the first layer to the loss, the most that comes on top of it for a moment)."""
-    layer, loss = layer_bytes(model, work), loss_bytes(model, work, on_gpu)
-    inputs = model.layers * work.tokens * model.hidden * work.rest_bytes
+def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: bool, absent: int = 0) -> int:
+    """With checkpointing the layers' inputs and the larger of one layer and the loss; without, all layers and the loss.
+
+    `absent`: bytes counted elsewhere that are not there yet while the loss is computed.
+    """
+    layer, loss = layer_bytes(model, work), loss_bytes(model, work, on_gpu) - absent
     if work.checkpointing:
-        return inputs, max(layer, loss)
-    return model.layers * layer, loss
+        return layers * work.tokens * model.hidden * work.rest_bytes + max(layer, loss)
+    return layers * layer + max(0, loss)
 
 
 def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Memory:
@@ -126,11 +129,11 @@ def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -
         host["weights"] = model.rest * work.rest_bytes
     host["workspace"] = workspace_bytes(model, work, machine)
     if isinstance(work, Training):
-        pinned = _training(model, work, choice, machine, host, gpus)
+        pinned = _training(model, work, machine, host, gpus)
         disk = {"adapter": _trained(model, work)[2] * work.trained_bytes}
-        disk["checkpoints"] = work.saves * _trained(model, work)[2] * (work.trained_bytes + 8)
+        disk["checkpoints"] = work.saves * _trained(model, work)[2] * 3 * work.trained_bytes
     else:
-        pinned = _serving(model, work, choice, host, gpus)
+        pinned = _serving(model, work, host, gpus)
         disk = {}
     disk["checkpoint"] = model.checkpoint_bytes or model.numbers * 2
     sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
@@ -160,38 +163,33 @@ def _trained(model: ModelShape, work: Training) -> tuple[int, int, int]:
     return experts, attention, experts + attention
 
 
-def _training(
-    model: ModelShape, work: Training, choice: Choice, machine: Machine, host: Table, gpus: list[Table]
-) -> int:
+def _training(model: ModelShape, work: Training, machine: Machine, host: Table, gpus: list[Table]) -> int:
     """Fills in what learns; returns the pinned bytes."""
     experts, attention, _ = _trained(model, work)
     near = gpus or [host]  # where attention lives
     for table, numbers in ((host, experts), *((table, attention // len(near)) for table in near)):
         table["LoRA"] = table.get("LoRA", 0) + numbers * work.trained_bytes
         table["gradients"] = table.get("gradients", 0) + numbers * work.trained_bytes
-        table["optimiser"] = table.get("optimiser", 0) + numbers * 8  # two moments in float32
+        table["optimiser"] = table.get("optimiser", 0) + 2 * numbers * work.trained_bytes  # two moments
     if work.adapts_experts:
         per_layer = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank) * model.experts
         host["packed LoRA"] = model.expert_layers * _huge(per_layer)
-    standing, moment = activation_bytes(model, work, bool(gpus))
     kept = model.expert_layers if work.retain or not work.checkpointing else 1
     host["kept rows"] = kept * keep_bytes(model, work.tokens, machine)
     rows = work.tokens * model.hidden * work.rest_bytes
     if not gpus:
-        # Gradients are not there yet while the loss is computed, unless an earlier batch of the step left them.
-        spare = host["gradients"] if work.batches <= 1 and work.checkpointing else 0
-        loss = loss_bytes(model, work, False)
-        peak = max(loss - spare, moment if moment != loss else layer_bytes(model, work))
-        host["activations"] = standing + max(0, peak) + (kept - 1) * rows
+        absent = host["gradients"] if work.batches <= 1 else 0  # an earlier batch of the step would have left them
+        host["activations"] = activation_bytes(model, work, model.layers, False, absent)
+        host["activations"] += (kept - 1) * rows if work.checkpointing else 0  # outputs beside kept rows
         return 0
     for table in gpus:
-        table["activations"] = standing // len(gpus) + moment
+        table["activations"] = activation_bytes(model, work, -(-model.layers // len(gpus)), True)
         table["buffers"] = 4 * rows
     host["transfers"] = (4 + (kept if kept > 1 else 0)) * rows
     return host["LoRA"] + host["transfers"]
 
 
-def _serving(model: ModelShape, work: Serving, choice: Choice, host: Table, gpus: list[Table]) -> int:
+def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -> int:
     """Fills in what serving needs; returns the pinned bytes."""
     cache = work.sequences * work.context * model.cache_width * work.rest_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width

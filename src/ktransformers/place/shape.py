@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,10 @@ def open_shape(model: str) -> ModelShape:
         names = {short, *(name.lower() for name in document["names"])}
         if model.lower() in names:
             shape = of_config(document["config"], short, stored=document["stored"])
-            return _with(shape, published=tuple(document["published"]))
+            return replace(shape, published=tuple(document["published"]))
     raise InputError(
         "MODEL", model, "a folder with config.json, or one of " + ", ".join(known), "config.json alone is enough"
     )
-
-
-def _with(shape: ModelShape, **changes: Any) -> ModelShape:
-    import dataclasses
-
-    return dataclasses.replace(shape, **changes)
 
 
 def _number(words: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
@@ -226,7 +220,7 @@ def _of_directory(folder: Path) -> ModelShape:
     shape = of_config(config, folder.name, stored=_stored(config))
     if not any(folder.glob("*.safetensors")):
         return shape
-    return _with(shape, **_counted(folder, shape))
+    return replace(shape, **_counted(folder, shape))
 
 
 def _stored(config: Mapping[str, Any]) -> str:

@@ -24,7 +24,6 @@ class Training:
     adapts_attention: bool = True
     checkpointing: bool = True  # activations are computed again in backward
     retain: bool = False  # but not the experts': gate and up are kept
-    dropout: bool = False
     trained_bytes: int = 4  # of a trained number; 2 with pure_bf16
     rest_bytes: int = 2  # of a number that is not trained and no expert's
     saves: int = 1  # checkpoints that stay on disk

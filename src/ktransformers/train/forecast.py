@@ -42,7 +42,6 @@ def work_of(settings: Settings, rest_bytes: int, longest: int | None = None) -> 
         adapts_attention="all" in words or not words <= EXPERT_WORDS,
         checkpointing=checkpointing,
         retain=checkpointing and settings.experts.kt_cpu_activation == "retain",
-        dropout=settings.lora.lora_dropout > 0,
         trained_bytes=2 if settings.model.pure_bf16 else 4,
         rest_bytes=rest_bytes,
         saves=int(settings.trainer.get("save_total_limit") or 1),
