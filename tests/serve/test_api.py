@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -96,6 +97,21 @@ def test_the_template_gets_its_variables(client: Any, served: Served) -> None:
             extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
         )
         assert said.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_developer_is_system_and_parts_are_text(served: Served) -> None:
+    from ktransformers.serve.protocol import ChatRequest
+
+    def prompt(*messages: dict[str, Any]) -> tuple[int, ...]:
+        asked = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *ASKED], "max_tokens": 1})
+        found: tuple[int, ...] = served.service.chat(asked).ask.prompt
+        return found
+
+    plain = prompt({"role": "system", "content": "Be brief."})
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    assert (
+        plain == prompt({"role": "developer", "content": "Be brief."}) == prompt({"role": "system", "content": parts})
+    )
 
 
 def test_n_and_seed(client: Any) -> None:
@@ -286,3 +302,33 @@ def test_openapi_names_every_path(served: Served) -> None:
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert "messages" in body["properties"]
     assert {"/v1/completions", "/v1/models", "/v1/load_lora_adapter", "/metrics"} <= set(document["paths"])
+
+
+def test_the_page_asks_nobody_else(served: Served) -> None:
+    status, page = get(served.url, "/")
+    assert status == 200 and "<title>ktransformers</title>" in page
+    outside = [word for word in re.findall(r"https?://[^\s\"'<>]+", page) if "www.w3.org/2000/svg" not in word]
+    assert not outside and "import(" not in page
+    for path in re.findall(r'fetch\("([^"?]+)', page):
+        assert get(served.url, path)[0] in (200, 405), path
+    assert json.loads(get(served.url, "/training")[1]) == {"directory": None, "lines": [], "next": 0}
+    status, said = get(served.url, "/training?after=x")
+    assert status == 400 and "after" in json.loads(said)["error"]["message"]
+
+
+def test_kt_eval_scores_through_the_server(served: Served, bench: Bench) -> None:
+    """Text prompts by their offsets, token prompts by their count: both are the engine's own numbers."""
+    from ktransformers.evaluate.backend import Prompt, Question, Tokens
+    from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+
+    question = Question(Prompt("The sea is", chat=False), (" deep", " very dry indeed"))
+    expected = []
+    for text in question.continuations:
+        whole = ids(bench, question.prompt.text + text)
+        heard = bench.alone(whole, "one", max_tokens=0, prompt_logprobs=True)
+        scores = [score.logprob for event in heard.events for score in event.prompt_scores]
+        expected.append(sum(scores[len(ids(bench, question.prompt.text)) :]))
+    for tokens in (None, Tokens(bench.tokenizer, "tiny")):
+        backend = RemoteBackend(Endpoint(served.url), "tiny:one", tokens)
+        (found,) = backend.likelihoods([question])
+        assert [one.logprob for one in found] == pytest.approx(expected, abs=1e-4)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found,unused-ignore]
+from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found,unused-ignore]
 from fastapi.responses import (  # type: ignore[import-not-found,unused-ignore]
     HTMLResponse,
     JSONResponse,
@@ -194,6 +195,11 @@ async def _http(_: Request, error: Any) -> Response:
     return _envelope(error.status_code, str(error.detail))
 
 
+async def _query(_: Request, error: Any) -> Response:
+    first = error.errors()[0]
+    return _envelope(400, f"{first['loc'][-1]}: {first['msg']}")
+
+
 async def _bug(_: Request, error: Any) -> Response:
     LOG.error("a request failed", exc_info=error)
     return _envelope(500, f"{type(error).__name__}: {error}")
@@ -247,6 +253,7 @@ def create_app(service: Service, *, api_key: str | None = None, training: Traini
     app.add_api_route("/training", log, methods=["GET"], response_model=None)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _query)
     app.add_exception_handler(404, _http)
     app.add_exception_handler(405, _http)
     app.add_exception_handler(Exception, _bug)

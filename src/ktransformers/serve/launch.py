@@ -22,6 +22,7 @@ from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve
 
 HOST, PORT = "127.0.0.1", 30000
+HOST_SHARE = 0.8  # of free host memory at most, whatever the line says: lines are written for GPUs
 PATIENCE = 30  # seconds for running answers when the server is asked to end
 
 Say = Callable[[str], None]
@@ -78,9 +79,11 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     model = _open_model(launch, target.model, dtype, device)
     forward = open_forward(model)
     per_token = forward.check()
-    free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else system.memory().available
+    host = device == "cpu"
+    free = system.memory().available if host else torch.cuda.mem_get_info()[0]
+    share = min(launch.memory, HOST_SHARE) if host else launch.memory
     context = launch.context or _context(model)
-    tokens = launch.tokens or max(256, min(int(free * launch.memory) // per_token, launch.running * context))
+    tokens = launch.tokens or max(256, min(int(free * share) // per_token, launch.running * context))
     limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
     say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
     engine = Engine(forward, limits)

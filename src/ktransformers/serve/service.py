@@ -275,6 +275,8 @@ def _message(message: Message) -> dict[str, Any]:
             raise ApiError(400, f"messages: given a part of type {odd[0]!r}, expected text", param="messages")
         plain["content"] = "".join(part.text or "" for part in message.content)
     plain.setdefault("content", "")
+    if plain["role"] == "developer":  # OpenAI's newer word, which templates do not know
+        plain["role"] = "system"
     for call in plain.get("tool_calls", []):
         arguments = call["function"].get("arguments")
         if isinstance(arguments, str):
