@@ -159,7 +159,8 @@ def plan(
             f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"
         )
         print(f"{'model':<10} {shape.name}: {numbers}")
-        print(f"{'machine':<10} {target.cpu.name}, {target.cpu.isa}, {target.cpu.threads} threads")
+        gpus = ", ".join(found.name for found in target.gpus) or "no GPU"
+        print(f"{'machine':<10} {target.cpu.name}: {target.cpu.isa}, {target.cpu.threads} threads; {gpus}")
         for name, found in plans.items():
             print(f"\n{name}: {'fits' if found.best else 'does not fit'}")
             for row, value in [*plan_rows(found), *published_rows(shape, name)]:
