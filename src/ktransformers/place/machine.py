@@ -32,7 +32,7 @@ class Shares:
     call: float = 0.2e-3  # seconds that a call takes besides
 
 
-# Fitted to the 35 cells of bench/results: of the 28 of amx 8 % off on average, 21 % at most (tested). generic was
+# Fitted to the 35 cells of bench/results: of the 28 of amx 7 % off on average, 20 % at most (tested). generic was
 # measured on two Neoverse cores, whose panels do not wait for memory.
 SHARES = {
     "amx": Shares(tile=0.70, read=0.86),

@@ -15,7 +15,7 @@ from ktransformers.place.machine import Machine
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.work import Choice, Serving, Training, Work
 
-PROCESS = 390_000_000  # anonymous memory of Python with torch, transformers and TRL, measured
+PROCESS = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
 CUDA_HOST = 1_000_000_000  # and what a CUDA context adds in host memory, estimated
 CUDA_CONTEXT = 600_000_000  # of a GPU's memory: context and what its allocator wastes, estimated
 LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
