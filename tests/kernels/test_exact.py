@@ -13,8 +13,9 @@ from ktransformers.nn import ExpertStore, reference
 from .conftest import error, make_batch, make_layer, make_store
 
 DTYPE = {"f32": torch.float32, "f64": torch.float64}
-# Sums only, and in f32 the erf of gelu.
-TOLERANCE = {"f32": 2e-6, "f64": 1e-14}
+# Only sums are rounded, about 2^-24 (2^-53) * sqrt(K) with K up to 4200, where few of them are left to average out; in
+# f32 gelu's erf adds 1.5e-7.
+TOLERANCE = {"f32": 2**-24 * 65, "f64": 2**-53 * 65}
 FORMS = [
     {"activation": "silu", "biases": True},
     {"activation": "gelu"},

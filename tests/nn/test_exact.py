@@ -24,6 +24,7 @@ from .test_lora_operator import exact as exact_lora
 from .test_operator import PACKED, Case, relative
 from .test_peft import MODULES, adapt, gradients, logits
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*")
 ACTIVATIONS: list[dict[str, Any]] = [
     {"activation": "silu"},
     {"activation": "gelu"},

@@ -318,7 +318,7 @@ def mask(share: float, seed: int, place: int, salt: int, columns: int) -> Tensor
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         n = (n ^ (n >> shift)) * factor % 2**32
     n ^= n >> 16
-    return torch.where(n < int(share * 2**32), 0.0, 1 / (1 - share)).double()
+    return (n >= int(share * 2**32)).double() / (1 - share)
 
 
 def exact_with_dropout(case: Case, lora: ExpertLora, drop: Dropout) -> tuple[Tensor, list[Tensor]]:
