@@ -101,11 +101,16 @@ inline void turn_tiles_wide(const char* in, char* out) {
     }
 }
 
+// Neighbouring blocks lie far apart, where no hardware follows: each is brought into L2 while the eighth before it is
+// turned, and into L1 while the one before is.
+constexpr int kTurnAhead = 8;
+
 template <int W>
 inline void turn_blocks(const Transpose& t) {
   for (int i = 0; i < t.count; i++) {
     const char* in = t.in + (int64_t)i * (int64_t)t.in_stride;
-    // Neighbouring blocks lie far apart: each is fetched while the one before is turned.
+    for (int line = 0; i + kTurnAhead < t.count && line < 2 * kTileBytes; line += 64)
+      __builtin_prefetch(in + kTurnAhead * (int64_t)t.in_stride + line, 0, 2);
     for (int line = 0; i + 1 < t.count && line < 2 * kTileBytes; line += 64)
       __builtin_prefetch(in + t.in_stride + line, 0, 3);
     char* out = t.out + (int64_t)i * 2 * kTileBytes;

@@ -45,20 +45,7 @@ void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int3
   }
 }
 
-// What `turn` will read next: the k tiles from `k_tile` on of every stored block from `block` on.
-Fetch Backward::to_turn(const BlockStore& store, int32_t expert, int32_t block, int32_t k_tile, int32_t end) const {
-  return {store.at(expert, block, k_tile), (int32_t)store.k_bytes(std::min(kTurnedBlocks, end - k_tile)),
-          (int64_t)store.block_bytes()};
-}
-
-Fetch Backward::first_of(const UpUnit& unit) const {
-  if (!gradients_.keep) return block_from(first_read(unit), experts_.kernels().tile_bytes);
-  int32_t per_tile = experts_.shape().gated ? 2 : 1;
-  return to_turn(experts_.weights().down(), routing_.segments[(size_t)unit.segment].expert, 0, unit.block0 / per_tile,
-                 unit.block1 / per_tile);
-}
-
-void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
+void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   const KernelTable& kernels = experts_.kernels();
   const BlockStore& store = experts_.weights().down();
   const Segment& segment = routing_.segments[(size_t)unit.segment];
@@ -75,7 +62,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
     Up up{};
     up.keep_stride = (unit.block1 - unit.block0) * row_bytes;
     up.keep = slice + plan_.keep_at;
-    multiply_up(unit, to_turn(store, segment.expert, 0, first, last), slice, up, true);
+    multiply_up(unit, kNoFetch, slice, up, true);
     back.keep_stride = up.keep_stride;
     back.keep = up.keep - unit.block0 * row_bytes;
   }
@@ -114,13 +101,6 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
       for (int32_t i = j; i < back.block1; i++)
         turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * back.block_bytes);
       back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
-      if (back.block1 < last) {
-        back.next = to_turn(store, segment.expert, k, back.block1, last);
-      } else if (!back.last) {
-        back.next = to_turn(store, segment.expert, k + now, first, last);
-      } else {
-        back.next = next ? first_of(*next) : kNoFetch;
-      }
       std::vector<Extra> extras;
       if (back.first) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
       back.extra = extras.data();
@@ -166,14 +146,6 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
     for (int32_t j = lane.block0; j < lane.block1; j += kTurnedBlocks) {
       Down down = columns_of({j, std::min(j + kTurnedBlocks, lane.block1)}, slice);
       down.turned = true;
-      Fetch next = kNoFetch;
-      if (down.block1 < lane.block1) {
-        next = to_turn(store, segment.expert, k, down.block1, lane.block1);
-      } else if (k + now < k_tiles) {
-        next = to_turn(store, segment.expert, k + now, lane.block0, lane.block1);
-      } else if (index + 1 < routing_.segments.size()) {
-        next = to_turn(store, routing_.segments[index + 1].expert, 0, lane.block0, lane.block1);
-      }
       down.block_bytes = store.k_bytes(now);
       down.first = k == 0;
       down.last = k + now == k_tiles;
@@ -183,7 +155,6 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
         std::vector<Extra> extras;
         Piece piece{(int32_t)index, tile, tile + tiles};
         if (down.first) extras = turned_extras(piece, Factor::wide_a, j, down.block1, slice);
-        down.next = tile + tiles == whole.tiles ? next : kNoFetch;
         down.extra = extras.data();
         down.extras = (int32_t)extras.size();
         int64_t row = segment.begin + (int64_t)tile * whole.rows;

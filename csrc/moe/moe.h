@@ -68,8 +68,6 @@ class Backward final : public Task {
   void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
   void turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out) const;
-  Fetch to_turn(const BlockStore& store, int32_t expert, int32_t block, int32_t k_tile, int32_t end) const;
-  Fetch first_of(const UpUnit& unit) const;
   template <class Real>
   void add_weight_gradients(size_t segment);
 

@@ -23,6 +23,9 @@ VARIABLES = (
     Variable("KT_THREADS", "a positive number", "threads of a pool that is not told a count, in all groups together"),
     Variable("KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug says what was chosen"),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
+    Variable("API_HOST", "an address", "`kt serve` without --host listens there"),
+    Variable("API_PORT", "a port's number", "`kt serve` without --port listens there"),
+    Variable("API_KEY", "a key", "`kt serve` without --api-key wants this key"),
 )
 
 
@@ -34,5 +37,6 @@ def text(name: str) -> str:
 
 
 def current() -> dict[str, str]:
-    """Those of VARIABLES that are set, with their values."""
-    return {variable.name: text(variable.name) for variable in VARIABLES if text(variable.name)}
+    """Those of VARIABLES that are set, with their values; of a key only that it is set."""
+    found = {variable.name: text(variable.name) for variable in VARIABLES if text(variable.name)}
+    return {name: "(set)" if name.endswith("_KEY") else value for name, value in found.items()}

@@ -1,7 +1,7 @@
 """What the machine offers besides its cores: memory as this process may use it, GPUs, installed packages.
 
 Cores, caches and NUMA nodes are the native core's business (`_core.machine()`). Nothing here imports torch until
-`gpus()` is asked.
+`gpus()` or `bf16_is_fast()` is asked.
 """
 
 from __future__ import annotations
@@ -75,3 +75,10 @@ def gpus() -> list[Gpu]:
         return []
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [Gpu(device.name, device.total_memory) for device in found]
+
+
+def bf16_is_fast(device: str) -> bool:
+    """On a CPU without bf16 instructions torch multiplies bf16 up to a hundred times more slowly than float32."""
+    import torch
+
+    return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

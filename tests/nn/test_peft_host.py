@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from ktransformers.nn import attach, load_model, lora_parameters
 from ktransformers.nn.adapter import _staying
+from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.ghost import Ghost
 
 from .families import build, save, tokens
@@ -75,6 +77,22 @@ def test_attention_lora_moves() -> None:
     peft = adapted().to("meta")
     moved = [p for name, p in peft.named_parameters() if "self_attn" in name and "lora_" in name]
     assert moved and all(parameter.is_meta for parameter in moved)
+
+
+def test_copies_share_the_experts() -> None:
+    """Packed experts are frozen, so a copy of a model has the same ones; its adapters are its own."""
+    peft = adapted()
+    twin = copy.deepcopy(peft)
+    stores = [module.kt_store for module in expert_modules(peft).values()]
+    assert [module.kt_store for module in expert_modules(twin).values()] == stores and len(stores) == 2
+    before = loss(peft).item()
+    assert loss(twin).item() == before
+    mine, theirs = lora_parameters(peft), lora_parameters(twin)
+    assert mine.keys() == theirs.keys() and all(mine[name] is not theirs[name] for name in mine)
+    with torch.no_grad():
+        for parameter in theirs.values():
+            parameter.normal_(0, 0.5)
+    assert loss(twin).item() != before and loss(peft).item() == before
 
 
 def test_stock_experts_move() -> None:

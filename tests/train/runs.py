@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
@@ -18,6 +19,9 @@ from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import Result, build_trainer, train
 
 from .conftest import Quiet
+
+for package in ("trl", "datasets"):
+    pytest.importorskip(package)
 
 
 def run(keys: dict[str, Any], watcher: Quiet | None = None) -> Result:

@@ -20,6 +20,8 @@ from ktransformers.train.settings import HOME
 from .conftest import recipe
 from .seeds import SEEDS
 
+pytest.importorskip("trl")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
 FAMILY = {
@@ -27,6 +29,7 @@ FAMILY = {
     "deepseek_v3": "deepseek_v3",
     "kimi": "deepseek_v3",
     "qwen3_5": "qwen3_5_moe_text",
+    "smollm2": "mixtral",
 }
 
 
@@ -43,8 +46,9 @@ def test_there_is_a_recipe_for_each_model_and_stage() -> None:
 def test_recipes_are_valid(path: Path, model_of: Callable[[str], Path], tmp_path: Path) -> None:
     """As they stand, with the model still on the hub, and on a tiny model of the same family."""
     output = f"output_dir={tmp_path / 'out'}"
-    bare = make_plan(read_settings(path, [output]))
-    assert bare.directory is None and "not on this machine" in bare.plan.notes[-1]
+    if "/" in yaml.safe_load(path.read_text())["model_name_or_path"]:
+        bare = make_plan(read_settings(path, [output]))
+        assert bare.directory is None and "not on this machine" in bare.plan.notes[-1]
     words = [output, f"model_name_or_path={model_of(family_of(path.stem))}", "max_samples=8"]
     plan = make_plan(read_settings(path, words)).plan
     assert plan.data is not None and plan.data.train_rows > 0 and plan.data.steps > 0

@@ -10,12 +10,16 @@ import sys
 
 import typer
 
+from ktransformers.cli.chat import chat
 from ktransformers.cli.convert import convert
 from ktransformers.cli.doctor import doctor
 from ktransformers.cli.eval import evaluate
 from ktransformers.cli.make import make, upcycle
 from ktransformers.cli.merge import merge
 from ktransformers.cli.model import model
+from ktransformers.cli.plan import plan
+from ktransformers.cli.run import run
+from ktransformers.cli.serve import CONTEXT, serve
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
 from ktransformers.errors import KTError
@@ -27,9 +31,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
 app.command()(merge)
+app.command()(plan)
+app.command()(run)
+app.command(context_settings=CONTEXT)(serve)
 app.command()(train)
 app.command()(version)
 app.command("eval")(evaluate)

@@ -35,6 +35,10 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.targets is not None:
         ends = sorted({name.rpartition(".")[2] for name in (*plan.targets.modules, *plan.targets.parameters)})
         rows.append(("trained", f"{plan.trained_numbers} numbers in LoRA on {', '.join(ends)}"))
+    if plan.forecast is not None:
+        from ktransformers.cli.plan import plan_rows
+
+        rows += plan_rows(plan.forecast)
     rows.append(("output", f"{settings.output_dir}; {plan.start}"))
     rows += [("key", f"{key}: {value}") for key, value in settings.trainer.items() if key != "output_dir"]
     rows += [("note", note) for note in plan.notes]
@@ -153,6 +157,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run even where the plan says that it cannot fit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan, or the results, as one JSON document.")
     ] = False,
@@ -174,7 +179,7 @@ def train(
     first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
     screen = Silent() if as_json or not first else Screen() if sys.stdout.isatty() else Lines()
     try:
-        result = run.train(settings, screen)
+        result = run.train(settings, screen, force=force)
     except Interrupted as error:
         screen.close()
         print(f"kt: {error}", file=sys.stderr)
@@ -184,10 +189,13 @@ def train(
     if not first:
         return
     if as_json:
-        print(json.dumps({"output": str(result.output), "results": result.results}, indent=2))
+        compared = {line.what: {"predicted": line.predicted, "measured": line.measured} for line in result.comparison}
+        print(json.dumps({"output": str(result.output), "results": result.results, "compared": compared}, indent=2))
     else:
         losses = ", ".join(f"{name} {short(value)}" for name, value in result.results.items() if name.endswith("loss"))
         print(f"{len(result.manifest['tensors'])} tensors trained, {losses}; the adapter is in {result.output}")
+        for line in result.comparison:
+            print(line)
 
 
 class Silent(Lines):

@@ -20,6 +20,7 @@ from torch import Tensor
 from ktransformers.checkpoint import Shards, find_experts
 from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import Likelihood, Prompt, Question, Tokens
+from ktransformers.system import bf16_is_fast
 
 ENGINES = ("auto", "kt", "transformers")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -46,7 +47,7 @@ class LocalModel:
         if engine not in ENGINES:
             raise InputError("engine", repr(engine), f"one of {', '.join(ENGINES)}")
         if dtype == "auto":
-            dtype = "bfloat16" if device != "cpu" or _bf16_is_native() else "float32"
+            dtype = "bfloat16" if bf16_is_fast(device) else "float32"
         if dtype not in DTYPES:
             raise InputError("dtype", repr(dtype), f"auto or one of {', '.join(DTYPES)}")
         if not (directory / "config.json").is_file():
@@ -159,11 +160,6 @@ class LocalBackend:
             mask[place, span] = 1
         device = self._local.model.device
         return ids.to(device), mask.to(device)
-
-
-def _bf16_is_native() -> bool:
-    """Without such instructions torch multiplies bf16 a hundred times more slowly than float32."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _digest(directory: Path, pattern: str) -> str:

@@ -1,9 +1,9 @@
-"""Several LoRA adapters, and none, in one forward pass without gradients: who runs the model says for every expert layer
-which packed adapters there are and which one each row of the batch wants.
+"""Several LoRA adapters, and none, in one forward pass without gradients: who runs the model says for every layer of
+experts which packed adapters there are and which one each row of the batch wants.
 
-`with mixed({module: MixedLora(rows, adapters)}):` holds for the calling thread while the model is called. Rows are int32
-`[T]`, the place in `adapters` or -1, in the order of the hidden states that the experts get. A module that is not named
-computes its experts alone. Training knows nothing of this: PEFT's factors go their own way (`nn/adapter.py`).
+`with mixed({module: MixedLora(rows, adapters)}):` holds for the calling thread while the model is called. Rows are
+int32 `[T]`, the place in `adapters` or -1, in the order of the hidden states that the experts get. A module that is not
+named computes its experts alone. Training knows nothing of this: PEFT's factors go their own way (`nn/adapter.py`).
 """
 
 from __future__ import annotations

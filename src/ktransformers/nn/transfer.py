@@ -78,13 +78,14 @@ class Ascent:
 
 
 def start_down(tensors: Sequence[Tensor]) -> Descent:
-    """From the device that all are on, as they are when the current stream gets here."""
+    """From the device that all are on, as they are when the current stream gets here; contiguous when they arrive."""
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device != device:
             raise InputError("experts", f"tensors on {device} and {tensor.device}", "all of a layer on one device")
     if device.type != "cuda":
-        return Descent((), tuple(tensor.detach().to("cpu", copy=True) for tensor in tensors), None)
+        rows = torch.contiguous_format
+        return Descent((), tuple(tensor.detach().to("cpu", copy=True, memory_format=rows) for tensor in tensors), None)
     sources = tuple(tensor.detach().contiguous() for tensor in tensors)
     side = side_streams(device).down
     side.wait_stream(torch.cuda.current_stream(device))

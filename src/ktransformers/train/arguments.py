@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ktransformers.errors import InputError
+from ktransformers.system import bf16_is_fast
 from ktransformers.train.resolve import trainer_fields
 from ktransformers.train.settings import Settings
 
@@ -39,14 +40,15 @@ def device_of(settings: Settings) -> torch.device:
 
 
 def dtype_of(settings: Settings, words: dict[str, Any]) -> torch.dtype:
-    """Of everything but the experts: what bf16 and fp16 ask for, otherwise the checkpoint's. `words`: config.json."""
+    """Of everything but the experts: what bf16 and fp16 ask for, otherwise the checkpoint's, or float32 where this CPU
+    is slow at bf16. `words`: config.json."""
     if settings.trainer.get("bf16") or settings.model.pure_bf16:
         return torch.bfloat16
     if settings.trainer.get("fp16"):
         return torch.float16
     text = words.get("text_config") or {}
     named = next((part[key] for part in (words, text) for key in ("dtype", "torch_dtype") if part.get(key)), "bfloat16")
-    return torch.float32 if named == "float32" else torch.bfloat16
+    return torch.float32 if named == "float32" or not bf16_is_fast(device_of(settings).type) else torch.bfloat16
 
 
 def trainer_arguments(settings: Settings) -> SFTConfig | DPOConfig:

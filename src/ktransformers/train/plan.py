@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktransformers import place
 from ktransformers.errors import InputError
+from ktransformers.place.describe import candidate_document
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, step_rows, trainer_arguments
 from ktransformers.train.data.prepare import Found, Split, pack, prepare, read_datasets
 from ktransformers.train.data.render import PairTokens, Renderer, Tokens, show
 from ktransformers.train.data.templates import find_form, jinja, missing_tokens
+from ktransformers.train.forecast import try_forecast
 from ktransformers.train.model import locate_model, read_config, skeleton
 from ktransformers.train.settings import SECTIONS, Settings
 from ktransformers.train.targets import Targets, find_targets, trained_numbers
@@ -59,6 +62,7 @@ class Plan:
     data: DataPlan | None
     targets: Targets | None
     trained_numbers: int | None
+    forecast: place.Plan | None  # of memory and time
     notes: tuple[str, ...]
 
 
@@ -178,7 +182,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
     _check_kinds(found + held_out, settings)
     directory = locate_model(settings.model, download=download)
     seed = int(settings.trainer.get("seed", 42))
-    tokenizer, split, data, targets, numbers, dtype = None, None, None, None, None, None
+    tokenizer, split, data, targets, numbers, dtype, forecast = None, None, None, None, None, None, None
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
@@ -207,6 +211,8 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
         _check_packing(model, settings)
+        forecast, more = try_forecast(settings, directory, read_config(directory), data.longest)
+        notes += more
     plan = Plan(
         settings=settings,
         model=None if directory is None else str(directory),
@@ -219,6 +225,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         data=data,
         targets=targets,
         trained_numbers=numbers,
+        forecast=forecast,
         notes=tuple(notes),
     )
     return Prepared(plan, directory, tokenizer, split)
@@ -261,6 +268,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "data": None if plan.data is None else vars(plan.data),
         "targets": None if targets is None else {"modules": targets.modules, "parameters": targets.parameters},
         "trained_numbers": plan.trained_numbers,
+        "forecast": None if plan.forecast is None else candidate_document(plan.forecast.nearest),
         "settings": sections | {"trainer": settings.trainer},
         "notes": list(plan.notes),
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ktransformers.place import Comparison, Meter, compare, refuse
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
 from ktransformers.train.data.render import PairTokens
 from ktransformers.train.manifest import base_hash, check_gradients, make_manifest, text_hash
@@ -36,6 +37,7 @@ class Result:
     output: Path
     results: dict[str, Any]
     manifest: dict[str, Any]
+    comparison: tuple[Comparison, ...] = ()  # of the forecast with what was measured
 
 
 def _columns(rows: list[Any], settings: Settings) -> Any:
@@ -93,10 +95,13 @@ def _quiet_stock_callbacks(trainer: Any) -> None:
         trainer.remove_callback(callback)
 
 
-def train(settings: Settings, watcher: Watcher) -> Result:
+def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Result:
+    """`force`: also where the plan says that memory will not do."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     prepared = make_plan(settings, download=True)
     watcher.planned(prepared.plan)
+    if prepared.plan.forecast is not None:
+        refuse(prepared.plan.forecast, force=force)
     directory, output = prepared.directory, Path(settings.output_dir)
     assert directory is not None
     checkpoint, _ = resume_point(settings)
@@ -120,7 +125,7 @@ def train(settings: Settings, watcher: Watcher) -> Result:
     _quiet_stock_callbacks(trainer)
     for callback in (trainer.witness, Journal(output, clock, watcher.stepped), stopper, *_early(settings)):
         trainer.add_callback(callback)
-    with stopper.listening():
+    with stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
@@ -137,7 +142,18 @@ def train(settings: Settings, watcher: Watcher) -> Result:
     manifest = make_manifest(trainer.model, settings, trainer.witness, directory, facts)
     if main:
         finish_output(trainer, settings, results, manifest)
-    return Result(output, results, manifest)
+    return Result(output, results, manifest, _compare(prepared.plan, meter, results))
+
+
+def _compare(plan: Plan, meter: Meter, results: dict[str, Any]) -> tuple[Comparison, ...]:
+    if plan.forecast is None or plan.data is None:
+        return ()
+    import torch
+
+    gpu = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+    seen = float(results.get("epoch", 0.0)) * plan.data.tokens
+    rate = seen / max(float(results.get("train_runtime", 0.0)), 1e-9)
+    return compare(plan.forecast.nearest, host=meter.peak, gpu=gpu, tokens_per_second=rate)
 
 
 def _last_evaluation(trainer: Any) -> dict[str, Any]:

@@ -1,0 +1,168 @@
+"""`kt plan`: what a model takes on a machine, before anything is loaded.
+
+Everything is decided in ktransformers.place; here it becomes a table, or one JSON document. Without `--train` and
+`--serve` both are shown, with the defaults of each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ktransformers.place import Candidate, Machine, ModelShape, Plan, Serving, Training
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.1f} MB"
+
+
+def table_line(table: dict[str, int]) -> str:
+    shown = sorted(((size, name) for name, size in table.items() if size >= 5e6), reverse=True)
+    return ", ".join(f"{name} {gigabytes(size)}" for size, name in shown)
+
+
+def time_line(candidate: Candidate) -> str:
+    time = candidate.time
+    parts = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.parts.items() if seconds)
+    if time.first_token is None:
+        return (
+            f"{time.seconds:.3g} s a step of {time.tokens:.0f} tokens, {time.tokens_per_second:.3g} tokens/s ({parts})"
+        )
+    return f"first token after {time.first_token:.3g} s, then {time.tokens_per_second:.3g} tokens/s ({parts})"
+
+
+def choice_line(candidate: Candidate) -> str:
+    choice = candidate.choice
+    where = "attention and the rest on " + (
+        "the CPU" if not choice.gpus else "one GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
+    )
+    residents = f", {choice.residents} experts of each layer resident there" if choice.residents else ""
+    return f"experts in {choice.format} on the CPU{residents}; {where}"
+
+
+def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, str]]:
+    memory = candidate.memory
+    rows = [("how", choice_line(candidate))]
+    for place, table in enumerate(memory.gpus):
+        gpu = machine.gpus[place]
+        rows.append(
+            (f"gpu {place}", f"{gigabytes(sum(table.values()))} of {gigabytes(gpu.memory)}: {table_line(table)}")
+        )
+    rows.append(("host", f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}: {table_line(memory.host)}"))
+    if len(memory.nodes) > 1:
+        rows.append(("nodes", ", ".join(gigabytes(size) for size in memory.nodes)))
+    if memory.pinned:
+        rows.append(("pinned", f"{gigabytes(memory.pinned)} of the host's"))
+    if memory.mapped:
+        rows.append(("mapped", f"{gigabytes(memory.mapped)} of the checkpoint's pages, in the page cache"))
+    rows.append(("disk", table_line(memory.disk)))
+    rows.append(("time", time_line(candidate)))
+    if candidate.missing:
+        rows.append(("not yet", "this version lacks " + ", ".join(candidate.missing)))
+    return rows
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    found = plan.nearest
+    rows = candidate_rows(found, plan.machine)
+    if plan.best is None:
+        lacking = ", ".join(f"{place} lacks {gigabytes(size)}" for place, size in found.lacking.items())
+        rows.insert(0, ("no fit", f"{lacking}; this comes nearest:"))
+        for number, way in enumerate(plan.ways, 1):
+            later = f" (this version lacks {', '.join(way.candidate.missing)})" if way.candidate.missing else ""
+            rate = way.candidate.time.tokens_per_second
+            rows.append((f"way {number}", f"{' and '.join(way.changes)}: {rate:.3g} tokens/s{later}"))
+    for other in plan.others:
+        size = gigabytes(other.memory.host_bytes)
+        later = f" (this version lacks {', '.join(other.missing)})" if other.missing else ""
+        rows.append(("other", f"{choice_line(other)}: host {size}, {other.time.tokens_per_second:.3g} tokens/s{later}"))
+    rows += [("note", note) for note in plan.notes]
+    return rows
+
+
+def published_rows(model: ModelShape, work: str) -> list[tuple[str, str]]:
+    rows = []
+    for figure in model.published:
+        if figure["work"] != work:
+            continue
+        host = f", {figure['host_gb']:g} GB of host memory" if figure.get("host_gb") else ""
+        rate = f", {figure['tokens_per_second']:g} tokens/s" if figure.get("tokens_per_second") else ""
+        rows.append(("published", f"{figure['gpu_gb']:g} GB of GPU memory{host}{rate}: {figure['source']}"))
+    return rows
+
+
+def _works(
+    train_file: Path | None, words: list[str], serve: bool, serving: Serving, model: str
+) -> list[tuple[str, Training | Serving]]:
+    from ktransformers.place import Training
+
+    if train_file is not None:
+        from ktransformers.train.arguments import dtype_of
+        from ktransformers.train.forecast import work_of
+        from ktransformers.train.resolve import read_settings
+
+        config = Path(model) / "config.json"
+        settings = read_settings(train_file, [*words, f"model_name_or_path={model}"])
+        known = json.loads(config.read_text()) if config.is_file() else {}
+        return [("train", work_of(settings, dtype_of(settings, known).itemsize))]
+    return [("serve", serving)] if serve else [("train", Training()), ("serve", serving)]
+
+
+def _machine(name: str, gpu: str | None, ram: str | None, anew: bool) -> Machine:
+    from ktransformers.place import profile, with_gpus, with_memory
+    from ktransformers.place.calibrate import this_machine
+
+    machine = this_machine(anew=anew) if name == "this" else profile(name)
+    machine = machine if gpu is None else with_gpus(machine, gpu)
+    return machine if ram is None else with_memory(machine, ram)
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A folder with config.json, a hub id or short name that is known.", show_default=False)
+    ],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over those of --train's file.")
+    ] = None,
+    train: Annotated[Path | None, typer.Option("--train", help="Plan the training run of this YAML file.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan serving alone.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="GPUs: 24GB,24GB, names as rtx-4090, or none.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Host memory: 128GB.")] = None,
+    machine: Annotated[str, typer.Option(help="`this`, or a profile; `list` shows them.")] = "this",
+    context: Annotated[int, typer.Option(help="Serving: tokens of a sequence, at most.")] = 8192,
+    prompt: Annotated[int, typer.Option(help="Serving: tokens before the first answer.")] = 1024,
+    sequences: Annotated[int, typer.Option(help="Serving: requests at a time.")] = 1,
+    everything: Annotated[bool, typer.Option("--all", help="Also what this version cannot execute yet.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine anew.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Say what a model takes: memory by place, time, and the best plan that fits."""
+    from ktransformers.place import Serving, make_plan, open_shape, profiles
+    from ktransformers.place.describe import plan_document
+
+    if machine == "list":
+        for name, known in profiles().items():
+            print(f"{name:<16} {known.cpu.name}, {gigabytes(known.memory)}")
+        return
+    shape = open_shape(model)
+    works = _works(train, words or [], serve, Serving(context, prompt, sequences), model)
+    target = _machine(machine, gpu, ram, calibrate)
+    plans = {name: make_plan(shape, work, target, everything=everything) for name, work in works}
+    if as_json:
+        print(json.dumps({name: plan_document(found) for name, found in plans.items()}, indent=2))
+    else:
+        numbers = (
+            f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"
+        )
+        print(f"{'model':<10} {shape.name}: {numbers}")
+        print(f"{'machine':<10} {target.cpu.name}, {target.cpu.isa}, {target.cpu.threads} threads")
+        for name, found in plans.items():
+            print(f"\n{name}: {'fits' if found.best else 'does not fit'}")
+            for row, value in [*plan_rows(found), *published_rows(shape, name)]:
+                print(f"{row:<10} {value}")
+    if any(found.best is None for found in plans.values()):
+        raise typer.Exit(2)

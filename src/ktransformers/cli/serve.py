@@ -1,0 +1,21 @@
+"""`kt serve`: one model and its adapters over the OpenAI API.
+
+Its flags are read by `serve/flags.py` rather than by typer, because SGLang's launch lines give several values to one
+flag and have to work as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def serve(context: typer.Context) -> None:
+    """Serve a model over the OpenAI API: base and adapters, chosen by each request."""
+    from ktransformers.serve.flags import parse
+    from ktransformers.serve.launch import serve as run
+
+    run(parse(context.args), lambda line: print(f"kt: {line}", file=sys.stderr, flush=True))

@@ -1,0 +1,165 @@
+"""The rates of the machine that this runs on: a few seconds of bare loops and of one real layer, once.
+
+The result is one JSON file for a CPU, variant and thread count under the XDG cache, written by a rename. Bare loops
+give the roofs (`_core.Pool.rate`); a layer of 16 experts, forward and backward, what its kernels reach of them, because
+that share is the variant's own. It is measured with many tokens, where reading the weights hardly counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ktransformers import system
+from ktransformers.place.machine import Cpu, Gpu, Machine, gpu_rows
+
+VERSION = 1  # of what is measured; older files are measured anew
+SECONDS = 0.2  # of one bare loop
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 512, 256, 16, 4  # of the layer
+LAYER_SECONDS = 0.15  # of one pass through it, about
+
+
+@dataclass(frozen=True)
+class Rates:
+    version: int
+    cpu: str
+    isa: str
+    threads: int
+    nodes: int
+    tile_flops: float
+    read_bytes: float
+    dense_flops: float
+    dense_flops_f32: float
+    forward_share: float
+    backward_share: float
+
+
+def cache_file(key: str) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME", "").strip() or str(Path.home() / ".cache")
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return Path(root) / "ktransformers" / f"machine-{digest}.json"
+
+
+def calibrate(*, anew: bool = False) -> Rates:
+    """From the cache, or measured now."""
+    from ktransformers import _core
+
+    machine, pool = _core.machine(), _core.Pool()
+    isa = _core.isa()
+    file = cache_file(f"{machine['cpu']} {machine['cpus']} {machine['l2']} {isa} {pool.threads}")
+    if not anew and (found := _read(file)) is not None:
+        return found
+    tile, read = pool.rate("panels", SECONDS), pool.rate("read", SECONDS)
+    forward, backward = _layer_shares(pool, tile)
+    rates = Rates(
+        version=VERSION,
+        cpu=machine["cpu"],
+        isa=isa,
+        threads=pool.threads,
+        nodes=pool.groups,
+        tile_flops=tile,
+        read_bytes=read,
+        dense_flops=_dense_rate("bfloat16"),
+        dense_flops_f32=_dense_rate("float32"),
+        forward_share=forward,
+        backward_share=backward,
+    )
+    _write(file, rates)
+    return rates
+
+
+def _read(file: Path) -> Rates | None:
+    try:
+        rates = Rates(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return rates if rates.version == VERSION else None
+
+
+def _write(file: Path, rates: Rates) -> None:
+    """A cache that cannot be written costs a few seconds next time, nothing else."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as stream:
+            json.dump(asdict(rates), stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(stream.name).replace(file)
+    except OSError:
+        return
+
+
+def _fastest(call: Callable[[], object], rounds: int = 3) -> float:
+    best = float("inf")
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def _layer_shares(pool: object, tile: float) -> tuple[float, float]:
+    """Share of the tile loop that forward and backward of a real layer reach."""
+    import torch
+
+    from ktransformers.nn import ExpertStore
+
+    generator = torch.Generator().manual_seed(0)
+    row = 2 * 3 * HIDDEN * INTERMEDIATE * TOP_K
+    tokens = max(64, min(16384, int(LAYER_SECONDS * tile / row)))
+    store = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, pool=pool)  # type: ignore[arg-type]
+    wide = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator).mul_(HIDDEN**-0.5).bfloat16()
+    store.pack(gate_up=wide, down=wide.view(EXPERTS, HIDDEN, 2 * INTERMEDIATE)[:, :, :INTERMEDIATE])
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
+    weights = torch.full((tokens, TOP_K), 1 / TOP_K)
+    keep = store.new_keep(tokens, TOP_K)
+    forward = _fastest(lambda: store.forward(hidden, ids, weights, keep=keep))
+    backward = _fastest(lambda: store.backward(hidden, hidden, ids, weights, keep=keep))
+    return tokens * row / forward / tile, tokens * row / backward / tile
+
+
+def _dense_rate(name: str) -> float:
+    """Of torch's product. A CPU without bf16 instructions is a hundred times slower in bf16, so sizes begin small."""
+    import torch
+
+    dtype, size, rate = getattr(torch, name), 128, 0.0
+    while size <= 2048:
+        left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+        seconds = _fastest(lambda a=left, b=right: a @ b, rounds=2)  # type: ignore[misc]
+        rate = max(rate, 2 * size**3 / seconds)
+        if seconds > 0.05:
+            break
+        size *= 2
+    return rate
+
+
+def _gpu(found: system.Gpu) -> Gpu:
+    rows = gpu_rows()
+    like = next((row for row in rows.values() if row.name.removeprefix("GeForce ") in found.name), rows["rtx-4090"])
+    return Gpu(found.name, found.memory, like.flops, like.bandwidth, like.link)
+
+
+def this_machine(*, anew: bool = False) -> Machine:
+    rates = calibrate(anew=anew)
+    cpu = Cpu(
+        rates.cpu,
+        rates.isa,
+        rates.threads,
+        rates.nodes,
+        rates.tile_flops,
+        rates.read_bytes,
+        rates.dense_flops,
+        rates.dense_flops_f32,
+        rates.forward_share,
+        rates.backward_share,
+    )
+    gpus = tuple(_gpu(found) for found in system.gpus())
+    sources = ("measured on this machine",)
+    return Machine("this", cpu, system.memory().available, gpus, True, sources)

@@ -1,0 +1,54 @@
+"""A plan as a document of plain values, for `--json` and for manifests: sizes in bytes, times in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ktransformers.place.plan import Candidate, Plan
+
+
+def candidate_document(candidate: Candidate) -> dict[str, Any]:
+    memory, time = candidate.memory, candidate.time
+    return {
+        "work": asdict(candidate.work),
+        "choice": asdict(candidate.choice),
+        "fits": candidate.fits,
+        "lacking": candidate.lacking,
+        "executable": not candidate.missing,
+        "missing": list(candidate.missing),
+        "host": memory.host | {"total": memory.host_bytes},
+        "gpus": [table | {"total": sum(table.values())} for table in memory.gpus],
+        "nodes": list(memory.nodes),
+        "pinned": memory.pinned,
+        "mapped": memory.mapped,
+        "disk": memory.disk,
+        "seconds": time.seconds,
+        "seconds_by_part": time.parts,
+        "tokens": time.tokens,
+        "tokens_per_second": time.tokens_per_second,
+        "first_token_seconds": time.first_token,
+    }
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    return {
+        "model": plan.model.name,
+        "numbers": plan.model.numbers,
+        "machine": {
+            "name": plan.machine.name,
+            "memory": plan.machine.memory,
+            "gpus": [{"name": gpu.name, "memory": gpu.memory} for gpu in plan.machine.gpus],
+            "measured": plan.machine.measured,
+            "sources": list(plan.machine.sources),
+        },
+        "fits": plan.best is not None,
+        "plan": candidate_document(plan.nearest),
+        "ways": [
+            {"changes": list(way.changes), "same_results": way.same, "plan": candidate_document(way.candidate)}
+            for way in plan.ways
+        ],
+        "others": [candidate_document(other) for other in plan.others],
+        "published": [dict(figure) for figure in plan.model.published],
+        "notes": list(plan.notes),
+    }

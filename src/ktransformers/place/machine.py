@@ -1,0 +1,193 @@
+"""The machine that a plan is for: rates and sizes, measured here or taken from a named profile.
+
+Rates are bytes and operations a second of bare loops (`_core.Pool.rate`), and `Shares` what real layers reach of them.
+A profile is a YAML file in `profiles/`; what in it was measured and what was estimated stands in its `sources`. GPUs
+are rows of `profiles/gpus.yaml`, so that `--gpu` may name one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ktransformers.errors import InputError
+
+GB = 10**9
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a layer of experts reaches of the bare loops; `sum` is how the two add up (1: after each other)."""
+
+    tile: float
+    read: float
+    sum: float = 1.6
+    call: float = 0.2e-3  # seconds that a call takes besides
+
+
+# Fitted to the 35 cells of bench/results: of the 28 of amx 8 % off on average, 21 % at most (tested). generic was
+# measured on two Neoverse cores, whose panels do not wait for memory.
+SHARES = {
+    "amx": Shares(tile=0.70, read=0.86),
+    "avx512_bf16": Shares(tile=0.96, read=0.94),
+    "avx512": Shares(tile=0.96, read=0.94),
+    "avx2": Shares(tile=1.0, read=0.70),
+    "generic": Shares(tile=1.0, read=0.70),
+}
+# Backward's products run at this share of forward's rate: 6.0 against 7.4 TFLOPS in the first prototype of both.
+BACKWARD = 0.81
+
+
+@dataclass(frozen=True)
+class Cpu:
+    name: str
+    isa: str
+    threads: int
+    nodes: int
+    tile_flops: float  # operations a second of the tile loop over panels, all threads
+    read_bytes: float  # bytes a second from memory
+    dense_flops: float  # of torch's product in bf16
+    dense_flops_f32: float  # and in float32
+    forward_share: float | None = None  # measured here, in place of SHARES[isa].tile
+    backward_share: float | None = None
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation in a panel: bf16 where the CPU multiplies bf16 (csrc/kernels/table.h)."""
+        return 2 if self.isa in ("amx", "avx512_bf16") else 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory: int  # bytes
+    flops: float  # dense bf16, f32 sums
+    bandwidth: float  # bytes a second of its memory
+    link: float  # bytes a second over PCIe, pinned, one direction
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    cpu: Cpu
+    memory: int  # bytes of host memory that may be used
+    gpus: tuple[Gpu, ...]
+    measured: bool
+    sources: tuple[str, ...]
+
+
+def parse_bytes(name: str, word: str) -> int:
+    """`24GB`, `1.3TB`, `16GiB`; a bare number is bytes."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", word)
+    unit = UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise InputError(name, word, "a size such as 24GB, 1.5TB or 16GiB")
+    return round(float(found[1]) * unit)
+
+
+class _GpuRow(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    title: str
+    memory: str
+    tflops: float
+    bandwidth_gbs: float
+    link_gbs: float
+    source: str
+
+
+class _Profile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    title: str
+    isa: str
+    threads: int
+    nodes: int = 1
+    memory: str
+    tile_tflops: float
+    read_gbs: float
+    dense_tflops: float
+    dense_tflops_f32: float
+    gpus: list[str] = []
+    sources: list[str]
+
+
+def _documents() -> dict[str, Any]:
+    folder = resources.files("ktransformers.place") / "profiles"
+    entries = [entry for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return {entry.name.removesuffix(".yaml"): yaml.safe_load(entry.read_text()) for entry in entries}
+
+
+def gpu_rows() -> dict[str, Gpu]:
+    """Short name -> GPU."""
+    rows = {name: _GpuRow(**row) for name, row in _documents()["gpus"].items()}
+    return {
+        name: Gpu(
+            row.title,
+            parse_bytes(name, row.memory),
+            row.tflops * 1e12,
+            row.bandwidth_gbs * GB,
+            row.link_gbs * GB,
+        )
+        for name, row in rows.items()
+    }
+
+
+def profiles() -> dict[str, Machine]:
+    """Name -> machine, of every shipped profile."""
+    known = gpu_rows()
+    found = {}
+    for name, document in sorted(_documents().items()):
+        if name == "gpus":
+            continue
+        try:
+            profile = _Profile(**document)
+        except ValidationError as error:
+            raise InputError(f"profile {name}", str(error), "the keys of a profile") from error
+        cpu = Cpu(
+            profile.title,
+            profile.isa,
+            profile.threads,
+            profile.nodes,
+            profile.tile_tflops * 1e12,
+            profile.read_gbs * GB,
+            profile.dense_tflops * 1e12,
+            profile.dense_tflops_f32 * 1e12,
+        )
+        gpus = tuple(known[gpu] for gpu in profile.gpus)
+        found[name] = Machine(name, cpu, parse_bytes(name, profile.memory), gpus, False, tuple(profile.sources))
+    return found
+
+
+def profile(name: str) -> Machine:
+    known = profiles()
+    if name not in known:
+        raise InputError("machine", name, "`this`, or one of " + ", ".join(known))
+    return known[name]
+
+
+def with_gpus(machine: Machine, words: str) -> Machine:
+    """`24GB,24GB`, names of GPUs, or `none`. A size alone takes the machine's own GPU, or an RTX 4090's rates."""
+    if words.strip().lower() in ("none", "0", ""):
+        return replace(machine, gpus=())
+    known, own, found = gpu_rows(), list(machine.gpus), []
+    for place, word in enumerate(word.strip() for word in words.split(",")):
+        if word.lower() in known:
+            found.append(known[word.lower()])
+            continue
+        like = own[min(place, len(own) - 1)] if own else known["rtx-4090"]
+        memory = parse_bytes("gpu", word)
+        name = like.name if memory == like.memory else f"{word} like {like.name}"
+        found.append(replace(like, memory=memory, name=name))
+    return replace(machine, gpus=tuple(found))
+
+
+def with_memory(machine: Machine, word: str) -> Machine:
+    return replace(machine, memory=parse_bytes("ram", word))

@@ -1,0 +1,206 @@
+"""Bytes by place and purpose, from shapes alone: the table of docs/plan.md as code, one line for each row of it.
+
+T tokens at once, H hidden, I intermediate, E experts of a layer, k experts of a token, r rank, b bytes of a number.
+Workspace and kept rows follow csrc/moe/plan.cpp and moe/task.h, packed sizes weights.cpp and lora.cpp. What autograd
+keeps of a layer, and what the loss needs, was measured (docs/plan.md). The surprising row is the loss: on a CPU its
+tile costs eight times its own size, which for small models is more than everything that is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktransformers.place.formats import TILE_K, format_of, packed_expert_bytes, packed_lora_bytes, tiles
+from ktransformers.place.machine import Machine
+from ktransformers.place.shape import ModelShape
+from ktransformers.place.work import Choice, Serving, Training, Work
+
+PROCESS = 390_000_000  # anonymous memory of Python with torch, transformers and TRL, measured
+CUDA_HOST = 1_000_000_000  # and what a CUDA context adds in host memory, estimated
+CUDA_CONTEXT = 600_000_000  # of a GPU's memory: context and what its allocator wastes, estimated
+LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
+LOSS_COPIES = 7.25  # float32 and bool beside the tile, where torch operators compute it (a CPU); Triton needs none
+LANE = 3_000_000  # bytes of scratch for one thread of the pool
+HUGE = 2 << 20  # the core maps in units of this from this size on
+
+Table = dict[str, int]  # purpose -> bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    host: Table  # anonymous
+    gpus: tuple[Table, ...]
+    disk: Table
+    nodes: tuple[int, ...]  # host bytes by NUMA node
+    pinned: int  # part of host
+    mapped: int  # pages of the checkpoint in use: the page cache, which gives way under pressure
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def gpu_bytes(self) -> tuple[int, ...]:
+        return tuple(sum(table.values()) for table in self.gpus)
+
+
+def _huge(size: int) -> int:
+    return size if size < HUGE else -(-size // HUGE) * HUGE
+
+
+def expert_bytes(model: ModelShape, choice: Choice) -> int:
+    """One expert, packed."""
+    return packed_expert_bytes(model.hidden, model.intermediate, model.gated, format_of(choice.format))
+
+
+def expert_lora_numbers(model: ModelShape, rank: int) -> int:
+    """r (2 H + 3 I) for an expert: gate and up have one A and a B of 2 I rows, down an A and a B."""
+    wide = (2 if model.gated else 1) * model.intermediate
+    return model.expert_layers * model.experts * rank * (2 * model.hidden + wide + model.intermediate)
+
+
+def attention_lora_numbers(model: ModelShape, rank: int) -> int:
+    return sum(rank * (linear.inputs + linear.outputs) for linear in model.linears)
+
+
+def _rows(model: ModelShape, tokens: int) -> int:
+    """Rows of all experts together, each expert's filled up to tiles of 16."""
+    touched = min(model.experts, tokens * model.top_k)
+    return tokens * model.top_k + 8 * touched
+
+
+def keep_bytes(model: ModelShape, tokens: int, machine: Machine) -> int:
+    """Gate and up of every row, for backward: T k times 2 I."""
+    width = TILE_K * tiles(model.intermediate) * (2 if model.gated else 1)
+    return tokens * model.top_k * width * machine.cpu.element
+
+
+def workspace_bytes(model: ModelShape, work: Work, machine: Machine) -> int:
+    """What one call borrows: panels between units and lanes, sums of the output, scratch of the threads."""
+    rows, element = _rows(model, work.tokens), machine.cpu.element
+    inner = TILE_K * tiles(model.intermediate)
+    sums = work.tokens * model.hidden * 4
+    panels = rows * inner * element
+    if isinstance(work, Training):
+        panels *= 2  # gradients of gate and up
+        if work.adapts_experts:
+            ranks = TILE_K * tiles(work.rank)
+            panels += rows * (inner + 4 * ranks) * element  # activated rows for dA and dB of down; rows times factors
+    return _huge(panels + sums + machine.cpu.threads * LANE)
+
+
+def layer_bytes(model: ModelShape, work: Training) -> int:
+    """What autograd keeps of one layer, its experts apart: 8 H for norms and residuals, attention twice, MLPs."""
+    return work.tokens * work.rest_bytes * (8 * model.hidden + 2 * model.attention_width + model.mlp_width)
+
+
+def loss_bytes(model: ModelShape, work: Training, on_gpu: bool) -> int:
+    rows = min(work.tokens, LOSS_ROWS)
+    if on_gpu:
+        return rows * LOSS_COLUMNS * work.rest_bytes + work.tokens * model.hidden * 8
+    copies = int(LOSS_COPIES * min(model.vocabulary, LOSS_COLUMNS)) * 4
+    return rows * (LOSS_COLUMNS * work.rest_bytes + copies) + work.tokens * model.hidden * 4
+
+
+def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: bool, absent: int = 0) -> int:
+    """With checkpointing the layers' inputs and the larger of one layer and the loss; without, all layers and the loss.
+
+    `absent`: bytes counted elsewhere that are not there yet while the loss is computed.
+    """
+    layer, loss = layer_bytes(model, work), loss_bytes(model, work, on_gpu) - absent
+    if work.checkpointing:
+        return layers * work.tokens * model.hidden * work.rest_bytes + max(layer, loss)
+    return layers * layer + max(0, loss)
+
+
+def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Memory:
+    experts = model.expert_layers * _huge(model.experts * expert_bytes(model, choice))
+    host: Table = {"process": PROCESS, "experts": experts}
+    gpus: list[Table] = [{} for _ in range(choice.gpus)]
+    if choice.gpus:
+        host["process"] += CUDA_HOST
+        for place, table in enumerate(gpus):
+            table["context"] = CUDA_CONTEXT
+            table["weights"] = _share(model, choice.gpus, place) * work.rest_bytes
+            table["residents"] = _resident_bytes(model, choice) // choice.gpus
+    same = model.rest_dtype_bytes == work.rest_bytes
+    mapped = model.rest * work.rest_bytes if not choice.gpus and same else 0
+    if not choice.gpus and not same:
+        host["weights"] = model.rest * work.rest_bytes
+    host["workspace"] = workspace_bytes(model, work, machine)
+    if isinstance(work, Training):
+        pinned = _training(model, work, machine, host, gpus)
+        disk = {"adapter": _trained(model, work)[2] * work.trained_bytes}
+        disk["checkpoints"] = work.saves * _trained(model, work)[2] * 3 * work.trained_bytes
+    else:
+        pinned = _serving(model, work, host, gpus)
+        disk = {}
+    disk["checkpoint"] = model.checkpoint_bytes or model.numbers * 2
+    sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
+    nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
+    nodes[0] += elsewhere  # whoever touches it first, which is one process
+    return Memory(host, tuple(gpus), disk, tuple(nodes), pinned, mapped)
+
+
+def _share(model: ModelShape, gpus: int, place: int) -> int:
+    """Numbers of everything but experts on one of several GPUs: layers in equal parts, ends where they belong."""
+    own = model.layers * (place + 1) // gpus - model.layers * place // gpus
+    numbers = own * model.rest_per_layer
+    numbers += model.embedding if place == 0 else 0
+    if place == gpus - 1:
+        numbers += model.head if not model.tied else model.embedding if gpus > 1 else 0
+    return numbers
+
+
+def _resident_bytes(model: ModelShape, choice: Choice) -> int:
+    return model.expert_layers * choice.residents * expert_bytes(model, choice)
+
+
+def _trained(model: ModelShape, work: Training) -> tuple[int, int, int]:
+    """Numbers that are trained: of experts, of attention, together."""
+    experts = expert_lora_numbers(model, work.rank) if work.adapts_experts else 0
+    attention = attention_lora_numbers(model, work.rank) if work.adapts_attention else 0
+    return experts, attention, experts + attention
+
+
+def _training(model: ModelShape, work: Training, machine: Machine, host: Table, gpus: list[Table]) -> int:
+    """Fills in what learns; returns the pinned bytes."""
+    experts, attention, _ = _trained(model, work)
+    near = gpus or [host]  # where attention lives
+    for table, numbers in ((host, experts), *((table, attention // len(near)) for table in near)):
+        table["LoRA"] = table.get("LoRA", 0) + numbers * work.trained_bytes
+        table["gradients"] = table.get("gradients", 0) + numbers * work.trained_bytes
+        table["optimiser"] = table.get("optimiser", 0) + 2 * numbers * work.trained_bytes  # two moments
+    if work.adapts_experts:
+        per_layer = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank) * model.experts
+        host["packed LoRA"] = model.expert_layers * _huge(per_layer)
+    kept = model.expert_layers if work.retain or not work.checkpointing else 1
+    host["kept rows"] = kept * keep_bytes(model, work.tokens, machine)
+    rows = work.tokens * model.hidden * work.rest_bytes
+    if not gpus:
+        absent = host["gradients"] if work.batches <= 1 else 0  # an earlier batch of the step would have left them
+        host["activations"] = activation_bytes(model, work, model.layers, False, absent)
+        host["activations"] += (kept - 1) * rows if work.checkpointing else 0  # outputs beside kept rows
+        return 0
+    for table in gpus:
+        table["activations"] = activation_bytes(model, work, -(-model.layers // len(gpus)), True)
+        table["buffers"] = 4 * rows
+    host["transfers"] = (4 + (kept if kept > 1 else 0)) * rows
+    return host["LoRA"] + host["transfers"]
+
+
+def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -> int:
+    """Fills in what serving needs; returns the pinned bytes."""
+    cache = work.sequences * work.context * model.cache_width * work.rest_bytes
+    width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
+    moment = work.tokens * work.rest_bytes * width + work.sequences * model.vocabulary * 4
+    rows = work.tokens * model.hidden * work.rest_bytes
+    for table in gpus or [host]:
+        table["KV cache"] = cache // max(1, len(gpus))
+        table["activations"] = moment
+    if not gpus:
+        return 0
+    for table in gpus:
+        table["buffers"] = 2 * rows
+    host["transfers"] = 2 * rows
+    return host["transfers"]

@@ -1,0 +1,250 @@
+"""The best way to do some work with a model on a machine, or what is missing and the three cheapest ways out.
+
+Every choice (format, GPUs, residents) is evaluated by `memory` and `cost`; the fastest that fits is the plan. Only what
+this version executes is proposed unless `everything` is asked for. Where nothing fits, the work and the choice are
+changed one step or two at a time until it does: first what costs time alone, then what changes the work, then formats
+that this version lacks, at last more memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ktransformers.errors import InputError
+from ktransformers.place.cost import Time, time_of
+from ktransformers.place.formats import FORMATS
+from ktransformers.place.machine import Machine
+from ktransformers.place.memory import Memory, expert_bytes, memory_of
+from ktransformers.place.shape import ModelShape
+from ktransformers.place.work import Choice, Serving, Training, Work
+
+HOST_SHARE = 0.97  # of the free memory; the rest stays with the system
+GPU_SHARE = 0.95
+WAYS = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of doing it, fitting or not."""
+
+    work: Work
+    choice: Choice
+    memory: Memory
+    time: Time
+    lacking: dict[str, int]  # place -> bytes that are missing there; empty: it fits
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this version lacks for it."""
+        return self.choice.missing
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacking
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.time.seconds / self.time.tokens
+
+
+@dataclass(frozen=True)
+class Way:
+    """Out of a plan that does not fit."""
+
+    changes: tuple[str, ...]
+    candidate: Candidate
+    same: bool  # the results stay what they were
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: ModelShape
+    machine: Machine
+    best: Candidate | None
+    nearest: Candidate  # the best, or the one that lacks least
+    ways: tuple[Way, ...]
+    others: tuple[Candidate, ...]  # with `everything`: what fits besides the best, the fastest first
+    notes: tuple[str, ...]
+
+
+def evaluate(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Candidate:
+    memory = memory_of(model, work, choice, machine)
+    lacking = {}
+    short = memory.host_bytes + memory.mapped - int(machine.memory * HOST_SHARE)
+    if short > 0:
+        lacking["host"] = short
+    for place, used in enumerate(memory.gpu_bytes):
+        short = used - int(machine.gpus[place].memory * GPU_SHARE)
+        if short > 0:
+            lacking[f"gpu{place}"] = short
+    return Candidate(work, choice, memory, time_of(model, work, choice, machine), lacking)
+
+
+def _residents(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> int:
+    """Experts of each layer that the GPUs have room for."""
+    bare = evaluate(model, work, choice, machine)
+    room = sum(int(gpu.memory * GPU_SHARE) for gpu in machine.gpus[: choice.gpus]) - sum(bare.memory.gpu_bytes)
+    return max(0, min(model.experts, room // (model.expert_layers * expert_bytes(model, choice))))
+
+
+def choices(model: ModelShape, work: Work, machine: Machine) -> Iterator[Choice]:
+    """Every format, on no GPU, one, or all of them, without residents and with as many as there is room for."""
+    for name, gpus in itertools.product(FORMATS, sorted({0, min(1, len(machine.gpus)), len(machine.gpus)})):
+        bare = Choice(name, gpus)
+        yield bare
+        if gpus and (count := _residents(model, work, bare, machine)):
+            yield replace(bare, residents=count)
+
+
+def make_plan(model: ModelShape, work: Work, machine: Machine, *, everything: bool = False) -> Plan:
+    found = [evaluate(model, work, choice, machine) for choice in choices(model, work, machine)]
+    usable = [candidate for candidate in found if everything or not candidate.missing]
+    fitting = sorted((candidate for candidate in usable if candidate.fits), key=lambda c: c.seconds_per_token)
+    best = fitting[0] if fitting else None
+    nearest = best or min(usable, key=lambda c: (sum(c.lacking.values()), c.seconds_per_token))
+    ways = () if best is not None else _ways_out(model, nearest, machine)
+    notes = _notes(model, machine, nearest)
+    return Plan(model, machine, best, nearest, ways, tuple(fitting[1:]) if everything else (), notes)
+
+
+def _notes(model: ModelShape, machine: Machine, found: Candidate) -> tuple[str, ...]:
+    notes = []
+    work = found.work
+    if isinstance(work, Training) and work.checkpointing and not work.retain and found.fits:
+        other = evaluate(model, replace(work, retain=True), found.choice, machine)
+        if other.fits:
+            gain = found.seconds_per_token / other.seconds_per_token
+            more = (other.memory.host_bytes - found.memory.host_bytes) / 1e9
+            notes.append(f"kt_cpu_activation: retain would fit: {gain:.2f} times as fast for {more:.1f} GB more")
+    if model.stored != "bf16":
+        notes.append(f"released in {model.stored}: this version reads bf16 checkpoints, convert it first")
+    if not model.checkpoint_bytes:
+        notes.append("from config.json alone; the checkpoint's headers would count every tensor")
+    if not machine.measured:
+        notes.append(f"rates of the profile {machine.name}, not of a measurement here")
+    return tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Change:
+    kind: str  # at most one of a kind
+    words: str
+    work: Work
+    choice: Choice
+    same: bool
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while value > least:
+        value = max(least, value // 2)
+        yield value
+
+
+def _training_changes(work: Training, choice: Choice) -> Iterator[_Change]:
+    def change(kind: str, words: str, same: bool, **fields: object) -> _Change:
+        return _Change(kind, words, replace(work, **fields), choice, same)  # type: ignore[arg-type]
+
+    if work.retain:
+        yield change("recompute", "kt_cpu_activation: recompute", True, retain=False)
+    if not work.checkpointing:
+        yield change("recompute", "disable_gradient_checkpointing: false", True, checkpointing=True, retain=False)
+    for tokens in _halves(work.tokens, work.sequence):
+        yield change("tokens", f"kt_tokens_per_batch: {tokens}", True, tokens=tokens)
+    for length in _halves(work.sequence, 256):
+        tokens = max(length, work.tokens * length // work.sequence)
+        per_step = max(tokens, work.tokens_per_step * length // work.sequence)
+        words = f"cutoff_len: {length}"
+        yield change("tokens", words, False, sequence=length, tokens=tokens, tokens_per_step=per_step)
+    if work.trained_bytes == 4:
+        yield change("trained", "pure_bf16: true", False, trained_bytes=2)
+    for rank in _halves(work.rank, 4):
+        yield change("rank", f"lora_rank: {rank}", False, rank=rank)
+    if work.adapts_experts and work.adapts_attention:
+        yield change("rank", "lora_target: attention alone", False, adapts_experts=False)
+
+
+def _serving_changes(work: Serving, choice: Choice) -> Iterator[_Change]:
+    for count in _halves(work.sequences, 1):
+        yield _Change("sequences", f"{count} requests at a time", replace(work, sequences=count), choice, True)
+    for length in _halves(work.context, 512):
+        changed = replace(work, context=length, prompt=min(work.prompt, length))
+        yield _Change("context", f"a context of {length} tokens", changed, choice, False)
+
+
+def _changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
+    yield from _training_changes(work, choice) if isinstance(work, Training) else _serving_changes(work, choice)
+    if choice.residents:
+        yield _Change("residents", "no residents", work, replace(choice, residents=0), True)
+    if choice.gpus:
+        yield _Change("gpus", "no GPU: everything on the CPU", work, replace(choice, gpus=0, residents=0), True)
+    if len(machine.gpus) > max(1, choice.gpus):
+        yield _Change("gpus", "layers spread over all GPUs", work, replace(choice, gpus=len(machine.gpus)), True)
+    for name in FORMATS:
+        if name != choice.format and FORMATS[name].bytes_per_weight < FORMATS[choice.format].bytes_per_weight:
+            yield _Change("format", f"experts in {name}", work, replace(choice, format=name), False)
+
+
+def _with_hardware(model: ModelShape, candidate: Candidate, machine: Machine, words: tuple[str, ...]) -> Way:
+    """The same on a machine that has what is lacking, in round numbers."""
+    memory, gpus, more = machine.memory, list(machine.gpus), []
+    for place, short in candidate.lacking.items():
+        if place == "host":
+            memory = _round_up((memory * HOST_SHARE + short) / HOST_SHARE)
+            more.append(f"{memory / 1e9:.0f} GB of host memory")
+        else:
+            index = int(place.removeprefix("gpu"))
+            gpus[index] = replace(gpus[index], memory=_round_up(candidate.memory.gpu_bytes[index] / GPU_SHARE))
+            more.append(f"a GPU with {gpus[index].memory / 1e9:.0f} GB")
+    larger = replace(machine, memory=memory, gpus=tuple(gpus))
+    same = candidate.choice.format == "bf16"
+    return Way((*words, *more), evaluate(model, candidate.work, candidate.choice, larger), same)
+
+
+def _round_up(size: float) -> int:
+    return -(-int(size) // 10**9) * 10**9
+
+
+def _ways_out(model: ModelShape, nearest: Candidate, machine: Machine) -> tuple[Way, ...]:
+    singles = list(_changes(nearest.work, nearest.choice, machine))
+    found: list[tuple[frozenset[str], Way]] = []
+    for change in singles:
+        candidate = evaluate(model, change.work, change.choice, machine)
+        if candidate.fits:
+            found.append((frozenset({change.kind}), Way((change.words,), candidate, change.same)))
+    enough = {words for _, way in found for words in way.changes}
+    pairs = ((first, second) for first in singles for second in _changes(first.work, first.choice, machine))
+    for first, second in pairs:
+        if first.kind == second.kind or {first.words, second.words} & enough:
+            continue
+        candidate = evaluate(model, second.work, second.choice, machine)
+        if candidate.fits:
+            way = Way((first.words, second.words), candidate, first.same and second.same)
+            found.append((frozenset({first.kind, second.kind}), way))
+    ways: dict[frozenset[str], Way] = {}
+    for kinds, way in sorted(found, key=lambda pair: _cost_of(pair[1])):
+        ways.setdefault(kinds, way)
+    bought = [_with_hardware(model, nearest, machine, ())]
+    formats = [change for change in singles if change.kind == "format"]
+    for change in sorted(formats, key=lambda change: FORMATS[change.choice.format].bytes_per_weight):
+        candidate = evaluate(model, change.work, change.choice, machine)
+        if candidate.lacking:
+            bought.append(_with_hardware(model, candidate, machine, (change.words,)))
+    return (*ways.values(), *bought)[:WAYS]
+
+
+def _cost_of(way: Way) -> tuple[bool, int, bool, float]:
+    """What can be run comes first, then fewer changes, then the same results, then speed."""
+    return bool(way.candidate.missing), len(way.changes), not way.same, way.candidate.seconds_per_token
+
+
+def refuse(plan: Plan, *, force: bool = False) -> None:
+    """Raise where nothing fits; `force` goes on all the same."""
+    if plan.best is not None or force:
+        return
+    lacking = ", ".join(f"{place} lacks {size / 1e9:.1f} GB" for place, size in plan.nearest.lacking.items())
+    remedy = "; or ".join(" and ".join(way.changes) for way in plan.ways if not way.candidate.missing)
+    raise InputError(
+        plan.model.name, lacking, "a plan that fits", (remedy + "; " if remedy else "") + "--force tries it"
+    )

@@ -1,0 +1,85 @@
+"""What is to be done with a model, as far as memory and time depend on it: one training step, or serving.
+
+`Choice` is how it is done: the format of the experts, which of them lie on a GPU, how many GPUs are used. What this
+version cannot execute says so in `missing`, and a plan that needs it is shown only when asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktransformers.errors import InputError
+from ktransformers.place.formats import format_of
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of LoRA."""
+
+    tokens: int = 2048  # T, that pass through the model at once
+    tokens_per_step: int = 2048  # of one optimiser step
+    sequence: int = 2048  # tokens that see each other
+    rank: int = 8
+    adapts_experts: bool = True
+    adapts_attention: bool = True
+    checkpointing: bool = True  # activations are computed again in backward
+    retain: bool = False  # but not the experts': gate and up are kept
+    trained_bytes: int = 4  # of a trained number; 2 with pure_bf16
+    rest_bytes: int = 2  # of a number that is not trained and no expert's
+    saves: int = 1  # checkpoints that stay on disk
+
+    def __post_init__(self) -> None:
+        if not self.adapts_experts and not self.adapts_attention:
+            raise InputError("lora", "nothing to adapt", "experts, attention or both")
+        for name in ("tokens", "tokens_per_step", "sequence", "rank"):
+            if getattr(self, name) < 1:
+                raise InputError(name, getattr(self, name), "at least 1")
+
+    @property
+    def batches(self) -> float:
+        """Passes through the model in one step."""
+        return max(1.0, self.tokens_per_step / self.tokens)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Answers to `sequences` requests at a time."""
+
+    context: int = 8192  # tokens of one sequence in the cache, at most
+    prompt: int = 1024  # tokens before the first answer
+    sequences: int = 1
+    rest_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("context", "prompt", "sequences"):
+            if getattr(self, name) < 1:
+                raise InputError(name, getattr(self, name), "at least 1")
+        if self.prompt > self.context:
+            raise InputError("prompt", self.prompt, f"at most the context, {self.context}")
+
+    @property
+    def tokens(self) -> int:
+        """That pass through the model at once, at most."""
+        return self.prompt
+
+
+Work = Training | Serving
+
+
+@dataclass(frozen=True)
+class Choice:
+    format: str = "bf16"
+    gpus: int = 0  # that hold everything but the experts; 0: the CPU does
+    residents: int = 0  # experts of each layer that have a copy on a GPU
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this version lacks for it."""
+        found = []
+        if not format_of(self.format).executable:
+            found.append(f"experts in {self.format}")
+        if self.residents:
+            found.append("experts resident on a GPU")
+        if self.gpus > 1:
+            found.append("layers spread over several GPUs")
+        return tuple(found)

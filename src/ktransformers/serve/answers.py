@@ -1,0 +1,179 @@
+"""What the engine tells, in OpenAI's words: whole answers and streams, of chats and of completions.
+
+A request has one or more sequences; their news comes through one queue, each with its place among the choices. A reader
+who leaves takes all of them out of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktransformers.serve.engine import Engine, QueueFull, Stopped
+from ktransformers.serve.sampling import Score
+from ktransformers.serve.sequence import Ask, Event
+from ktransformers.serve.sequence import Sequence as Asked
+from ktransformers.serve.service import ApiError, Prompt
+
+FINISH = {"stop": "stop", "length": "length"}
+
+
+@dataclass
+class Answer:
+    text: str = ""
+    scores: list[Score] = field(default_factory=list)
+    prompt_scores: tuple[Score, ...] = ()
+    finish: str | None = None
+    tokens: int = 0
+    cached: int = 0
+
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        self.scores += event.scores
+        self.prompt_scores = event.prompt_scores or self.prompt_scores
+        self.finish, self.cached = event.finish, event.cached
+        self.tokens = max(self.tokens, event.tokens)
+
+
+class Reading:
+    """The sequences of one request and the news of them."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, asks: Sequence[Ask], n: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._engine = engine
+        self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.answers = [Answer() for _ in range(len(asks) * n)]
+        self._sequences: list[Asked] = []
+        for number, ask in enumerate(asks):
+            first: Asked | None = None
+            for index in range(n):
+                made = Asked(ask, tokenizer, self._ear(loop, number * n + index), index, first)
+                first = first or made
+                self._sequences.append(made)
+        self.prompt_tokens = sum(len(ask.prompt) for ask in asks)
+        try:
+            engine.submit(self._sequences)
+        except QueueFull as error:
+            raise ApiError(429, f"the server is full: {error}", code="queue_full") from error
+        except Stopped as error:
+            raise ApiError(503, str(error), code="shutting_down") from error
+
+    def _ear(self, loop: asyncio.AbstractEventLoop, place: int) -> Any:
+        def hear(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
+                loop.call_soon_threadsafe(self._news.put_nowait, (place, event))
+
+        return hear
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Until all have ended; left early, the rest is cancelled."""
+        left = len(self.answers)
+        try:
+            while left:
+                place, event = await self._news.get()
+                self.answers[place].add(event)
+                if event.finish == "error":
+                    raise ApiError(500, f"the answer could not be computed: {event.error}", code="engine_error")
+                if event.finish == "timeout":
+                    raise ApiError(
+                        504, "the answer was not complete in the time that the server allows", code="timeout"
+                    )
+                left -= event.finish is not None
+                yield place, event
+        finally:
+            if left:
+                self._engine.cancel(self._sequences)
+
+    async def whole(self) -> list[Answer]:
+        async for _ in self.events():
+            pass
+        return self.answers
+
+    def usage(self) -> dict[str, Any]:
+        new = sum(answer.tokens for answer in self.answers)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": self.answers[0].cached},
+        }
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all parts of one answer have in common."""
+
+    kind: str  # chat.completion, text_completion, chat.completion.chunk
+    model: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __call__(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        prefix = "cmpl" if self.kind == "text_completion" else "chatcmpl"
+        same = {"id": f"{prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
+        return {**same, "choices": choices, **more}
+
+
+def line(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+class Words:
+    """Scores as the two endpoints write them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def token(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+    def chat(self, scores: Sequence[Score]) -> dict[str, Any]:
+        return {"content": [self._one(score) for score in scores], "refusal": None}
+
+    def _one(self, score: Score) -> dict[str, Any]:
+        top = [self._pair(token, logprob) for token, logprob in score.top]
+        return {**self._pair(score.token, score.logprob), "top_logprobs": top}
+
+    def _pair(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self.token(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+    def completion(self, scores: Sequence[Score], offsets: Sequence[int]) -> dict[str, Any]:
+        tops: list[dict[str, float] | None] = []
+        for score in scores:
+            if score.logprob is None:
+                tops.append(None)
+                continue
+            top: dict[str, float] = {}
+            for token, logprob in (*score.top, (score.token, score.logprob)):
+                top.setdefault(self.token(token), logprob)
+            tops.append(top)
+        return {
+            "tokens": [self.token(score.token) for score in scores],
+            "token_logprobs": [score.logprob for score in scores],
+            "top_logprobs": tops,
+            "text_offset": list(offsets),
+        }
+
+    def offsets(self, scores: Sequence[Score], start: int) -> list[int]:
+        """Where each token begins, the first at `start`."""
+        found, at = [], start
+        for score in scores:
+            found.append(at)
+            at += len(self.token(score.token))
+        return found
+
+    def prompt(self, prompt: Prompt) -> str:
+        return prompt.text if prompt.text is not None else str(self._tokenizer.decode(list(prompt.tokens)))
+
+    def prompt_offsets(self, prompt: Prompt, scores: Sequence[Score]) -> list[int]:
+        return list(prompt.offsets) if prompt.offsets is not None else self.offsets(scores, 0)

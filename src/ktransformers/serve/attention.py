@@ -1,0 +1,150 @@
+"""Attention over slots, as an attention function of stock transformers.
+
+The engine calls a model with one row `[1, T]` that holds the tokens of many sequences one after the other, and says by
+`spans(...)` which rows belong to which slot and position. Everything but attention treats tokens alone; here each
+sequence's keys and values are written into its slot and its queries meet that slot and nothing else. So no padding
+exists, chunks of prompts and single new tokens share a batch, and a sequence's attention is the same bit for bit
+whoever else is in the batch. Models are called without a cache: their own would know nothing of slots.
+
+query `[1, heads, T, d]`, key `[1, kv_heads, T, d]`, value `[1, kv_heads, T, dv]` -> `[1, T, heads, dv]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from ktransformers.errors import InputError, KTError
+from ktransformers.serve.slots import Slot
+
+NAME = "kt_slots"
+# What models pass along that changes nothing here. Anything else that is set would be computed wrongly, so it is
+# refused.
+HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+HARMLESS |= {"cache_position", "output_router_logits", "return_dict", "num_items_in_batch", "position_embeddings"}
+
+
+@dataclass(frozen=True)
+class Span:
+    slot: Slot
+    first: int  # rows of the batch
+    last: int
+    position: int  # of the first row in its sequence
+
+
+_active: ContextVar[Sequence[Span] | None] = ContextVar("spans", default=None)
+
+
+@contextmanager
+def spans(rows: Sequence[Span]) -> Iterator[None]:
+    token = _active.set(rows)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    rows = _active.get()
+    if rows is None:
+        raise KTError("this model is being served: call the engine, not the model")
+    odd = [name for name, value in rest.items() if value is not None and name not in HARMLESS]
+    if odd or attention_mask is not None:
+        kind = type(module).__name__
+        raise InputError(kind, f"attention with {odd or ['a mask']}", "causal attention", "it cannot be served")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = _layer(module)
+    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    for span in rows:
+        part = slice(span.first, span.last)
+        keys, values = span.slot.write(layer, span.position, key[0, :, part], value[0, :, part])
+        start = 0
+        if sliding_window is not None:
+            start = max(0, span.position + 1 - sliding_window)
+            keys, values = keys[:, start:], values[:, start:]
+        window = (span.position - start, sliding_window)
+        if s_aux is None and not softcap:
+            found = _plain(query[0, :, part], keys, values, scale, *window)
+        else:
+            found = _spelled_out(query[0, :, part], keys, values, scale, *window, softcap, s_aux)
+        out[part] = found.transpose(0, 1)
+    return out[None], None
+
+
+def _layer(module: nn.Module) -> int:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise InputError(type(module).__name__, "attention without layer_idx", "a layer's number")
+    return layer
+
+
+def _allowed(queries: int, keys: int, offset: int, window: int | None, device: torch.device) -> Tensor | None:
+    """`[queries, keys]`, True where query i, at place offset + i among the keys, may look; None: everywhere."""
+    if queries == 1:
+        return None
+    at = torch.arange(offset, offset + queries, device=device)[:, None]
+    to = torch.arange(keys, device=device)[None]
+    mask = to <= at
+    return mask if window is None else mask & (to > at - window)
+
+
+def _plain(query: Tensor, keys: Tensor, values: Tensor, scale: float, offset: int, window: int | None) -> Tensor:
+    heads, rows, size = query.shape
+    if rows == 1:  # heads of a group ask the same keys: as rows of one product nothing has to be repeated
+        grouped = query.reshape(1, keys.shape[0], heads // keys.shape[0], size)
+        found = scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale)
+        return found.reshape(heads, 1, -1)
+    whole = offset == 0 and (window is None or rows <= window)
+    mask = None if whole else _allowed(rows, keys.shape[1], offset, window, query.device)
+    found = scaled_dot_product_attention(
+        query[None], keys[None], values[None], attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True
+    )
+    return found[0]
+
+
+def _spelled_out(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    offset: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """With a cap on the scores, or a sink per head that takes part in the softmax and holds nothing."""
+    heads, rows, size = query.shape
+    groups = query.reshape(keys.shape[0], -1, size)  # [kv_heads, group * rows, d]
+    scores = (groups @ keys.transpose(1, 2)).float().reshape(heads, rows, -1) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    mask = _allowed(rows, keys.shape[1], offset, window, query.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().reshape(heads, 1, 1).expand(heads, rows, 1)], dim=-1)
+    shares = scores.softmax(-1)[..., : keys.shape[1]].to(values.dtype)
+    return (shares.reshape(keys.shape[0], -1, keys.shape[1]) @ values).reshape(heads, rows, -1)
+
+
+AttentionInterface.register(NAME, attend)

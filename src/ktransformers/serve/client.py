@@ -1,0 +1,51 @@
+"""The other side of the wire: a small client for any server that speaks the OpenAI API, for `kt chat`.
+
+Nothing but the standard library, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from ktransformers.errors import InputError, KTError
+
+
+class Client:
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._key = key
+
+    def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            return urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=3600)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")
+            try:
+                said = json.loads(said)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                said = said[:300]
+            raise KTError(f"the server answered {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            raise InputError("url", f"{self.url} ({error})", "a server that is running", "start `kt serve`") from error
+
+    def models(self) -> list[str]:
+        with self.open("/v1/models") as reply:
+            return [str(model["id"]) for model in json.loads(reply.read())["data"]]
+
+    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        with self.open("/v1/chat/completions", asked) as reply:
+            for raw in reply:
+                line = raw.decode("utf-8", "replace").strip()
+                if not line.startswith("data:") or line == "data: [DONE]":
+                    continue
+                part = json.loads(line.removeprefix("data:"))
+                if "error" in part:
+                    raise KTError(f"the server said: {part['error'].get('message')}")
+                yield part

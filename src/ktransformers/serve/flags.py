@@ -1,0 +1,233 @@
+"""Every flag of `kt serve` in one place: ours, those of SGLang's launch lines that mean something here, and those that
+do not, each with the sentence that the user reads once. docs/serve.md prints the same tables.
+
+This module is read for `kt serve --help`, so it imports nothing heavy. An unknown flag is an error; a known one that
+asks for what does not exist is an error, too, where ignoring it would change answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ktransformers.errors import InputError
+
+
+@dataclass(frozen=True)
+class Flag:
+    names: tuple[str, ...]
+    field: str
+    help: str
+    kind: type = str
+    default: Any = None
+    many: bool = False
+
+
+HONOURED = (
+    Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
+    Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", many=True),
+    Flag(("--served-model-name",), "served", "what requests call the base; default: the directory's name"),
+    Flag(("--host",), "host", "address to listen on; default: 127.0.0.1, this machine alone"),
+    Flag(("--port",), "port", "port to listen on; default: 30000", int),
+    Flag(("--api-key",), "api_key", "requests must bring this key"),
+    Flag(("--watch",), "watch", "a training output directory: serve its checkpoints as they are saved"),
+    Flag(("--max-running-requests",), "running", "sequences in a batch", int, 16),
+    Flag(("--max-queued-requests",), "queued", "sequences that may wait; more are answered 429", int, 128),
+    Flag(("--chunked-prefill-size",), "chunk", "prompt tokens in one step; -1: no limit", int, 512),
+    Flag(("--max-total-tokens",), "tokens", "room of the KV cache; default: by --mem-fraction-static", int),
+    Flag(("--context-length",), "context", "prompt and answer of one request; default: the model's", int),
+    Flag(("--mem-fraction-static",), "memory", "share of the memory that is free after loading for KV", float, 0.5),
+    Flag(("--request-timeout",), "timeout", "seconds until an answer is given up; 0: never", float, 0.0),
+    Flag(("--dtype",), "dtype", "auto, bfloat16, float16 or float32: everything but the experts", str, "auto"),
+    Flag(("--device",), "device", "cpu or cuda: everything but the experts; default: cuda where there is one"),
+    Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the model's"),
+    Flag(("--kt-cpuinfer",), "threads", "threads of the experts; default: chosen by the machine", int),
+    Flag(("--kt-threadpool-count",), "groups", "groups of threads, one per NUMA node; default: all nodes", int),
+    Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always", "an adapter whose experts are on for every request"),
+    Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
+    Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
+)
+
+# Names of formats in earlier guides -> what the experts are computed from here, None where that does not exist yet.
+METHODS: dict[str, str | None] = {
+    "BF16": "bf16",
+    "AMXBF16": "bf16",
+    "AUTO": "bf16",
+    "AMXINT8": None,
+    "AMXINT4": None,
+    "MOE_INT8": None,
+    "RAWINT4": None,
+    "FP8": None,
+    "FP8_PERCHANNEL": None,
+    "GPTQ_INT4": None,
+    "MXFP4": None,
+    "LLAMAFILE": None,
+}
+
+SWITCHES: dict[str, str] = {  # take no value
+    "--trust-remote-code": "models are those of transformers, no code is fetched",
+    "--enable-mixed-chunk": "prompts and answers always share a batch",
+    "--enable-p2p-check": "there is one GPU at most",
+    "--disable-shared-experts-fusion": "shared experts are computed as the model has them",
+    "--enable-lora": "adapters are always possible",
+    "--kt-enable-dynamic-expert-update": "experts stay in host memory",
+    "--disable-cuda-graph": "no CUDA graphs are used",
+    "--disable-radix-cache": "prefixes are kept per slot",
+    "--enable-metrics": "/metrics is always there",
+    "--disable-custom-all-reduce": "there is one GPU at most",
+    "--skip-server-warmup": "there is none",
+    "--allow-auto-truncate": "prompts that are too long are refused",
+    "--record-kt-gpu-expert-distribution": "experts stay in host memory",
+}
+VALUES: dict[str, str] = {  # take one value
+    "--kt-weight-path": "experts are read from the model directory and packed while it loads",
+    "--kt-num-gpu-experts": "experts stay in host memory",
+    "--kt-gpu-experts-ratio": "experts stay in host memory",
+    "--kt-max-deferred-experts-per-token": "no expert is deferred: answers are exact",
+    "--kt-gpu-prefill-token-threshold": "experts stay in host memory",
+    "--kt-expert-placement-strategy": "experts stay in host memory",
+    "--kt-numa-nodes": "nodes are found by themselves; --kt-threadpool-count limits them",
+    "--init-expert-location": "experts stay in host memory",
+    "--attention-backend": "attention is torch's own",
+    "--prefill-attention-backend": "attention is torch's own",
+    "--decode-attention-backend": "attention is torch's own",
+    "--sampling-backend": "sampling is torch's own",
+    "--lora-backend": "adapters are applied by our own code",
+    "--max-loras-per-batch": "a batch may hold any number of adapters",
+    "--max-loaded-loras": "adapters stay until they are unloaded",
+    "--max-lora-rank": "ranks are read from the adapters",
+    "--lora-target-modules": "targets are read from the adapters",
+    "--tensor-parallel-size": "there is one GPU at most; the experts use all NUMA nodes",
+    "--tp-size": "there is one GPU at most; the experts use all NUMA nodes",
+    "--tp": "there is one GPU at most; the experts use all NUMA nodes",
+    "--max-prefill-tokens": "--chunked-prefill-size says it",
+    "--cuda-graph-max-bs": "no CUDA graphs are used",
+    "--schedule-policy": "first come, first served",
+    "--schedule-conservativeness": "an answer without room waits and goes on later",
+    "--watchdog-timeout": "--request-timeout says it",
+    "--fp8-gemm-backend": "there are no FP8 products",
+    "--kv-cache-dtype": "keys and values are kept as the model computes them",
+    "--page-size": "the cache has slots, not pages",
+    "--random-seed": "a request's own seed says it",
+    "--tokenizer-path": "the tokenizer lies in the model directory",
+    "--grammar-backend": "llguidance is the one",
+    "--tool-call-parser": "calls are read in the forms that docs/serve.md lists",
+    "--reasoning-parser": "thoughts stay in the text",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch line, read."""
+
+    target: str
+    lora_paths: tuple[tuple[str, str], ...] = ()
+    served: str | None = None
+    host: str | None = None
+    port: int | None = None
+    api_key: str | None = None
+    watch: Path | None = None
+    running: int = 16
+    queued: int = 128
+    chunk: int = 512
+    tokens: int | None = None
+    context: int | None = None
+    memory: float = 0.5
+    timeout: float = 0.0
+    dtype: str = "auto"
+    device: str | None = None
+    chat_template: Path | None = None
+    threads: int | None = None
+    groups: int | None = None
+    always: Path | None = None
+    log_level: str = "warning"
+    notes: tuple[str, ...] = field(default=())  # what was accepted and means nothing here
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise InputError("kt serve", message, "a launch line as in docs/serve.md", "`kt serve --help` lists the flags")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    made.add_argument("target", nargs="?", metavar="MODEL", help="a model, a training output, or its YAML file")
+    for flag in HONOURED:
+        metavar = flag.field.removesuffix("_flag").upper()
+        made.add_argument(
+            *flag.names,
+            dest=flag.field,
+            type=flag.kind,
+            default=flag.default,
+            help=flag.help + (f"; default: {flag.default}" if flag.default is not None else ""),
+            metavar="NAME=DIR" if flag.many else metavar,
+            **({"nargs": "+", "action": "extend"} if flag.many else {}),  # type: ignore[arg-type]
+        )
+    for name in SWITCHES:
+        made.add_argument(name, action="append_const", const=name, dest="moot", help=argparse.SUPPRESS)
+    for name in VALUES:
+        made.add_argument(name, dest=f"moot {name}", help=argparse.SUPPRESS)
+    return made
+
+
+_DESCRIPTION = "Serve a model over the OpenAI API: the base and any number of adapters, chosen by each request."
+_EPILOG = "SGLang's other flags are accepted and mean nothing here; docs/serve.md lists them with the reasons."
+
+
+def parse(words: Sequence[str]) -> Launch:
+    found = vars(parser().parse_args(list(words)))
+    given = [name for name in (found.pop("target"), found.pop("model_flag")) if name]
+    if len(given) != 1:
+        raise InputError("MODEL", f"{len(given)} models", "one", "kt serve MODEL, or --model MODEL")
+    notes = [f"{name}: {SWITCHES[name]}" for name in dict.fromkeys(found.pop("moot") or [])]
+    for name, why in VALUES.items():
+        value = found.pop(f"moot {name}")
+        if value is not None:
+            notes.append(f"{name} {value}: {why}")
+    notes += _method(found.pop("method"))
+    _check(found)
+    paths = tuple(_lora(word) for word in found.pop("lora_paths") or [])
+    names = [name for name, _ in paths]
+    if len(set(names)) < len(names):
+        raise InputError("lora-paths", ", ".join(names), "every name once")
+    for name in ("watch", "chat_template", "always"):
+        found[name] = None if found[name] is None else Path(found[name])
+    return Launch(target=given[0], lora_paths=paths, notes=tuple(notes), **found)
+
+
+def _method(word: str | None) -> list[str]:
+    if word is None:
+        return []
+    known = METHODS.get(word.upper())
+    if word.upper() not in METHODS:
+        raise InputError("kt-method", word, f"one of {', '.join(METHODS)}")
+    if known is None:
+        return [
+            f"--kt-method {word}: experts are computed in bf16, from the model directory; quantised ones come later"
+        ]
+    return []
+
+
+def _check(found: dict[str, Any]) -> None:
+    for name, least in (("running", 1), ("queued", 1), ("tokens", 64), ("context", 2), ("port", 0)):
+        if found[name] is not None and found[name] < least:
+            raise InputError(name, found[name], f"{least} or more")
+    if found["chunk"] == -1:
+        found["chunk"] = 2**31
+    if found["chunk"] < 1:
+        raise InputError("chunked-prefill-size", found["chunk"], "1 or more, or -1")
+    if not 0 < found["memory"] <= 1:
+        raise InputError("mem-fraction-static", found["memory"], "more than 0, at most 1")
+
+
+def _lora(word: str) -> tuple[str, str]:
+    name, separator, place = word.partition("=")
+    if not separator:
+        name, place = Path(word).name, word
+    if not re.fullmatch(r"[\w.-]+", name) or not place:
+        raise InputError("lora-paths", repr(word), "NAME=DIR; names have letters, digits, dots and dashes")
+    return name, place

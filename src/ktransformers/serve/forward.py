@@ -1,0 +1,205 @@
+"""One forward pass for many sequences: pieces of them, laid one after the other in a single row of tokens.
+
+Pieces of the same adapter are laid side by side, so that an adapter's rows are one slice. Logits `[n, V]` come back for
+those rows only that were asked for. `Forward` wants a past of keys and values alone. What a family does beyond that (a
+recurrent state, an index of its own, embeddings that look at the longest sequence) `Alone` computes, one sequence at a
+time, each with transformers' own cache. `check` runs two sequences in pieces and compares them with the stock model: a
+family that neither way computes rightly is refused by name before the server starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ktransformers.errors import InputError
+from ktransformers.nn.mixed import mixed
+from ktransformers.serve.attention import NAME, Span, spans
+from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
+from ktransformers.serve.slots import Slot
+
+CARRIES = {"full_attention", "sliding_attention", "attention"}  # layer types whose past is keys and values
+MOVING = {"dynamic", "longrope"}  # rotary embeddings that change with the longest sequence of a batch
+LIMITS = {torch.float32: 1e-3}  # of the difference between served and stock logits, relative
+ROUGH = 0.1  # for 16-bit types
+
+
+@dataclass(frozen=True)
+class Piece:
+    slot: Slot
+    tokens: Sequence[int]
+    position: int
+    adapter: Resident | None
+    scores: bool = False  # logits of every row, else of the last
+    last: bool = True  # of the last row: not wanted in the middle of a prompt
+
+
+class Forward:
+    whole_prefixes = False  # a slot may be cut back to any of its tokens
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        nn.Module.eval(model)
+        self.device = next(model.parameters()).device
+        self.stock = model.config._attn_implementation
+        self._picks = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        model.set_attn_implementation(NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            raise InputError(model.config.model_type, "attention of its own", "transformers' attention interface")
+
+    def run(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
+        """Logits per piece, float32: `[rows, V]` with scores, `[1, V]` of the last row, or None."""
+        order = sorted(range(len(pieces)), key=lambda at: _rank(pieces[at].adapter))
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: list[Span] = []
+        shares: list[Share] = []
+        picked: list[int] = []
+        counts: dict[int, int] = {}
+        for at in order:
+            piece, first = pieces[at], len(tokens)
+            tokens += piece.tokens
+            positions += range(piece.position, piece.position + len(piece.tokens))
+            rows.append(Span(piece.slot, first, len(tokens), piece.position))
+            if piece.adapter is not None:
+                if shares and shares[-1].adapter is piece.adapter:
+                    first = shares.pop().first
+                shares.append(Share(piece.adapter, first, len(tokens)))
+            wanted = range(rows[-1].first, len(tokens)) if piece.scores else range(len(tokens) - 1, len(tokens))
+            wanted = wanted if piece.scores or piece.last else range(0)
+            counts[at] = len(wanted)
+            picked += wanted
+        logits = self._call(tokens, positions, rows, shares, picked)
+        found: list[Tensor | None] = [None] * len(pieces)
+        start = 0
+        for at in order:
+            if counts[at]:
+                found[at] = logits[start : start + counts[at]]
+            start += counts[at]
+        for piece in pieces:
+            piece.slot.tokens[piece.position :] = piece.tokens
+        return found
+
+    def _call(
+        self, tokens: list[int], positions: list[int], rows: list[Span], shares: list[Share], picked: list[int]
+    ) -> Tensor:
+        keep = torch.tensor(picked or [0], device=self.device)
+        options = {"logits_to_keep": keep} if self._picks else {}
+        layers = expert_shares(shares, len(tokens))
+        with torch.inference_mode(), spans(rows), linear_shares(shares, len(tokens)), mixed(layers):
+            out = self.model(
+                input_ids=torch.tensor([tokens], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                **options,
+            ).logits[0]
+        logits: Tensor = out if self._picks else out[keep]
+        return logits.float()
+
+    def check(self) -> int:
+        """Compare with the stock model; returns the bytes of keys and values per token."""
+        self.model.set_attn_implementation(self.stock)
+        try:
+            expected = _stock_logits(self.model, self.device)
+        finally:
+            self.model.set_attn_implementation(NAME)
+        slot = _compare(self, expected)
+        return slot.bytes() // slot.capacity
+
+
+class Alone:
+    """One sequence at a time, its past in a cache of transformers' own."""
+
+    whole_prefixes = True  # a state cannot be cut back: a slot is continued where it ends, or not at all
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        nn.Module.eval(model)
+        self.device = next(model.parameters()).device
+        self._picks = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+    def run(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
+        return [self._one(piece) for piece in pieces]
+
+    def _one(self, piece: Piece) -> Tensor | None:
+        slot, count = piece.slot, len(piece.tokens)
+        if slot.cache is None or not piece.position:
+            slot.cache = DynamicCache(config=self.model.config)
+        shares = [] if piece.adapter is None else [Share(piece.adapter, 0, count)]
+        options = {"logits_to_keep": 0 if piece.scores else 1} if self._picks else {}
+        positions = torch.arange(piece.position, piece.position + count, device=self.device)[None]
+        with torch.inference_mode(), linear_shares(shares, count), mixed(expert_shares(shares, count)):
+            logits: Tensor = self.model(
+                input_ids=torch.tensor([list(piece.tokens)], device=self.device),
+                position_ids=positions,
+                past_key_values=slot.cache,
+                use_cache=True,
+                **options,
+            ).logits[0]
+        slot.tokens[piece.position :] = piece.tokens
+        if piece.scores:
+            return logits.float()
+        return logits[-1:].float() if piece.last else None
+
+    def check(self) -> int:
+        slot = _compare(self, _stock_logits(self.model, self.device))
+        held = [getattr(layer, name, None) for layer in slot.cache.layers for name in ("keys", "values")]
+        size = sum(int(one.numel() * one.element_size()) for one in held if one is not None)
+        return max(1, size // slot.length)
+
+
+def open_forward(model: PreTrainedModel) -> Forward | Alone:
+    """The way that fits the family, by what its configuration says; `check` has the last word."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "index_topk", None) is not None:
+        kind = model.config.model_type
+        raise InputError("model", f"{kind}, with an index of keys", "attention to all keys", "it cannot be served yet")
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    moving = any(part.get("rope_type") in MOVING for part in parts)
+    plain = set(getattr(config, "layer_types", None) or []) <= CARRIES
+    return Forward(model) if plain and not moving else Alone(model)
+
+
+def _texts(model: Any) -> list[list[int]]:
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return [[(7 * at + 3) % vocabulary for at in range(24)], [(5 * at + 11) % vocabulary for at in range(13)]]
+
+
+def _stock_logits(model: Any, device: torch.device) -> list[Tensor]:
+    with torch.inference_mode():
+        ids = [torch.tensor([text], device=device) for text in _texts(model)]
+        return [model(input_ids=one, use_cache=False).logits[0].float() for one in ids]
+
+
+def _compare(forward: Forward | Alone, expected: list[Tensor]) -> Slot:
+    """Two sequences in uneven pieces against the stock model; a slot that holds one of them."""
+    kind, texts = forward.model.config.model_type, _texts(forward.model)
+    slots = [Slot(None, capacity=24), Slot(None, capacity=24)]
+    found: list[list[Tensor | None]] = [[], []]
+    steps = (((0, 0, 7), (1, 0, 4)), ((0, 7, 8), (1, 4, 12)), ((0, 8, 23), (1, 12, 13)), ((0, 23, 24),))
+    try:
+        for step in steps:
+            pieces = [Piece(slots[at], texts[at][first:last], first, None, True) for at, first, last in step]
+            for (at, _, _), logits in zip(step, forward.run(pieces), strict=True):
+                found[at].append(logits)
+    except (InputError, RuntimeError, ValueError, AttributeError, TypeError) as error:
+        raise InputError("model", f"{kind} ({error})", "a family that can be computed in pieces") from error
+    limit = LIMITS.get(forward.model.dtype, ROUGH)
+    for parts, wanted in zip(found, expected, strict=True):
+        got = torch.cat([part for part in parts if part is not None])
+        apart = float((got - wanted).norm() / wanted.norm())
+        if not apart <= limit:
+            given = f"{kind}, whose logits differ by {apart:.2g} when it is computed in pieces"
+            raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
+    return slots[0]
+
+
+def _rank(adapter: Resident | None) -> tuple[str, int]:
+    return ("", 0) if adapter is None else (adapter.name, adapter.version)

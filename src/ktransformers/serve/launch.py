@@ -1,0 +1,162 @@
+"""From a launch line to a running server: the model opened and checked, room measured, adapters loaded, the socket
+bound.
+
+The order is chosen so that what can fail fails early: paths and packages first, the port before the hours of loading,
+the family's check before adapters. Everything but the experts is computed in bf16 where the processor or a GPU has
+instructions for it, in float32 elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktransformers import env, system
+from ktransformers.errors import InputError
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.target import Target, resolve
+
+HOST, PORT = "127.0.0.1", 30000
+HOST_SHARE = 0.8  # of free host memory at most, whatever the line says: lines are written for GPUs
+PATIENCE = 30  # seconds for running answers when the server is asked to end
+
+Say = Callable[[str], None]
+
+
+def with_environment(launch: Launch) -> Launch:
+    """API_HOST, API_PORT and API_KEY where the line says nothing, as LLaMA-Factory reads them."""
+    port = env.text("API_PORT")
+    if port and not port.isdigit():
+        raise InputError("API_PORT", repr(port), "a port's number")
+    return replace(
+        launch,
+        host=launch.host or env.text("API_HOST") or HOST,
+        port=launch.port if launch.port is not None else int(port) if port else PORT,
+        api_key=launch.api_key or env.text("API_KEY") or None,
+    )
+
+
+def check_packages() -> None:
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(package, "no such package", "it installed", "pip install 'ktransformers[serve]'")
+
+
+def dtype_of(word: str, device: str) -> Any:
+    import torch
+
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    known |= {"half": torch.float16, "float": torch.float32, "bf16": torch.bfloat16}
+    if word == "auto":
+        fast = device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return torch.bfloat16 if fast else torch.float32
+    if word not in known:
+        raise InputError("dtype", word, f"auto or one of {', '.join(known)}")
+    return known[word]
+
+
+def open_service(launch: Launch, target: Target, say: Say) -> Any:
+    """The service with its engine, not started yet."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from ktransformers.serve.engine import Engine, Limits
+    from ktransformers.serve.forward import open_forward
+    from ktransformers.serve.lora import Places
+    from ktransformers.serve.registry import Registry
+    from ktransformers.serve.service import Service
+
+    device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype_of(launch.dtype, device)
+    tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
+    template = launch.chat_template.read_text() if launch.chat_template else ""
+    say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
+    model = _open_model(launch, target.model, dtype, device)
+    forward = open_forward(model)
+    per_token = forward.check()
+    host = device == "cpu"
+    free = system.memory().available if host else torch.cuda.mem_get_info()[0]
+    share = min(launch.memory, HOST_SHARE) if host else launch.memory
+    context = launch.context or _context(model)
+    tokens = launch.tokens or max(256, min(int(free * share) // per_token, launch.running * context))
+    limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
+    say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
+    engine = Engine(forward, limits)
+    served = launch.served or target.name
+    registry = Registry(served, Places(model), str(target.model), engine.forget, launch.always)
+    for name, place in (*target.adapters, *launch.lora_paths):
+        made = registry.load(name, place)
+        say(f"adapter {served}:{name} from {place}, {made.bytes() / 2**20:.1f} MiB")
+    return Service(engine, registry, tokenizer, timeout=launch.timeout or None, template=template)
+
+
+def _open_model(launch: Launch, directory: Path, dtype: Any, device: str) -> Any:
+    from ktransformers.checkpoint import find_experts
+    from ktransformers.checkpoint.shards import Shards
+
+    if not find_experts(Shards.of_directory(directory).names):  # a dense model: nothing of it is ours
+        from transformers import AutoModelForCausalLM
+
+        stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        return stock.to(device)
+    from ktransformers import _core
+    from ktransformers.nn import load_model
+
+    pool = _core.Pool(launch.threads or 0, launch.groups or 0) if launch.threads or launch.groups else None
+    return load_model(directory, dtype=dtype, device=None if device == "cpu" else device, pool=pool)
+
+
+def _context(model: Any) -> int:
+    config = model.config.get_text_config(decoder=True)
+    found = getattr(config, "max_position_embeddings", None)
+    return int(found) if found and math.isfinite(found) else 4096
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The socket, before anything is loaded: a port in use is said at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except (OSError, OverflowError) as error:
+        made.close()
+        raise InputError("port", f"{host}:{port} ({error})", "a free port of this machine", "pass --port") from error
+    return made
+
+
+def serve(launch: Launch, say: Say) -> None:
+    """Until it is told to end (Ctrl-C, SIGTERM): then nothing new is taken and running answers have 30 seconds."""
+    check_packages()
+    for note in launch.notes:
+        say(f"accepted without effect: {note}")
+    launch = with_environment(launch)
+    target = resolve(launch.target)
+    assert launch.host is not None and launch.port is not None
+    door = bind(launch.host, launch.port)
+    import uvicorn  # type: ignore[import-not-found,unused-ignore]
+
+    from ktransformers.serve.api import create_app
+    from ktransformers.serve.training import TrainingLog, Watch
+
+    service = open_service(launch, target, say)
+    watch = Watch(launch.watch, service.registry) if launch.watch else None
+    training = TrainingLog(launch.watch) if launch.watch else None
+    app = create_app(service, api_key=launch.api_key, training=training)
+    config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=PATIENCE)
+    server = uvicorn.Server(config)
+    if watch is not None:
+        watch.start()
+    port = door.getsockname()[1]
+    say(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
+    try:
+        server.run(sockets=[door])
+    finally:
+        if watch is not None:
+            watch.stop()
+        door.close()

@@ -1,0 +1,195 @@
+"""Adapters in memory, beside the one resident base: read from any dialect, bound to the model's modules, applied to the
+rows that ask for them.
+
+Linear layers get a forward hook, all at the start because a server loads adapters while it answers; it adds s * B (A
+x), in float32 as PEFT does, to the rows of each adapter and leaves all other rows as the base computed them, bit for
+bit. Experts are packed for their stores and computed there (`nn/mixed.py`). Every tensor of an adapter has to find its
+place; what finds none is an error that names it. The surprising decision: an adapter is never changed. Loading the same
+name again makes a new version, and requests under way keep the one that they began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers import _core
+from ktransformers.adapters import Adapter, Pair, read_adapter
+from ktransformers.adapters.names import place
+from ktransformers.errors import InputError
+from ktransformers.nn import ExpertStore
+from ktransformers.nn.contract import IMPLEMENTATION, is_experts
+from ktransformers.nn.mixed import MixedLora
+from ktransformers.serve.slots import Owner
+
+
+@dataclass(frozen=True)
+class Linear:
+    a: Tensor  # [r, in], float32
+    b: Tensor  # [out, r], float32
+    scaling: float
+
+
+@dataclass(frozen=True, eq=False)
+class Resident:
+    """One version of an adapter, ready to be applied."""
+
+    name: str
+    version: int
+    source: str
+    linears: Mapping[nn.Module, Linear]
+    experts: Mapping[nn.Module, _core.Adapter]
+
+    @property
+    def owner(self) -> Owner:
+        return (self.name, self.version)
+
+    def bytes(self) -> int:
+        small = sum((one.a.numel() + one.b.numel()) * 4 for one in self.linears.values())
+        return small + sum(packed.packed_bytes for packed in self.experts.values())
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows first .. last of the batch want this adapter."""
+
+    adapter: Resident
+    first: int
+    last: int
+
+
+_active: ContextVar[tuple[Sequence[Share], int]] = ContextVar("shares", default=((), 0))
+
+
+@contextmanager
+def linear_shares(shares: Sequence[Share], rows: int) -> Iterator[None]:
+    token = _active.set((shares, rows))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def expert_shares(shares: Sequence[Share], rows: int) -> dict[nn.Module, MixedLora]:
+    """For every layer of experts that one of the adapters has: who is where."""
+    layers: dict[nn.Module, MixedLora] = {}
+    known: dict[tuple[bool, ...], Tensor] = {}
+    for module in {module for share in shares for module in share.adapter.experts}:
+        present = tuple(module in share.adapter.experts for share in shares)
+        if present not in known:
+            known[present] = torch.full((rows,), -1, dtype=torch.int32)
+            here = [share for share, has in zip(shares, present, strict=True) if has]
+            for index, share in enumerate(here):
+                known[present][share.first : share.last] = index
+        adapters = [share.adapter.experts[module] for share in shares if module in share.adapter.experts]
+        layers[module] = MixedLora(known[present], adapters)
+    return layers
+
+
+class Places:
+    """The model's modules by the names that adapters use."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears: dict[tuple[str, int, str], nn.Module] = {}
+        self._experts: dict[tuple[str, int, str], nn.Module] = {}
+        self.device = next(model.parameters()).device
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                self._linears[place(name)] = module
+                module.register_forward_hook(_add)
+            elif is_experts(module) and _ours(module):
+                self._experts[place(name.removesuffix(".experts"))] = module
+
+    def open(self, source: str | Path, name: str, version: int, model: str | None) -> Resident:
+        """Read and check an adapter, and bind it. `model` is where the base's config.json lies."""
+        return self.bind(read_adapter(source, model=model), str(source), name, version)
+
+    def bind(self, adapter: Adapter, source: str, name: str, version: int) -> Resident:
+        if adapter.extras:
+            first = adapter.extras[0].name
+            remedy = "fold it in with `kt merge`"
+            raise InputError(f"{source}: {first}", "a whole tensor", "LoRA factors alone", remedy)
+        linears = {self._linear(source, one.name): one for one in adapter.modules}
+        experts = {self._layer(source, one.root): one for one in adapter.experts}
+        bound = {module: self._factors(source, one.name, module, one.read()) for module, one in linears.items()}
+        packed = {
+            module: _packed(f"{source}: {one.root}.experts", module, one.read()) for module, one in experts.items()
+        }
+        return Resident(name, version, source, bound, packed)
+
+    def _linear(self, source: str, name: str) -> nn.Module:
+        module = self._linears.get(place(name))
+        if module is None:
+            expected = "LoRA on linear layers of this model, apart from lm_head, and on its experts"
+            raise InputError(f"{source}: {name}", "no such layer", expected, "another base, or fold it with `kt merge`")
+        return module
+
+    def _layer(self, source: str, root: str) -> nn.Module:
+        module = self._experts.get(place(root))
+        if module is None:
+            raise InputError(f"{source}: {root}.experts", "no such layer of experts", "this model's layers")
+        return module
+
+    def _factors(self, source: str, name: str, module: nn.Module, pair: Pair) -> Linear:
+        linear: Any = module
+        if (pair.a.shape[1], pair.b.shape[0]) != (linear.in_features, linear.out_features):
+            given = f"{pair.b.shape[0]} by {pair.a.shape[1]}"
+            raise InputError(f"{source}: {name}", given, f"{linear.out_features} by {linear.in_features}")
+        a, b = (tensor.to(self.device, torch.float32).contiguous() for tensor in (pair.a, pair.b))
+        return Linear(a, b, pair.scaling)
+
+
+def _ours(module: Any) -> bool:
+    """Computed from a store; a store beside experts that transformers computes itself would never see an adapter."""
+    return module.config._experts_implementation == IMPLEMENTATION and hasattr(module, "kt_store")
+
+
+def _packed(what: str, module: nn.Module, pairs: Mapping[str, Pair]) -> _core.Adapter:
+    store = module.kt_store
+    assert isinstance(store, ExpertStore)
+    sizes = dict.fromkeys(("gate", "up"), (store.hidden_size, store.intermediate_size))
+    sizes["down"] = (store.intermediate_size, store.hidden_size)
+    for role, pair in pairs.items():
+        given = (pair.a.shape[0], pair.a.shape[2], pair.b.shape[1])
+        if given != (store.num_experts, *sizes[role]) or (role == "gate" and not store.gated):
+            raise InputError(
+                f"{what}: {role}", f"experts, inputs, outputs {given}", f"{(store.num_experts, *sizes[role])}"
+            )
+    gate, up, down = (pairs.get(role) for role in ("gate", "up", "down"))
+    shared = gate is not None and up is not None and gate.a is up.a
+    packed = store.new_adapter(*(0 if pair is None else pair.rank for pair in (gate, up, down)), shared=shared)
+    packed.pack(
+        None if gate is None else gate.a,
+        None if gate is None else gate.b,
+        None if up is None or shared else up.a,
+        None if up is None else up.b,
+        None if down is None else down.a,
+        None if down is None else down.b,
+        gate_scale=1.0 if gate is None else gate.scaling,
+        up_scale=1.0 if up is None else up.scaling,
+        down_scale=1.0 if down is None else down.scaling,
+    )
+    return packed
+
+
+def _add(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """A forward hook: the adapters' share of a linear layer, into its output."""
+    shares, rows = _active.get()
+    shares = [share for share in shares if module in share.adapter.linears]
+    if not shares:
+        return
+    entered, left = inputs[0].reshape(-1, inputs[0].shape[-1]), output.view(-1, output.shape[-1])
+    if entered.shape[0] != rows:
+        given = f"{entered.shape[0]} rows in a batch of {rows}"
+        raise InputError(type(module).__name__, given, "every token once", "LoRA on this layer cannot be served")
+    for share in shares:
+        part, linear = slice(share.first, share.last), share.adapter.linears[module]
+        delta = (entered[part].float() @ linear.a.T) @ linear.b.T
+        left[part] = (left[part].float() + delta * linear.scaling).to(left.dtype)

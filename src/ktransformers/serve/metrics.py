@@ -1,0 +1,44 @@
+"""/metrics in Prometheus' text format: what the engine counts, what is in memory, and how requests ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ktransformers.serve.service import Service
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def render(service: Service, requests: Counter[tuple[str, int]]) -> str:
+    return "".join(_lines(service, requests))
+
+
+def _lines(service: Service, requests: Counter[tuple[str, int]]) -> Iterator[str]:
+    engine = service.engine
+    counts, slots = engine.counts, engine.slots
+    single: tuple[tuple[str, str, str, float], ...] = (
+        ("kt_running_sequences", "gauge", "Sequences in the batch.", len(engine.running)),
+        ("kt_waiting_sequences", "gauge", "Sequences in the queue.", len(engine.waiting)),
+        ("kt_cache_tokens", "gauge", "Room that slots take, in tokens.", slots.room_used),
+        ("kt_cache_busy_tokens", "gauge", "Room that running sequences take, in tokens.", slots.room_busy),
+        ("kt_cache_limit_tokens", "gauge", "Room of all slots together, in tokens.", slots.limit),
+        ("kt_adapters", "gauge", "Adapters in memory.", len(service.registry.loaded)),
+        ("kt_steps_total", "counter", "Forward passes.", counts.steps),
+        ("kt_prompt_tokens_total", "counter", "Prompt tokens computed.", counts.prompt_tokens),
+        ("kt_prompt_tokens_reused_total", "counter", "Prompt tokens found computed.", slots.reused),
+        ("kt_new_tokens_total", "counter", "Tokens drawn.", counts.new_tokens),
+        ("kt_preempted_total", "counter", "Sequences that gave their slot away.", counts.preempted),
+        ("kt_busy_seconds_total", "counter", "Seconds spent in forward passes.", counts.busy_seconds),
+    )
+    for name, kind, meaning, value in single:
+        yield f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n{name} {value:g}\n"
+    yield "# HELP kt_first_token_seconds From arrival to the first token.\n# TYPE kt_first_token_seconds summary\n"
+    yield f"kt_first_token_seconds_sum {counts.first_token_seconds:g}\n"
+    yield f"kt_first_token_seconds_count {counts.first_tokens}\n"
+    yield "# HELP kt_finished_total Sequences by how they ended.\n# TYPE kt_finished_total counter\n"
+    for finish, count in sorted(counts.finished.items()):
+        yield f'kt_finished_total{{finish="{finish}"}} {count}\n'
+    yield "# HELP kt_requests_total Requests by path and status.\n# TYPE kt_requests_total counter\n"
+    for (path, status), count in sorted(requests.items()):
+        yield f'kt_requests_total{{path="{path}",status="{status}"}} {count}\n'

@@ -1,0 +1,156 @@
+"""Requests as OpenAI writes them, with the fields that vLLM and SGLang add; checked before anything is done.
+
+Fields that OpenAI knows and that mean nothing here are named and unused; a field that nobody knows is refused, as
+OpenAI's server does. Types are strict: a number in quotes is no number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TOP = 20  # most likely tokens that may be asked for
+
+Count = Annotated[int, Field(ge=0, le=2**31)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=2**31)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class Open(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted, unused
+
+
+class JsonSchema(Strict):
+    name: str
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Common(Strict):
+    model: str
+    max_tokens: Count | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # OpenAI's, without a meaning here
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Common):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class Part(Open):
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(Open):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class Call(Open):
+    function: CalledFunction
+
+
+class Message(Open):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    tool_calls: list[Call] | None = None
+
+
+class Function(Open):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Open):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Open):
+    name: str
+
+
+class ToolChoice(Open):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ChatRequest(Common):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    # OpenAI's, without a meaning here
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    verbosity: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class LoadAdapter(Strict):
+    lora_name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool = False  # replace one of the same name
+    pinned: bool | None = None  # SGLang's, without a meaning here
+
+
+class UnloadAdapter(Strict):
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's, without a meaning here

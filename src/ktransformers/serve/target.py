@@ -1,0 +1,109 @@
+"""What is to be served: MODEL may be a model, the output directory of a training, or a YAML file of either.
+
+A training output is an adapter and names its base; a training YAML names both; an inference YAML (`infer_backend:
+ktransformers`) has adapter_name_or_path. In each case the base is served and the adapter beside it, under the name of
+its directory. A model may be a directory, a hub id, or one of the short names below.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktransformers.errors import InputError
+
+SHORT = {
+    "qwen3-30b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "qwen3-235b": "Qwen/Qwen3-235B-A22B-Instruct-2507",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "olmoe": "allenai/OLMoE-1B-7B-0125-Instruct",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    model: Path
+    adapters: tuple[tuple[str, str], ...] = ()
+    name: str = ""  # what to call the base
+
+
+def resolve(given: str) -> Target:
+    path = Path(given).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        return _of_yaml(path)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        return _of_adapter(path)
+    model = locate(given)
+    return Target(model, name=_name(given))
+
+
+def locate(given: str) -> Path:
+    """The directory of a model; one on the hub is fetched."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
+        return path
+    name = SHORT.get(given.lower(), given)
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise InputError("model", f"{given}, which does not exist", "a folder, a hub id or a short name", _known())
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name))
+    except Exception as error:  # the hub's own errors come from many places
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError("model", f"{given} ({reason})", "a folder, or a hub id that can be fetched") from error
+
+
+def _known() -> str:
+    return f"short names are {', '.join(sorted(SHORT))}"
+
+
+def _name(given: str) -> str:
+    return given.rstrip("/").rpartition("/")[2] or "model"
+
+
+def _of_adapter(path: Path) -> Target:
+    try:
+        fields = json.loads((path / "adapter_config.json").read_text())
+        base = fields.get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise InputError(str(path / "adapter_config.json"), f"no JSON object ({error})", "PEFT's") from error
+    if not base:
+        raise InputError(str(path), "an adapter that names no base", "base_model_name_or_path in adapter_config.json")
+    return Target(locate(str(base)), ((_short(path.name), str(path)),), _name(str(base)))
+
+
+def _of_yaml(path: Path) -> Target:
+    import yaml
+
+    if not path.is_file():
+        raise InputError("model", f"{path}, which does not exist", "a YAML file of a training or of inference")
+    try:
+        keys: Any = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise InputError(str(path), f"no YAML ({error})", "keys and values") from error
+    base = keys.get("model_name_or_path") if isinstance(keys, dict) else None
+    if not base:
+        raise InputError(str(path), "no model_name_or_path", "a YAML file of a training or of inference")
+    backend = keys.get("infer_backend", "ktransformers")
+    if backend not in ("ktransformers", "huggingface"):
+        raise InputError(f"{path}: infer_backend", backend, "ktransformers")
+    listed = keys.get("adapter_name_or_path")
+    places = [part.strip() for part in listed.split(",")] if isinstance(listed, str) else list(listed or [])
+    output = keys.get("output_dir")
+    if not places and output and (Path(output) / "adapter_config.json").is_file():
+        places = [str(output)]
+    if not places and keys.get("do_train"):
+        raise InputError(f"{path}: output_dir", output, "a finished training", f"run `kt train {path}` first")
+    return Target(locate(str(base)), tuple((_short(Path(place).name), place) for place in places), _name(str(base)))
+
+
+def _short(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name) or "adapter"

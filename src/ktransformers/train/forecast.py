@@ -1,0 +1,69 @@
+"""What a run will take, said before it starts: settings as the planner's work, and the plan for this machine.
+
+The planner (`ktransformers.place`) knows shapes and rates and no trainer; here stands what a key means to it. A batch
+is taken as full: as many rows of the longest length as the file allows. Of attention LoRA all of `lora_target: all` is
+counted even where only some of its modules are named, which is too much by a few megabytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ktransformers.errors import InputError
+from ktransformers.place import Plan, Training, make_plan, open_shape, with_gpus
+from ktransformers.place.machine import Machine
+from ktransformers.train.arguments import device_of, dtype_of, packs, step_rows
+from ktransformers.train.settings import Settings
+from ktransformers.train.targets import EXPERTS, HALVES
+
+EXPERT_WORDS = {*EXPERTS, *HALVES, "gate_up_proj", "down_proj", "all"}
+
+
+def work_of(settings: Settings, rest_bytes: int, longest: int | None = None) -> Training:
+    """`longest`: tokens of the longest row, where the data is known."""
+    rows, parts = step_rows(settings)
+    sequence = settings.data.cutoff_len
+    if longest is not None and not packs(settings):
+        sequence = min(sequence, longest)
+    batch = rows * sequence * (2 if settings.data.stage == "dpo" else 1)
+    budget = settings.experts.kt_tokens_per_batch
+    whole = batch * parts
+    tokens = min(whole, max(budget, sequence)) if budget else batch
+    given = settings.trainer.get("gradient_checkpointing", True)
+    checkpointing = bool(given) and not settings.model.disable_gradient_checkpointing
+    words = set(settings.lora.lora_target)
+    adapts_experts = bool(words & EXPERT_WORDS)
+    return Training(
+        tokens=tokens,
+        tokens_per_step=whole,
+        sequence=sequence,
+        rank=settings.lora.lora_rank,
+        adapts_experts=adapts_experts,
+        adapts_attention="all" in words or not words <= EXPERT_WORDS,
+        checkpointing=checkpointing,
+        retain=checkpointing and settings.experts.kt_cpu_activation == "retain",
+        trained_bytes=2 if settings.model.pure_bf16 else 4,
+        rest_bytes=rest_bytes,
+        saves=int(settings.trainer.get("save_total_limit") or 1),
+    )
+
+
+def forecast(settings: Settings, directory: Path, words: dict[str, object], longest: int | None) -> Plan:
+    """For the machine that this runs on; `words`: config.json."""
+    from ktransformers.place.calibrate import this_machine
+
+    machine: Machine = this_machine()
+    if device_of(settings).type == "cpu":
+        machine = with_gpus(machine, "none")
+    work = work_of(settings, dtype_of(settings, words).itemsize, longest)
+    return make_plan(open_shape(str(directory)), work, machine)
+
+
+def try_forecast(
+    settings: Settings, directory: Path, words: dict[str, object], longest: int | None
+) -> tuple[Plan | None, list[str]]:
+    """A model whose config the planner cannot read trains all the same; the note says why there is no forecast."""
+    try:
+        return forecast(settings, directory, words, longest), []
+    except InputError as error:
+        return None, [f"no forecast of memory and time: {error}"]

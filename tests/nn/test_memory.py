@@ -1,0 +1,43 @@
+"""What a gigabyte of packed experts costs in memory: the packed bytes and a little, through forward and backward."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, torch
+from ktransformers.nn import ExpertStore
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
+
+hidden, intermediate, experts, tokens = 2048, 768, 38, 16
+torch.ones(64, 64) @ torch.ones(64, 64)
+gate, up = (torch.randn(1, intermediate, hidden).bfloat16() for _ in range(2))
+down = torch.randn(1, hidden, intermediate).bfloat16()
+x, grad = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+ids, weights = torch.randint(0, experts, (tokens, 4)), torch.rand(tokens, 4)
+ExpertStore(1, 64, 64)
+before = anonymous()
+stores = [ExpertStore(experts, hidden, intermediate) for _ in range(3)]
+for store in stores:
+    for e in range(experts):
+        store.pack(gate=gate, up=up, down=down, first_expert=e)
+    out = store.forward(x, ids, weights)
+    store.backward(grad, x, ids, weights)
+after = anonymous()
+packed = sum(store.packed_bytes for store in stores)
+parameters = 3 * 3 * experts * hidden * intermediate
+print(json.dumps({"packed": packed, "grown": after - before, "parameters": parameters}))
+"""
+
+
+def test_a_gigabyte_of_experts() -> None:
+    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout)
+    assert found["packed"] > 1 << 30
+    assert found["grown"] < 1.1 * found["packed"]
+    assert 2.0 <= found["grown"] / found["parameters"] < 2.2

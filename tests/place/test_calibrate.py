@@ -1,0 +1,50 @@
+"""Calibration: measured once, kept, measured again when the file is not to be trusted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ktransformers.place import Serving, make_plan, open_shape
+from ktransformers.place import calibrate as module
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "SECONDS", 0.02)
+    monkeypatch.setattr(module, "LAYER_SECONDS", 0.01)
+    return tmp_path / "ktransformers"
+
+
+def test_rates_are_measured_once_and_kept(cache: Path) -> None:
+    first = module.calibrate()
+    (file,) = cache.iterdir()
+    assert module.calibrate() == first  # to the last digit: from the file
+    assert json.loads(file.read_text())["tile_flops"] == first.tile_flops
+    for rate in (first.tile_flops, first.read_bytes, first.dense_flops, first.dense_flops_f32):
+        assert rate > 1e6
+    assert 0.02 < first.forward_share < 4 and 0.02 < first.backward_share < 4
+    file.write_text("{")
+    assert module.calibrate().version == module.VERSION
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 0, "tile_flops": 1.0}))
+    assert module.calibrate().tile_flops > 1e6
+    assert [path.name for path in cache.iterdir()] == [file.name]  # nothing half-written beside it
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr(module, "SECONDS", 0.01)
+    monkeypatch.setattr(module, "LAYER_SECONDS", 0.005)
+    assert module.calibrate().read_bytes > 0
+
+
+def test_this_machine_can_be_planned_for(cache: Path) -> None:
+    machine = module.this_machine()
+    assert machine.measured and machine.memory > 0
+    plan = make_plan(open_shape("deepseek-v2-lite"), Serving(), machine)
+    assert plan.nearest.time.first_token is not None and plan.nearest.time.first_token > 0

@@ -1,0 +1,134 @@
+"""`kt plan` as it is typed, and a training file on its way to the planner."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ktransformers import system
+from ktransformers.cli.main import app
+from ktransformers.cli.train import plan_lines
+from ktransformers.errors import InputError
+from ktransformers.train.forecast import work_of
+from ktransformers.train.plan import make_plan
+from ktransformers.train.resolve import read_settings
+from ktransformers.train.run import train
+from tests.nn.families import build, save
+from tests.place.measured import TOKENIZER
+from tests.train.conftest import Quiet, recipe
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+BASE = {"model_name_or_path": "Qwen/Qwen3-30B-A3B", "output_dir": "out", "dataset": "identity"}
+SHAPES = {
+    "qwen3_30b": "qwen3-30b-a3b",
+    "qwen3_235b": "qwen3-235b-a22b",
+    "deepseek_v2_lite": "deepseek-v2-lite",
+    "deepseek_v3": "deepseek-v3",
+    "kimi_k2": "kimi-k2",
+}
+
+
+def kt(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *words])
+    return result.exit_code, result.output
+
+
+def test_both_works_as_text() -> None:
+    code, text = kt("qwen3-30b-a3b", "--machine", "desktop-4090")
+    assert code == 0
+    for word in (
+        "train: fits",
+        "serve: fits",
+        "gpu 0",
+        "host",
+        "pinned",
+        "disk",
+        "tokens/s",
+        "first token",
+        "published",
+    ):
+        assert word in text
+
+
+def test_json_is_one_document_with_exact_sums() -> None:
+    code, text = kt(
+        "deepseek-v3", "--serve", "--machine", "dual-xeon-4090", "--gpu", "24GB,24GB", "--ram", "1TB", "--json"
+    )
+    assert code == 2  # it does not fit
+    found = json.loads(text)["serve"]
+    plan = found["plan"]
+    assert not found["fits"] and plan["lacking"]["host"] > 0 and plan["executable"]
+    assert sum(size for name, size in plan["host"].items() if name != "total") == plan["host"]["total"]
+    assert len(plan["nodes"]) == 2 and len(found["ways"]) == 3
+    assert all(way["plan"]["fits"] for way in found["ways"])
+
+
+def test_all_proposes_what_is_not_there_yet() -> None:
+    code, text = kt("qwen3-30b-a3b", "--serve", "--machine", "desktop-4090", "--all")
+    assert code == 0 and "not yet" in text and "resident" in text
+
+
+def test_machines_are_listed_and_bad_words_refused() -> None:
+    code, text = kt("qwen3-30b-a3b", "--machine", "list")
+    assert code == 0 and "epyc-zen5" in text and "gpus" not in text.split()
+    for words in (("qwen9",), ("qwen3-30b-a3b", "--ram", "much", "--machine", "arm2")):
+        done = CliRunner().invoke(app, ["plan", *words])
+        assert done.exception is not None and "expected" in str(done.exception)
+
+
+@pytest.mark.parametrize("file", [EXAMPLES / f"{name}_sft.yaml" for name in SHAPES], ids=lambda file: file.stem)
+def test_recipes_can_be_planned(file: Path) -> None:
+    code, text = kt(
+        SHAPES[file.stem.removesuffix("_sft")],
+        "--train",
+        str(file),
+        "--machine",
+        "dual-xeon-4090",
+        "--ram",
+        "3TB",
+        "--gpu",
+        "80GB",
+    )
+    assert code == 0 and "train: fits" in text
+
+
+def test_keys_mean_what_the_trainer_makes_of_them() -> None:
+    found = work_of(read_settings(BASE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}), 2)
+    assert (found.tokens, found.tokens_per_step, found.sequence) == (4096, 16384, 2048)
+    assert found.checkpointing and not found.retain and found.adapts_experts and found.adapts_attention
+    keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "kt_tokens_per_batch": 4096}
+    cut = work_of(read_settings(BASE | keys), 2)
+    assert (cut.tokens, cut.tokens_per_step) == (4096, 16384)
+    assert work_of(read_settings(BASE | {"kt_cpu_activation": "retain"}), 2).retain
+    off = work_of(read_settings(BASE | {"disable_gradient_checkpointing": True, "pure_bf16": True}), 2)
+    assert not off.checkpointing and off.trained_bytes == 2
+    attention = work_of(read_settings(BASE | {"lora_target": "q_proj,v_proj"}), 2)
+    assert attention.adapts_attention and not attention.adapts_experts
+    experts = work_of(read_settings(BASE | {"lora_target": "experts"}), 2)
+    assert experts.adapts_experts and not experts.adapts_attention
+    assert work_of(read_settings(BASE), 2, longest=100).sequence == 100
+    assert work_of(read_settings(BASE | {"packing": True}), 2, longest=100).sequence == 2048
+
+
+def test_training_prints_its_plan_and_is_refused_where_memory_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512), tmp_path / "model")
+    for file in TOKENIZER.glob("*.json"):
+        shutil.copyfile(file, tmp_path / "model" / file.name)
+    settings = read_settings(recipe(tmp_path / "model", tmp_path / "out", max_steps=1))
+    plan = make_plan(settings).plan
+    assert plan.forecast is not None and plan.forecast.best is not None
+    shown = "\n".join(plan_lines(plan))
+    assert "experts in bf16 on the CPU" in shown and "tokens/s" in shown
+    monkeypatch.setattr(system, "memory", lambda: system.Memory(10**8, 10**8, "never"))
+    watcher = Quiet()
+    with pytest.raises(InputError, match=r"host lacks 0\.\d GB.*--force"):
+        train(settings, watcher)
+    assert watcher.plans and not (tmp_path / "out").exists()  # shown first, and nothing was begun
+    result = train(settings, watcher, force=True)
+    assert [line.what for line in result.comparison] == ["host memory", "speed"]

@@ -1,0 +1,124 @@
+"""Shapes: formulas against transformers' own skeletons, headers against formulas, sizes against the core's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ktransformers.errors import InputError
+from ktransformers.nn import ExpertStore
+from ktransformers.nn.contract import expert_modules
+from ktransformers.place.formats import FORMATS, packed_expert_bytes, packed_lora_bytes
+from ktransformers.place.machine import profile
+from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, keep_bytes
+from ktransformers.place.shape import of_config, open_shape, shipped
+from ktransformers.train.settings import LoraSettings
+from ktransformers.train.targets import find_targets, trained_numbers
+from tests.nn.families import build, save
+
+
+def skeleton(config: dict[str, Any]) -> Any:
+    words = dict(config)
+    if words["model_type"] == "kimi_k2":  # stock transformers knows it as DeepSeek's
+        words["model_type"] = "deepseek_v3"
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**words))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shipped_shapes_count_what_the_models_have(name: str) -> None:
+    document = shipped()[name]
+    shape = open_shape(name)
+    assert shape.numbers == pytest.approx(document["parameters"], rel=0.005)
+    model = skeleton(document["config"])
+    experts = expert_modules(model)
+    numbers = sum(tensor.numel() for module in experts.values() for tensor in module.parameters(recurse=False))
+    assert (len(experts), numbers) == (shape.expert_layers, shape.expert_numbers_total)
+    buffers = sum(tensor.numel() for key, tensor in model.state_dict().items() if "correction_bias" in key)
+    rest = sum(tensor.numel() for tensor in model.parameters()) - numbers
+    if not any("correction_bias" in key for key, _ in model.named_parameters()):
+        rest += buffers
+    assert shape.rest == pytest.approx(rest, abs=shape.layers)  # an average layer is a whole number
+    for target, expected in (("all", None), ("experts", expert_lora_numbers(shape, 8))):
+        settings = LoraSettings(lora_rank=8, lora_target=(target,))
+        found = trained_numbers(model, find_targets(model, settings), 8)
+        assert found == (expected or expert_lora_numbers(shape, 8) + attention_lora_numbers(shape, 8))
+
+
+def test_every_name_and_every_file_is_known() -> None:
+    for short, document in shipped().items():
+        assert {open_shape(name).name for name in (short, *document["names"])} == {short}
+        assert document["source"]
+        assert all(figure["source"] and figure["work"] in ("train", "serve") for figure in document["published"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v2", "mixtral", "olmoe"])
+def test_headers_say_what_the_formulas_say(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    save(model, tmp_path)
+    found = open_shape(str(tmp_path))
+    experts = sum(t.numel() for module in expert_modules(model).values() for t in module.parameters(recurse=False))
+    assert found.expert_numbers_total == experts
+    assert found.rest == pytest.approx(sum(t.numel() for t in model.parameters()) - experts, abs=20)
+    assert found.checkpoint_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    settings = LoraSettings(lora_rank=4, lora_target=("all",))
+    numbers = expert_lora_numbers(found, 4) + attention_lora_numbers(found, 4)
+    assert numbers == trained_numbers(model, find_targets(model, settings), 4)
+    formulas = of_config(json.loads((tmp_path / "config.json").read_text()), "formulas")
+    assert formulas.linears == found.linears or sorted(map(repr, formulas.linears)) == sorted(map(repr, found.linears))
+    if family in ("qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral"):
+        assert formulas.rest == pytest.approx(found.rest, abs=20)
+
+
+def test_layers_beyond_the_model_count_on_disk_only(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save(build("deepseek_v3"), tmp_path)
+    before = open_shape(str(tmp_path))
+    file = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(file)
+    extra = {name.replace("layers.1.", "layers.2."): t.clone() for name, t in tensors.items() if ".layers.1." in name}
+    save_file(tensors | extra, file, metadata={"format": "pt"})
+    after = open_shape(str(tmp_path))
+    assert extra and after.checkpoint_bytes > before.checkpoint_bytes
+    assert (after.rest, after.linears) == (before.rest, before.linears)
+
+
+@pytest.mark.parametrize("sizes", [(512, 256), (2048, 768), (100, 70), (1408, 2048)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_packed_sizes_are_the_cores(sizes: tuple[int, int], gated: bool) -> None:
+    hidden, inner = sizes
+    store = ExpertStore(3, hidden, inner, gated=gated)
+    assert store.packed_bytes == 3 * packed_expert_bytes(hidden, inner, gated, FORMATS["bf16"])
+    for rank in (4, 32, 40):
+        adapter = store.new_adapter(rank if gated else 0, rank, rank, shared=gated)
+        assert adapter.packed_bytes == 3 * packed_lora_bytes(hidden, inner, gated, rank)
+
+
+def test_kept_rows_are_the_cores() -> None:
+    shape = open_shape("qwen3-30b-a3b")
+    for isa, machine in (("generic", "arm2"), ("avx512_bf16", "desktop-4090")):
+        from ktransformers import _core
+
+        if not any(v["name"] == isa and (v["native"] or v["emulated"]) for v in _core.variants()):
+            continue
+        store = ExpertStore(1, shape.hidden, shape.intermediate, isa=isa)
+        assert keep_bytes(shape, 7, profile(machine)) == store.keep_bytes(7, shape.top_k)
+
+
+def test_refusals_name_what_is_known(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="qwen3-30b-a3b"):
+        open_shape("qwen9")
+    with pytest.raises(InputError, match="a folder without"):
+        open_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8}')
+    with pytest.raises(InputError, match="num_experts"):
+        open_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="JSON"):
+        open_shape(str(tmp_path))

@@ -1,0 +1,293 @@
+"""Launch lines, targets, and `kt serve`, `kt run` and `kt chat` as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktransformers import env
+from ktransformers.errors import InputError
+from ktransformers.serve.flags import HONOURED, METHODS, SWITCHES, VALUES, Launch, parse
+from ktransformers.serve.launch import bind, with_environment
+from ktransformers.serve.target import resolve
+from ktransformers.serve.training import TrainingLog, Watch
+from tests.serve.conftest import Bench, Served
+
+# The launch lines of the guides for SGLang with kt-kernel, whole.
+LINES = [
+    "--host 0.0.0.0 --port 10103 --model M --mem-fraction-static 0.7 --chunked-prefill-size 2048 --served-model-name N "
+    "--tensor-parallel-size 1 --kt-method AMXINT8 --kt-weight-path W --kt-cpuinfer 64 --kt-threadpool-count 2 "
+    "--kt-num-gpu-experts 1 --enable-lora --lora-paths lora0=D --max-loras-per-batch 1 --lora-backend triton",
+    "--host 0.0.0.0 --port 30000 --model M --kt-weight-path W --kt-cpuinfer 64 --kt-threadpool-count 2 "
+    "--kt-num-gpu-experts 32 --kt-method BF16 --attention-backend flashinfer --trust-remote-code "
+    "--mem-fraction-static 0.80 --chunked-prefill-size 16384 --max-running-requests 4 --served-model-name Qwen3 "
+    "--enable-mixed-chunk --tensor-parallel-size 1 --enable-p2p-check --disable-shared-experts-fusion "
+    "--kt-gpu-prefill-token-threshold 4096 --kt-enable-dynamic-expert-update",
+    "--host 0.0.0.0 --port 8000 --model M --trust-remote-code --mem-fraction-static 0.92 --chunked-prefill-size 4096 "
+    "--served-model-name N --enable-mixed-chunk --kt-method LLAMAFILE --kt-weight-path W --kt-cpuinfer 64 "
+    "--kt-threadpool-count 2 --kt-num-gpu-experts 32 --kt-max-deferred-experts-per-token 2",
+    "--model M --kt-expert-lora-path E --enable-lora --lora-backend triton --lora-paths nonexpert=D "
+    "--served-model-name N --kt-expert-placement-strategy uniform",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_launch_lines_of_the_guides_parse(line: str) -> None:
+    found = parse(line.split())
+    assert found.target == "M"
+    words = line.split()
+    for name in (*SWITCHES, *VALUES):
+        assert any(note.startswith(name) for note in found.notes) == (name in words), name
+    if "--max-running-requests" in words:
+        assert (found.running, found.chunk, found.memory, found.threads, found.groups) == (4, 16384, 0.8, 64, 2)
+    if "AMXINT8" in words:
+        assert (found.host, found.port, found.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
+        assert any("bf16" in note for note in found.notes)
+    if "--kt-expert-lora-path" in words:
+        assert found.always == Path("E")
+
+
+def test_our_own_lines() -> None:
+    found = parse(
+        ["M", "--lora-paths", "a=x", "b=y", "c/d", "--api-key", "k", "--watch", "out", "--chunked-prefill-size", "-1"]
+    )
+    assert found.lora_paths == (("a", "x"), ("b", "y"), ("d", "c/d"))
+    assert (found.api_key, found.watch, found.notes) == ("k", Path("out"), ())
+    assert found.chunk > 10**9
+    assert set(METHODS) >= {"AMXINT4", "AMXINT8", "RAWINT4", "FP8", "FP8_PERCHANNEL", "BF16", "LLAMAFILE"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "0 models"),
+        ("M --model N", "2 models"),
+        ("M --wishes 3", "wishes"),
+        ("M --kt-method AMXINT3", "AMXINT4"),
+        ("M --lora-paths a=x a=y", "every name once"),
+        ("M --lora-paths a/b=x", "NAME=DIR"),
+        ("M --mem-fraction-static 2", "mem-fraction-static"),
+        ("M --port many", "port"),
+        ("M --max-running-requests 0", "1 or more"),
+    ],
+)
+def test_wrong_lines(line: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse(line.split())
+
+
+def test_the_environment_fills_what_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("API_HOST", "API_PORT", "API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    plain = with_environment(Launch("M"))
+    assert (plain.host, plain.port, plain.api_key) == ("127.0.0.1", 30000, None)
+    monkeypatch.setenv("API_PORT", "8000")
+    monkeypatch.setenv("API_KEY", "secret")
+    filled = with_environment(Launch("M"))
+    assert (filled.port, filled.api_key) == (8000, "secret")
+    assert with_environment(Launch("M", port=1)).port == 1
+    assert env.current()["API_KEY"] == "(set)"
+    monkeypatch.setenv("API_PORT", "eight")
+    with pytest.raises(InputError, match="API_PORT"):
+        with_environment(Launch("M"))
+
+
+def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    assert resolve(str(model_directory)).adapters == ()
+    output = resolve(str(adapters["one"]))
+    assert output.model == model_directory and output.adapters == (("one", str(adapters["one"])),)
+    assert output.name == model_directory.name
+    training = tmp_path / "train.yaml"
+    training.write_text(f"model_name_or_path: {model_directory}\ndo_train: true\noutput_dir: {adapters['two']}\n")
+    assert resolve(str(training)).adapters == (("two", str(adapters["two"])),)
+    inference = tmp_path / "infer.yaml"
+    inference.write_text(
+        f"model_name_or_path: {model_directory}\nadapter_name_or_path: {adapters['one']}, {adapters['two']}\n"
+        "template: qwen3\ninfer_backend: ktransformers\nuse_kt: true\n"
+    )
+    assert [name for name, _ in resolve(str(inference)).adapters] == ["one", "two"]
+    unfinished = tmp_path / "unfinished.yaml"
+    unfinished.write_text(f"model_name_or_path: {model_directory}\ndo_train: true\noutput_dir: {tmp_path}/none\n")
+    for given, words in (
+        (str(unfinished), "kt train"),
+        (str(tmp_path / "no.yaml"), "does not exist"),
+        (str(tmp_path), r"without config\.json"),
+        ("/no/where", "does not exist"),
+        ("word", "short names"),
+    ):
+        with pytest.raises(InputError, match=words):
+            resolve(given)
+
+
+def test_a_port_in_use_is_said_before_loading() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(InputError, match="free port"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_checkpoints_are_served_as_they_come_and_go(served: Served, adapters: dict[str, Path], tmp_path: Path) -> None:
+    registry = served.service.registry
+    watch = Watch(tmp_path, registry)
+    watch.look()
+    step = tmp_path / "checkpoint-10"
+    shutil.copytree(adapters["two"], step)
+    watch.look()
+    assert "checkpoint-10" not in registry.loaded  # not complete
+    (step / "trainer_state.json").write_text("{}")
+    watch.look()
+    first = registry.loaded["checkpoint-10"].resident
+    watch.look()
+    assert registry.loaded["checkpoint-10"].resident is first
+    os.utime(step / "trainer_state.json", (1, 1))
+    watch.look()
+    assert registry.loaded["checkpoint-10"].resident.version > first.version
+    broken = tmp_path / "checkpoint-20"
+    shutil.copytree(step, broken)
+    (broken / "adapter_model.safetensors").write_bytes(b"nothing")
+    watch.look()
+    assert "checkpoint-20" not in registry.loaded
+    shutil.rmtree(step)
+    watch.look()
+    assert set(registry.loaded) == {"one", "attention"}
+    log = tmp_path / "trainer_log.jsonl"
+    log.write_text('{"loss": 2.5, "current_steps": 1}\n{"loss": 2.')
+    read = TrainingLog(tmp_path).after(0)
+    assert [line["loss"] for line in read["lines"]] == [2.5]
+    with log.open("a") as stream:
+        stream.write('25, "current_steps": 2}\n')
+    again = TrainingLog(tmp_path).after(read["next"])
+    assert [line["loss"] for line in again["lines"]] == [2.25]
+    assert TrainingLog(tmp_path).after(again["next"])["lines"] == []
+    log.write_text("{}\n")
+    assert TrainingLog(tmp_path).after(again["next"])["lines"] == [{}]
+
+
+def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
+    """The split that earlier guides define: experts on for the base's name, attention by request."""
+    from ktransformers.adapters import convert
+    from ktransformers.serve.registry import Registry
+
+    expert, rest = tmp_path / "expert", tmp_path / "rest"
+    convert(
+        adapters["two"],
+        tmp_path / "merged",
+        "sglang",
+        expert_output_dir=expert,
+        nonexpert_output_dir=rest,
+        base_model_name_or_path=str(bench.directory),
+    )
+    registry = Registry("tiny", bench.places, str(bench.directory), lambda _: None, always=expert)
+    registry.load("rest", rest)
+    both, alone = registry.find("tiny:rest"), registry.find("tiny")
+    assert both is not None and alone is not None
+    assert both.experts == alone.experts and both.linears and not alone.linears
+    bench.residents["both"] = both
+    try:
+        prompt = list(range(50, 80))
+        assert bench.alone(prompt, "both").tokens == bench.alone(prompt, "two").tokens
+    finally:
+        del bench.residents["both"]
+    with pytest.raises(InputError, match="on for every request"):
+        registry.load("one", adapters["one"])
+    with pytest.raises(InputError, match="experts alone"):
+        Registry("tiny", bench.places, str(bench.directory), lambda _: None, always=adapters["one"])
+
+
+def kt(*words: str) -> list[str]:
+    return [sys.executable, "-c", "from ktransformers.cli.main import main; main()", *words]
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[tuple[str, Any]]:
+    process = subprocess.Popen(kt("serve", *words, "--port", "0"), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "is served at" in line:
+            break
+    else:
+        raise AssertionError("".join(lines))
+    try:
+        yield line.rsplit(" ", 1)[1].strip().removesuffix("/v1"), process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
+    """A training output as MODEL, a real process, the terminal client, and SIGTERM while an answer runs."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    with serving(str(adapters["one"]), "--trust-remote-code", "--watch", str(tmp_path)) as (url, process):
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                urllib.request.urlopen(f"{url}/health").close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        step = tmp_path / "checkpoint-5"
+        shutil.copytree(adapters["two"], step)
+        (step / "trainer_state.json").write_text("{}")
+        said = "/model\nHello\n/model tiny:one\nHello\n/clear\n/system Be brief.\nHello\n/model none\n/what\n/exit\n"
+        talk = subprocess.run(
+            kt("chat", url, "--max-tokens", "5", "--temperature", "0"), input=said, capture_output=True, text=True
+        )
+        assert talk.returncode == 0, talk.stderr
+        assert talk.stdout.count("[5 tokens, ") == 3 and "tokens/s" in talk.stdout
+        assert "* tiny:one" in talk.stdout and "(none is not served)" in talk.stdout and "/clear" in talk.stdout
+        while time.monotonic() < end:
+            with urllib.request.urlopen(f"{url}/v1/models") as reply:
+                names = [model["id"] for model in json.loads(reply.read())["data"]]
+            if "tiny:checkpoint-5" in names:
+                break
+            time.sleep(0.2)
+        assert names == ["tiny", "tiny:one", "tiny:checkpoint-5"]
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as reply:
+            reply.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = reply.read().decode()
+        assert '"finish_reason": "length"' in rest and rest.rstrip().endswith("data: [DONE]")
+        assert process.wait(20) in (0, -signal.SIGTERM)
+
+
+def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
+    done = subprocess.run(
+        kt("run", str(adapters["one"]), "Hello", "--max-tokens", "4", "--temperature", "0"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "tiny:one" in done.stderr
+    wrong = subprocess.run(kt("run", str(adapters["one"]), "Hi", "--adapter", "x"), capture_output=True, text=True)
+    assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
+
+
+def test_the_page_lists_every_flag() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    for flag in HONOURED:
+        given = f"; default: {flag.default}" if flag.default is not None else ""
+        assert f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.help}{given} |" in page
+    for name, why in (SWITCHES | VALUES).items():
+        assert f"| `{name}` | {why} |" in page
+    for name in METHODS:
+        assert f"`{name}`" in page

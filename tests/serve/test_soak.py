@@ -1,0 +1,123 @@
+"""A soak on loopback: many clients, random cancels, adapters that come and go, malformed bodies. `make soak` says how
+long by KT_SOAK_SECONDS; a minute where it is not set.
+
+Asked for: no answer outside 200 and 4xx, every request answered, nothing left in the engine, memory that stays flat,
+and the same greedy answer at the end as at the beginning.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Bench, listening, service_of
+
+CLIENTS = 32
+MODELS = ["tiny", "tiny:one", "tiny:attention", "tiny:guest", "guest"]
+MALFORMED = [b"{", b"", b"[]", b"\xff\xfe", b'{"model": 3}', b'{"model": "tiny", "prompt": {"a": 1}}', b"[" * 5000]
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Client(threading.Thread):
+    def __init__(self, address: str, seed: int, end: float, seen: Counter[str], guest: Path) -> None:
+        super().__init__(daemon=True)
+        self.address, self.chance, self.end, self.seen, self.guest = address, random.Random(seed), end, seen, guest
+
+    def run(self) -> None:
+        while time.monotonic() < self.end:
+            try:
+                self.seen[self.one()] += 1
+            except Exception as error:  # what a client cannot explain is a failure of the test
+                self.seen[f"client: {type(error).__name__}: {error}"] += 1
+
+    def one(self) -> str:
+        kind = self.chance.random()
+        if kind < 0.08:
+            return self.ask("/v1/completions", self.chance.choice(MALFORMED))
+        if kind < 0.12:
+            body = {"lora_name": "guest", "lora_path": str(self.guest), "load_inplace": self.chance.random() < 0.5}
+            return self.ask("/v1/load_lora_adapter", json.dumps(body).encode())
+        if kind < 0.15:
+            return self.ask("/v1/unload_lora_adapter", b'{"lora_name": "guest"}')
+        if kind < 0.18:
+            return self.ask(self.chance.choice(["/metrics", "/v1/models", "/health"]), None)
+        body = {
+            "model": self.chance.choice(MODELS),
+            "max_tokens": self.chance.choice([1, 4, 16, 40]),
+            "temperature": self.chance.choice([0, 0.7]),
+            "stream": self.chance.random() < 0.5,
+            "n": self.chance.choice([1, 1, 2]),
+        }
+        leaves = self.chance.random() < 0.25
+        if kind < 0.6:
+            said = " ".join(self.chance.choices(["sea", "sky", "stone", "tree"], k=self.chance.randrange(1, 60)))
+            messages = [{"role": "user", "content": said}]
+            return self.ask("/v1/chat/completions", json.dumps({**body, "messages": messages}).encode(), leaves)
+        prompt = self.chance.choices(range(3, 6400), k=self.chance.randrange(1, 120))
+        more = {"prompt": prompt, "echo": self.chance.random() < 0.2, "logprobs": 1}
+        return self.ask("/v1/completions", json.dumps({**body, **more}).encode(), leaves)
+
+    def ask(self, path: str, body: bytes | None, leaves: bool = False) -> str:
+        connection = http.client.HTTPConnection(self.address, timeout=120)
+        try:
+            connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
+            if leaves:
+                time.sleep(self.chance.random() * 0.3)
+                return "left"
+            reply = connection.getresponse()
+            text = reply.read()
+            return "stream error" if b'data: {"error"' in text else str(reply.status)
+        finally:
+            connection.close()
+
+
+@pytest.mark.soak
+def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
+    pytest.importorskip("fastapi")
+    from ktransformers.serve.api import create_app
+
+    seconds = float(os.environ.get("KT_SOAK_SECONDS", "60"))
+    service = service_of(bench, adapters, running=8, queued=24, tokens=2048)
+    seen: Counter[str] = Counter()
+    with listening(create_app(service)) as url:
+        address = url.removeprefix("http://")
+
+        def greedy() -> Any:
+            connection = http.client.HTTPConnection(address, timeout=60)
+            body = {"model": "tiny:one", "prompt": "The sea", "max_tokens": 12, "temperature": 0}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            return json.loads(connection.getresponse().read())["choices"][0]["text"]
+
+        before = greedy()
+        start = time.monotonic()
+        clients = [Client(address, seed, start + seconds, seen, adapters["two"]) for seed in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        time.sleep(seconds / 2)
+        halfway = resident()
+        for client in clients:
+            client.join(seconds + 120)
+        assert not any(client.is_alive() for client in clients)
+        end = time.monotonic() + 30
+        while service.engine.busy and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not service.engine.busy and not any(slot.busy for slot in service.engine.slots.slots)
+        grown = resident() - halfway
+        assert greedy() == before
+    odd = {what: count for what, count in seen.items() if what not in {"200", "left", "400", "404", "429"}}
+    assert not odd, odd
+    assert seen["200"] > 0 and seen["left"] > 0 and seen["400"] > 0
+    assert grown < 64 * 2**20, f"{grown / 2**20:.0f} MiB more than halfway"
