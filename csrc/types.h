@@ -1,8 +1,9 @@
 // The words that every part of the core shares: element types, the tile, and the checks.
 //
-// A weight tile holds 32 of K by 16 of N in bf16, 1 KB, stored as 16 rows of k-pairs: row p holds, for each of 16
-// outputs n, the two neighbours k = 2p and 2p + 1. It is the B operand of an AMX product as it lies in memory, one
-// 64-byte load for AVX-512 and two shifts away from f32 for everyone else. Everything in this header is constexpr or
+// A weight tile holds 32 of K by 16 of N. In bf16, 1 KB, it is stored as 16 rows of k-pairs: row p holds, for each of
+// 16 outputs n, the two neighbours k = 2p and 2p + 1. It is the B operand of an AMX product as it lies in memory, one
+// 64-byte load for AVX-512 and two shifts away from f32 for everyone else. In f32 (2 KB) and f64 (4 KB), the exact
+// kinds, it is simply [32 k][16 n]. Everything in this header is constexpr or
 // internal to the file that includes it: the ISA files include it too, and the linker must not find a copy there.
 #pragma once
 
@@ -11,14 +12,19 @@
 
 namespace kt {
 
-enum class DType : uint8_t { f32, bf16, f16 };
+enum class DType : uint8_t { f32, bf16, f16, f64 };
 
-constexpr size_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
+constexpr size_t size_of(DType t) { return t == DType::f64 ? 8 : t == DType::f32 ? 4 : 2; }
+
+// What weights are rounded to when they are packed. bf16: sums are f32, activations bf16 or f32 as the CPU multiplies
+// them. f32 and f64: weights, activations and sums alike, so nothing is rounded but by the arithmetic itself.
+enum class Precision : uint8_t { bf16, f32, f64 };
+constexpr int kPrecisions = 3;
 
 constexpr int kTileK = 32;        // contraction steps in a tile
 constexpr int kTileN = 16;        // outputs in a tile
-constexpr int kBlockN = 32;       // outputs in a block: two tiles side by side, 2 KB per k step
-constexpr int kTileBytes = 1024;  // bf16
+constexpr int kBlockN = 32;       // outputs in a block: two tiles side by side
+constexpr int kTileBytes = 1024;  // of a bf16 tile; KernelTable::tile_bytes says it for any
 constexpr int kMaxRows = 16;      // tokens in an activation tile, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -66,6 +72,25 @@ static inline uint16_t from_float(float value, DType type) {
     return (uint16_t)(sign | (a - (126u << 23)));
   }
   return (uint16_t)(sign | ((a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13));
+}
+
+// Element `index` of a tensor, and back.
+template <class Real>
+static inline Real element_of(const void* data, int64_t index, DType type) {
+  if (type == DType::f32) return (Real)((const float*)data)[index];
+  if (type == DType::f64) return (Real)((const double*)data)[index];
+  return (Real)to_float(((const uint16_t*)data)[index], type);
+}
+
+template <class Real>
+static inline void set_element(void* data, int64_t index, DType type, Real value) {
+  if (type == DType::f32) {
+    ((float*)data)[index] = (float)value;
+  } else if (type == DType::f64) {
+    ((double*)data)[index] = (double)value;
+  } else {
+    ((uint16_t*)data)[index] = from_float((float)value, type);
+  }
 }
 
 }  // namespace kt

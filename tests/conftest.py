@@ -15,10 +15,22 @@ def runnable_isas() -> list[str]:
     return [variant["name"] for variant in _core.variants() if variant["native"] or variant["emulated"]]
 
 
+@functools.cache
+def exact_kinds() -> list[tuple[str, str]]:
+    """(variant, precision) of every kind that runs here and does not round weights to bf16."""
+    from ktransformers import _core
+
+    runnable = [variant for variant in _core.variants() if variant["native"] or variant["emulated"]]
+    return [(variant["name"], kind) for variant in runnable for kind in variant["precisions"] if kind != "bf16"]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with an argument `isa` runs once for each variant."""
+    """A test with an argument `isa` runs once for each variant, one with `exact` for each (isa, precision) of those
+    that compute unrounded."""
     if "isa" in metafunc.fixturenames:
         metafunc.parametrize("isa", runnable_isas())
+    if "exact" in metafunc.fixturenames:
+        metafunc.parametrize("exact", exact_kinds(), ids="-".join)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,7 +44,7 @@ void PyAdapter::pack(nb::handle gate_a, nb::handle gate_b, nb::handle up_a, nb::
   };
   auto scale = [&](const char* name, double value) {
     if (!std::isfinite(value)) refuse_value(name, std::to_string(value), "a finite number");
-    return (float)value;
+    return value;
   };
   SourceLora source{};
   source.gate.a = take("gate_a", gate_a, r.gate, r.gate, s.hidden);

@@ -9,10 +9,10 @@
 
 namespace kt {
 
-const KernelTable& table_for(const std::string& isa) {
-  if (isa.empty()) return kernels();
+const KernelTable& table_for(const std::string& isa, Precision precision) {
+  if (isa.empty()) return kernels(precision);
   try {
-    return kernels(isa.c_str());
+    return kernels(isa.c_str(), precision);
   } catch (const std::runtime_error& error) {
     throw nb::value_error(("isa: " + std::string(error.what())).c_str());
   }
@@ -43,18 +43,19 @@ double PyPool::rate(const std::string& what, double seconds, int64_t threads, co
 }
 
 PyExperts::PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
-                     const std::string& activation, double limit, double alpha, const std::string& isa) {
+                     const std::string& activation, double limit, double alpha, const std::string& isa,
+                     const std::string& precision) {
   LayerShape shape{in_range("num_experts", num_experts, 1, 1 << 16), in_range("hidden", hidden, 1, 1 << 20),
                    in_range("intermediate", intermediate, 1, 1 << 20), gated};
   Gate gate{word_of<Activation>("activation", activation, {"silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"}), gated,
-            (float)limit, (float)alpha};
+            limit, alpha};
   if (!(limit >= 0) || std::isinf(limit)) refuse_value("limit", std::to_string(limit), "0 (no clamp) or more");
   if (limit > 0 && !gated) refuse_value("limit", std::to_string(limit), "0 for experts without a gate");
   bool oai = gate.kind == Activation::swiglu_oai;
   if (oai && !gated) refuse_value("gated", "False", "True with activation \"swiglu_oai\"");
   if (oai ? !(alpha > 0) || std::isinf(alpha) : alpha != 0)
     refuse_value("alpha", std::to_string(alpha), oai ? "more than 0" : "0 unless activation is \"swiglu_oai\"");
-  const KernelTable& table = table_for(isa);
+  const KernelTable& table = table_for(isa, word_of<Precision>("precision", precision, {"bf16", "f32", "f64"}));
   nb::gil_scoped_release released;
   experts = std::make_shared<Experts>(shape, gate, table, pool.engine);
 }
@@ -169,7 +170,7 @@ Adapters Bound::table() const {
 
 void Bound::set_dropout(double dropout, int64_t seed) {
   if (!(dropout >= 0 && dropout < 1)) refuse_value("dropout", std::to_string(dropout), "at least 0 and less than 1");
-  batch.dropout = (float)dropout;
+  batch.dropout = dropout;
   batch.dropout_seed = (uint64_t)seed;
 }
 
@@ -215,14 +216,15 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
   const Array dy = bound.tensors.emplace_back(array_of("grad_out", grad_out, 2, kFloats));
   check_dense("grad_out", dy);
   check_shape("grad_out", dy, {bound.batch.tokens, experts->shape().hidden}, "tokens, hidden");
-  const Array dw = bound.tensors.emplace_back(array_of("grad_weights", grad_weights, 2, {kFloat32}));
+  const Array dw = bound.tensors.emplace_back(array_of("grad_weights", grad_weights, 2, {kFloat32, kFloat64}));
   check_dense("grad_weights", dw);
   check_writable("grad_weights", grad_weights);
   check_shape("grad_weights", dw, {bound.batch.tokens, bound.batch.top_k}, "tokens, top k");
   gradients.out = dy.data();
   gradients.out_dtype = dtype_of(dy);
   gradients.out_stride = row_stride(dy);
-  gradients.weights = (float*)const_cast<void*>(dw.data());
+  gradients.weights = const_cast<void*>(dw.data());
+  gradients.weights_dtype = dtype_of(dw);
   gradients.weights_stride = row_stride(dw);
   if (!factors.is_none()) {
     if (nb::len(factors) != bound.adapters.size())

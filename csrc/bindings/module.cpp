@@ -28,6 +28,10 @@ nb::list list_variants() {
     d["native"] = v.native;
     d["emulated"] = v.emulated;
     d["missing"] = v.missing;
+    nb::list precisions;
+    for (int p = 0; p < kPrecisions; p++)
+      if (v.table((Precision)p)) precisions.append(name_of((Precision)p));
+    d["precisions"] = precisions;
     all.append(d);
   }
   return all;
@@ -90,9 +94,9 @@ NB_MODULE(_core, m) {
 
   nb::class_<PyExperts>(m, "Experts")
       .def(nb::init<const PyPool&, int64_t, int64_t, int64_t, bool, const std::string&, double, double,
-                    const std::string&>(),
+                    const std::string&, const std::string&>(),
            "pool"_a, "num_experts"_a, "hidden"_a, "intermediate"_a, "gated"_a = true, "activation"_a = "silu",
-           "limit"_a = 0.0, "alpha"_a = 0.0, "isa"_a = "")
+           "limit"_a = 0.0, "alpha"_a = 0.0, "isa"_a = "", "precision"_a = "bf16")
       .def("pack", &PyExperts::pack, "first_expert"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
            "gate_bias"_a.none() = nb::none(), "up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
       .def("forward", &PyExperts::forward, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
@@ -107,6 +111,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("packed_bytes", [](const PyExperts& e) { return e.experts->weights().bytes(); })
       .def_prop_ro("keep_row_bytes", [](const PyExperts& e) { return e.experts->keep_row_bytes(); })
       .def_prop_ro("isa", [](const PyExperts& e) { return e.experts->kernels().name; })
+      .def_prop_ro("precision", [](const PyExperts& e) { return name_of(e.experts->kernels().precision); })
       .def_prop_ro("num_experts", [](const PyExperts& e) { return e.experts->shape().experts; })
       .def_prop_ro("hidden", [](const PyExperts& e) { return e.experts->shape().hidden; })
       .def_prop_ro("intermediate", [](const PyExperts& e) { return e.experts->shape().intermediate; })

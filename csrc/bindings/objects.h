@@ -28,7 +28,7 @@ struct PyExperts;
 struct PyAdapter {
   std::shared_ptr<Experts> experts;  // whose layer this is
   std::shared_ptr<Adapter> adapter;
-  float gate_scale = 0, up_scale = 0, down_scale = 0;
+  double gate_scale = 0, up_scale = 0, down_scale = 0;
 
   PyAdapter(const PyExperts& of, int64_t gate_rank, int64_t up_rank, int64_t down_rank, bool shared);
   void pack(nb::handle gate_a, nb::handle gate_b, nb::handle up_a, nb::handle up_b, nb::handle down_a,
@@ -73,7 +73,8 @@ struct PyExperts {
   std::shared_ptr<Experts> experts;
 
   PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
-            const std::string& activation, double limit, double alpha, const std::string& isa);
+            const std::string& activation, double limit, double alpha, const std::string& isa,
+            const std::string& precision);
   void pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias, nb::handle up_bias,
             nb::handle down_bias);
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
@@ -93,6 +94,6 @@ struct PyExperts {
   LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, Bound& bound) const;
 };
 
-const KernelTable& table_for(const std::string& isa);
+const KernelTable& table_for(const std::string& isa, Precision precision = Precision::bf16);
 
 }  // namespace kt

@@ -18,7 +18,7 @@ std::string list_of(const int64_t* values, size_t count) {
 }
 
 std::string name_of(const nb::dlpack::dtype& type) {
-  for (const Element& e : {kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kBool, kUint8})
+  for (const Element& e : {kFloat64, kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kBool, kUint8})
     if (is(type, e)) return e.name;
   using Code = nb::dlpack::dtype_code;
   const char* kind = type.code == (uint8_t)Code::Float     ? "float"
@@ -127,6 +127,7 @@ Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_l
 }
 
 DType dtype_of(const Array& array) {
+  if (is(array.dtype(), kFloat64)) return DType::f64;
   return is(array.dtype(), kFloat32) ? DType::f32 : is(array.dtype(), kBFloat16) ? DType::bf16 : DType::f16;
 }
 

@@ -31,6 +31,7 @@ struct Element {
   nb::dlpack::dtype_code code;
   int bits;
 };
+inline constexpr Element kFloat64{"float64", nb::dlpack::dtype_code::Float, 64};
 inline constexpr Element kFloat32{"float32", nb::dlpack::dtype_code::Float, 32};
 inline constexpr Element kBFloat16{"bfloat16", nb::dlpack::dtype_code::Bfloat, 16};
 inline constexpr Element kFloat16{"float16", nb::dlpack::dtype_code::Float, 16};
@@ -41,7 +42,8 @@ inline constexpr Element kUint8{"uint8", nb::dlpack::dtype_code::UInt, 8};
 
 bool is(const nb::dlpack::dtype& type, const Element& e);
 
-inline constexpr std::initializer_list<Element> kFloats = {kBFloat16, kFloat16, kFloat32};
+// Any of them goes with any precision of the experts, which compute in theirs.
+inline constexpr std::initializer_list<Element> kFloats = {kBFloat16, kFloat16, kFloat32, kFloat64};
 
 using Array = nb::ndarray<nb::ro>;
 

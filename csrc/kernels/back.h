@@ -122,63 +122,78 @@ inline void turn_blocks(const Transpose& t) {
   }
 }
 
+// The tiles of the exact kinds, [32 k][16 n]: each half of n becomes rows of both tiles.
+template <class Real>
+inline void turn_plain(const Transpose& t) {
+  constexpr int tile = kTileK * kTileN;
+  for (int i = 0; i < t.count; i++) {
+    const Real* in = (const Real*)(t.in + (int64_t)i * (int64_t)t.in_stride);
+    Real* out = (Real*)t.out + (int64_t)i * 2 * tile;
+    for (int half = 0; half < 2; half++)
+      for (int k = 0; k < kTileK; k++)
+        for (int n = 0; n < kTileN; n++)
+          out[k / kTileN * tile + (half * kTileN + n) * kTileN + k % kTileN] = in[half * tile + k * kTileN + n];
+  }
+}
+
 // The activation and its slope at g.
-template <int W, Activation A>
-inline F32<W> slope(F32<W> g, float alpha) {
-  F32<W> one = splat<W>(1.0f);
+template <class V, Activation A>
+inline V slope(V g, double alpha) {
+  V one = splat<V>(1.0);
   if constexpr (A == Activation::silu) {
-    F32<W> s = sigmoid<W>(g);
+    V s = sigmoid<V>(g);
     return s * (one + g * (one - s));
   }
   if constexpr (A == Activation::swiglu_oai) {
-    F32<W> s = sigmoid<W>(g * splat<W>(alpha));
-    return s * (one + splat<W>(alpha) * g * (one - s));
+    V s = sigmoid<V>(g * splat<V>(alpha));
+    return s * (one + splat<V>(alpha) * g * (one - s));
   }
   if constexpr (A == Activation::gelu) {
-    F32<W> density = splat<W>(0.39894228f) * vexp<W>(splat<W>(-0.5f) * g * g);
-    return gelu_phi<W>(g) + g * density;
+    V density = splat<V>(0.39894228040143268) * vexp<V>(splat<V>(-0.5) * g * g);
+    return gelu_phi<V>(g) + g * density;
   }
   if constexpr (A == Activation::gelu_tanh) {
-    F32<W> square = g * g;
-    F32<W> s = sigmoid<W>(splat<W>(1.59576912f) * g * (one + splat<W>(0.044715f) * square));
-    return s + g * s * (one - s) * splat<W>(1.59576912f) * (one + splat<W>(3 * 0.044715f) * square);
+    V square = g * g;
+    V s = sigmoid<V>(splat<V>(1.5957691216057307) * g * (one + splat<V>(0.044715) * square));
+    return s + g * s * (one - s) * splat<V>(1.5957691216057307) * (one + splat<V>(3 * Lane<V>(0.044715)) * square);
   }
-  return splat<W>(2.0f) * vmax<W>(g, splat<W>(0.0f));
+  return splat<V>(2.0) * vmax<V>(g, splat<V>(0.0));
 }
 
 // dh meets gate and up: their gradients, and h for the routing weight's.
-template <int W, Activation A>
-inline F32<W> back_gated(F32<W> g, F32<W> u, F32<W> dh, const Gate& gate, F32<W>& dg, F32<W>& du) {
-  F32<W> zero = splat<W>(0.0f), g_passes = splat<W>(1.0f), u_passes = g_passes;
-  if (gate.limit > 0.0f) {
-    F32<W> l = splat<W>(gate.limit);
-    g_passes = select<W>(g > l, zero, g_passes);
-    u_passes = select<W>(u > l, zero, select<W>(u < -l, zero, u_passes));
-    g = vmin<W>(g, l);
-    u = vmin<W>(vmax<W>(u, -l), l);
+template <class V, Activation A>
+inline V back_gated(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
+  V zero = splat<V>(0.0), g_passes = splat<V>(1.0), u_passes = g_passes;
+  if (gate.limit > 0) {
+    V l = splat<V>(gate.limit);
+    g_passes = select<V>(g > l, zero, g_passes);
+    u_passes = select<V>(u > l, zero, select<V>(u < -l, zero, u_passes));
+    g = vmin<V>(g, l);
+    u = vmin<V>(vmax<V>(u, -l), l);
   }
-  if constexpr (A == Activation::swiglu_oai) u = u + splat<W>(1.0f);
-  F32<W> a = activate<W, A>(g, gate.alpha);
-  dg = dh * u * slope<W, A>(g, gate.alpha) * g_passes;
+  if constexpr (A == Activation::swiglu_oai) u = u + splat<V>(1.0);
+  V a = activate<V, A>(g, gate.alpha);
+  dg = dh * u * slope<V, A>(g, gate.alpha) * g_passes;
   du = dh * a * u_passes;
   return a * u;
 }
 
 template <class Isa, Activation A>
 void run_back_as(const Back& b) {
-  constexpr int W = Isa::width;
+  using Real = typename Isa::Real;
+  using V = typename Isa::Vector;
   int64_t block_sums = (int64_t)b.tiling.tiles * b.tiling.rows * kBlockN;
   int64_t row_bytes = kTileK * Isa::elem, tile_bytes = row_bytes * b.tiling.rows * b.grad_k_tiles;
   int turn = 0, halves = b.gate.gated ? 2 : 1;
-  auto where = [&](Product& p) {
+  auto where = [&](ProductOf<Real>& p) {
     p.accumulate = !b.first;
-    p.c = b.first && b.last ? b.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
-                            : b.sums + (p.block - b.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
+    p.c = b.first && b.last ? (Real*)b.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+                            : (Real*)b.sums + (p.block - b.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
   };
-  auto finish = [&](const Product& p, int r, const float* c) {
+  auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
     int64_t row = (int64_t)p.tile * p.rows + r;
     int second = r >= p.rows;
-    F32<W> sum = splat<W>(0.0f), scale = splat<W>(b.weight[row]);
+    V sum = splat<V>(0.0), scale = splat<V>(b.weight[row]);
     char* hidden = nullptr;
     if (b.hidden)
       hidden = b.hidden + ((p.tile + second) * (int64_t)b.hidden_k_tiles + p.block) * row_bytes * p.rows +
@@ -189,25 +204,25 @@ void run_back_as(const Back& b) {
       const char* keep = b.keep + row * b.keep_stride + (int64_t)block * kBlockN * Isa::elem;
       char* out =
           b.grad + (p.tile + second) * tile_bytes + block * row_bytes * p.rows + (r - second * p.rows) * row_bytes;
-      for (int i = 0; i < kBlockN / halves; i += W) {
-        F32<W> d = load<F32<W>>(c + half * kTileN + i), g = get_element<Isa>(keep, i), dg, du;
-        F32<W> h;
+      for (int i = 0; i < kBlockN / halves; i += Isa::width) {
+        V d = load<V>(c + half * kTileN + i), g = get_element<Isa>(keep, i), dg, du;
+        V h;
         if (b.gate.gated) {
-          F32<W> u = get_element<Isa>(keep, kTileN + i);
-          h = back_gated<W, A>(g, u, d * scale, b.gate, dg, du);
+          V u = get_element<Isa>(keep, kTileN + i);
+          h = back_gated<V, A>(g, u, d * scale, b.gate, dg, du);
           put_element<Isa>(out, kTileN + i, du);
         } else {
-          h = activate<W, A>(g, b.gate.alpha);
-          dg = d * scale * slope<W, A>(g, b.gate.alpha);
+          h = activate<V, A>(g, b.gate.alpha);
+          dg = d * scale * slope<V, A>(g, b.gate.alpha);
         }
         sum += d * h;
         put_element<Isa>(out, i, dg);
         if (hidden) put_element<Isa>(hidden, half * kTileN + i, h);
       }
     }
-    float total = 0;
-    for (int i = 0; i < W; i++) total += sum[i];
-    b.part[row * b.part_stride + p.block] = total;
+    Real total = 0;
+    for (int i = 0; i < Isa::width; i++) total += sum[i];
+    ((Real*)b.part)[row * b.part_stride + p.block] = total;
   };
   for_each_product<Isa>(b, b.last, true, b.drop, where, finish);
 }

@@ -1,4 +1,5 @@
-// Chooses the kernel table: once, by what the build holds, what the CPU and OS run and what the environment asks for.
+// Chooses the kernel table of a precision: once, by what the build holds, what the CPU and OS run and what the
+// environment asks for.
 //
 // isas.h is written by CMake from the one list in cmake/isas.cmake: a KT_ISA_ROW(name) per variant of this build, and a
 // KT_ISA_EMULATED(name) per variant that was compiled against software intrinsics (KT_EMULATE=ON), so that any machine
@@ -7,6 +8,7 @@
 #include <cstdio>
 #include <deque>
 #include <iterator>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,7 +18,7 @@
 
 namespace kt {
 
-#define KT_ISA_ROW(name) extern const KernelTable kernels_##name;
+#define KT_ISA_ROW(name) extern const KernelTables kernels_##name;
 #include "isas.h"
 #undef KT_ISA_ROW
 
@@ -24,7 +26,7 @@ namespace {
 
 struct Row {
   const char* name;
-  const KernelTable* table;
+  const KernelTables* tables;
 };
 
 constexpr Row kRows[] = {
@@ -45,9 +47,9 @@ bool emulated(const std::string& name) {
   return std::find(std::begin(kEmulated), std::end(kEmulated), name) != std::end(kEmulated);
 }
 
-const KernelTable* table_of(const std::string& name) {
+const KernelTables* tables_of(const std::string& name) {
   for (const Row& row : kRows)
-    if (name == row.name) return row.table;
+    if (name == row.name) return row.tables;
   return nullptr;
 }
 
@@ -57,19 +59,19 @@ const std::vector<Variant>& variants() {
     std::vector<Variant> found;
     for (const std::string& name : variant_names()) {
       missing.push_back(missing_features(name));
-      const KernelTable* table = table_of(name);
-      const bool native = table && !emulated(name) && missing.back().empty();
-      found.push_back({name.c_str(), table, native, emulated(name), missing.back().c_str()});
+      const KernelTables* tables = tables_of(name);
+      const bool native = tables && !emulated(name) && missing.back().empty();
+      found.push_back({name.c_str(), tables, native, emulated(name), missing.back().c_str()});
     }
     return found;
   }();
   return all;
 }
 
-const Variant& best() {
+const Variant& best(Precision precision) {
   const Variant* chosen = nullptr;
   for (const Variant& variant : variants())
-    if (variant.native) chosen = &variant;
+    if (variant.native && variant.table(precision)) chosen = &variant;
   if (!chosen)
     throw std::runtime_error("this build has no CPU variant for " + cpu_name() + "; build it with `generic`");
   return *chosen;
@@ -79,36 +81,44 @@ std::string state_of(const Variant& variant) {
   const std::string missing = variant.missing;
   if (variant.native) return "native";
   if (variant.emulated) return "emulated" + (missing.empty() ? "" : "; " + cpu_name() + " lacks " + missing);
-  if (variant.table) return cpu_name() + " lacks " + missing;
+  if (variant.tables) return cpu_name() + " lacks " + missing;
   return "not in this build" + (missing.empty() ? "" : "; " + cpu_name() + " lacks " + missing);
 }
 
-void report(const Variant& chosen, const std::string& asked) {
+void report(const Variant& chosen, const std::string& asked, Precision precision) {
+  const std::string kind = precision == Precision::bf16 ? "" : std::string(" with ") + name_of(precision);
   static const bool once = [&] {
     for (const std::string& line : feature_report()) std::fprintf(stderr, "kt: cpu feature %s\n", line.c_str());
     for (const Variant& variant : variants())
-      std::fprintf(stderr, "kt: cpu variant %s: %s%s\n", variant.name, state_of(variant).c_str(),
+      std::fprintf(stderr, "kt: cpu variant %s: %s%s%s\n", variant.name, state_of(variant).c_str(),
                    &variant != &chosen ? ""
                    : asked.empty()     ? "; chosen, the best native one"
-                                       : "; chosen, asked for");
+                                       : "; chosen, asked for",
+                   &variant != &chosen ? "" : kind.c_str());
     return true;
   }();
   (void)once;
 }
 
 // A pointer, because gcc 13 takes a reference from a call with temporaries for a dangling one.
-const Variant* find(const std::string& name, const std::string& origin) {
+const Variant* find(const std::string& name, const std::string& origin, Precision precision) {
   std::string usable;
+  const Variant* found = nullptr;
   for (const Variant& variant : variants()) {
-    if (variant.native || variant.emulated) {
-      if (name == variant.name) return &variant;
-      usable += (usable.empty() ? "" : ", ") + std::string(variant.name);
-    }
+    if (!variant.native && !variant.emulated) continue;
+    if (name == variant.name) found = &variant;
+    if (variant.table(precision)) usable += (usable.empty() ? "" : ", ") + std::string(variant.name);
   }
+  if (found && found->table(precision)) return found;
+  if (found)
+    throw std::runtime_error("CPU variant \"" + name + "\"" + origin + " has no kernels of precision " +
+                             name_of(precision) + "; these have: " + usable +
+                             "; or name none to have the best chosen (" + best(precision).name + ")");
   for (const Variant& variant : variants())
     if (name == variant.name)
       throw std::runtime_error("CPU variant \"" + name + "\"" + origin + " cannot run: " + state_of(variant) +
-                               "; use one of " + usable + ", or none to have the best chosen (" + best().name + ")");
+                               "; use one of " + usable + ", or none to have the best chosen (" + best(precision).name +
+                               ")");
   throw std::runtime_error("no CPU variant is called \"" + name + "\"; use one of " + usable);
 }
 
@@ -118,18 +128,24 @@ int variant_count() { return static_cast<int>(variants().size()); }
 
 const Variant& variant(int index) { return variants().at(static_cast<size_t>(index)); }
 
-const KernelTable& kernels(const char* name) { return *find(name, "")->table; }
-
-const KernelTable& choose_kernels() {
-  const std::string asked = requested_variant();
-  const Variant* chosen = asked.empty() ? &best() : find(asked, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)");
-  if (debug_log()) report(*chosen, asked);
-  return *chosen->table;
+const KernelTable& kernels(const char* name, Precision precision) {
+  return *find(name, "", precision)->table(precision);
 }
 
-const KernelTable& kernels() {
-  static const KernelTable& chosen = choose_kernels();
-  return chosen;
+const KernelTable& choose_kernels(Precision precision) {
+  const std::string asked = requested_variant();
+  const Variant* chosen =
+      asked.empty() ? &best(precision) : find(asked, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)", precision);
+  if (debug_log()) report(*chosen, asked, precision);
+  return *chosen->table(precision);
+}
+
+const KernelTable& kernels(Precision precision) {
+  static std::once_flag once[kPrecisions];
+  static const KernelTable* chosen[kPrecisions];
+  const int kind = static_cast<int>(precision);
+  std::call_once(once[kind], [&] { chosen[kind] = &choose_kernels(precision); });
+  return *chosen[kind];
 }
 
 }  // namespace kt

@@ -1,6 +1,6 @@
 // The two products of an expert, written once for every ISA.
 //
-// An ISA brings `multiply`: up to two token tiles against one weight block of 32 outputs, into f32 [rows][32]. Around
+// An ISA brings `multiply`: up to two token tiles against one weight block of 32 outputs, into sums [rows][32]. Around
 // it stand the loops over blocks and token tiles, the activation that turns gate and up into the hidden panel, and the
 // scaled addition of down's rows into the running sums. Weights are the stream: while one block is multiplied, the next
 // one is fetched into L2, its lines spread evenly over all the k steps of the current one, so that memory and
@@ -40,19 +40,21 @@ inline Ahead share(const Fetch& next, int pass, int passes, int k_tiles) {
 }
 
 // What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
-struct Product {
+template <class Real>
+struct ProductOf {
   Stretch s;
   int block, tile, tiles, rows, live;
   bool accumulate;
   Ahead ahead;
-  float* c;  // [tiles * rows][32]
+  Real* c;  // [tiles * rows][32]
   const Extra* extra;
   int extras, block0;
 };
+using Product = ProductOf<float>;
 
 // The stretches that join this product, each at the product's block.
-template <class Act>
-inline void for_each_extra(const Product& p, Act&& act) {
+template <class Real, class Act>
+inline void for_each_extra(const ProductOf<Real>& p, Act&& act) {
   for (int i = 0; i < p.extras; i++) {
     const Extra& x = p.extra[i];
     if (x.tile1 <= p.tile || p.tile + p.tiles <= x.tile0) continue;
@@ -65,11 +67,11 @@ inline void for_each_extra(const Product& p, Act&& act) {
 constexpr int kPassTiles = 2;
 
 // The rows of the last product that are not finished yet. `multiply` calls step() once per k step, or all() at once.
-template <class Finish>
+template <class Real, class Finish>
 class Unfinished {
  public:
   explicit Unfinished(const Finish& finish) : finish_(finish) {}
-  void put(const Product& p) {
+  void put(const ProductOf<Real>& p) {
     product_ = p;
     next_ = 0;
     per_step_ = (p.live + p.s.k_tiles - 1) / p.s.k_tiles;
@@ -89,7 +91,7 @@ class Unfinished {
     next_++;
   }
   const Finish& finish_;
-  Product product_ = {};
+  ProductOf<Real> product_ = {};
   int next_ = 0, per_step_ = 0;
 };
 
@@ -100,23 +102,26 @@ struct Nothing {
 
 // W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
 // column, after the integer mixer that C. Wellons found by search ("lowbias32").
-template <int W>
-inline F32<W> thinned(F32<W> v, const Drop& drop, uint32_t seed, int column) {
+template <class V>
+inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
+  constexpr int W = kLanes<V>;
   U32<W> x = {};
   for (int i = 0; i < W; i++) x[i] = (uint32_t)(column + i);
   x = (x * 0x9e3779b9u) ^ seed;
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   x ^= x >> 16;
-  return select<W>((I32<W>)(x < drop.below), splat<W>(0.0f), v * splat<W>(drop.scale));
+  Mask<V> gone = __builtin_convertvector((I32<W>)(x < drop.below), Mask<V>);
+  return select<V>(gone, splat<V>(0.0), v * splat<V>(drop.scale));
 }
 
 // Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
 // them.
 template <class Isa>
-inline void begin_with_extras(Product& p, const Drop& drop) {
+inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop) {
+  using V = typename Isa::Vector;
   Nothing nothing;
-  Product q = p;
+  ProductOf<typename Isa::Real> q = p;
   q.ahead = kNothingAhead;
   q.extras = 0;
   for_each_extra(p, [&](const Stretch& s) {
@@ -128,9 +133,9 @@ inline void begin_with_extras(Product& p, const Drop& drop) {
   p.accumulate = q.accumulate;
   for (int r = 0; q.accumulate && r < p.live; r++)
     for (int i = 0; i < kBlockN; i += Isa::width) {
-      float* c = p.c + r * kBlockN + i;
+      typename Isa::Real* c = p.c + r * kBlockN + i;
       uint32_t seed = drop.row[p.tile * p.rows + r];
-      store(c, thinned<Isa::width>(load<F32<Isa::width>>(c), drop, seed, p.block * kBlockN + i));
+      store(c, thinned<V>(load<V>(c), drop, seed, p.block * kBlockN + i));
     }
 }
 
@@ -141,17 +146,17 @@ template <class Isa, class Unit, class Where, class Finish>
 inline void for_each_product(const Unit& u, bool complete, bool turned, const Drop& drop, const Where& where,
                              const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
-  Unfinished<Finish> unfinished(finish);
+  Unfinished<typename Isa::Real, Finish> unfinished(finish);
   Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
-    Product p;
+    ProductOf<typename Isa::Real> p;
     p.s = u.base;
     p.s.b += (block - u.block0) * u.block_bytes;
     p.block = block;
     p.block0 = u.block0;
     p.extra = u.extra;
     p.rows = u.tiling.rows;
-    Fetch next = !turned && block + 1 < u.block1 ? block_from(p.s.b + u.block_bytes) : u.next;
+    Fetch next = !turned && block + 1 < u.block1 ? block_from(p.s.b + u.block_bytes, Isa::tile_bytes) : u.next;
     int before = turned ? (block - u.block0) * passes : 0, parts = turned ? (u.block1 - u.block0) * passes : passes;
     for (int pass = 0; pass < passes; pass++) {
       p.tile = pass * kPassTiles;
@@ -170,22 +175,6 @@ inline void for_each_product(const Unit& u, bool complete, bool turned, const Dr
   Isa::leave();
 }
 
-// W values at element i of a panel row, and back.
-template <class Isa>
-inline void put_element(char* row, int i, F32<Isa::width> v) {
-  if (Isa::elem == 2) {
-    to_bf16<Isa::width>(row + i * 2, v);
-  } else {
-    store(row + i * 4, v);
-  }
-}
-
-template <class Isa>
-inline F32<Isa::width> get_element(const char* row, int i) {
-  if (Isa::elem == 2) return from_bf16<Isa::width>(row + i * 2);
-  return load<F32<Isa::width>>(row + i * 4);
-}
-
 template <class Isa>
 void thin_panel(const Thin& t) {
   int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * t.tiling.rows;
@@ -193,53 +182,53 @@ void thin_panel(const Thin& t) {
     int64_t at = (r / t.tiling.rows) * step * t.k_tiles + (r % t.tiling.rows) * row_bytes;
     for (int k = 0; k < t.k_tiles; k++)
       for (int i = 0; i < kTileK; i += Isa::width) {
-        F32<Isa::width> v = get_element<Isa>(t.in + at + k * step, i);
-        put_element<Isa>(t.out + at + k * step, i,
-                         thinned<Isa::width>(v, t.drop, t.drop.row[r], t.column + k * kTileK + i));
+        auto v = get_element<Isa>(t.in + at + k * step, i);
+        put_element<Isa>(t.out + at + k * step, i, thinned(v, t.drop, t.drop.row[r], t.column + k * kTileK + i));
       }
   }
 }
 
 template <class Isa, Activation A>
-inline void hidden_row(const float* c, const Gate& gate, const float* bias, char* out) {
-  constexpr int W = Isa::width;
-  for (int i = 0; i < (gate.gated ? kTileN : kBlockN); i += W) {
-    F32<W> g = load<F32<W>>(c + i), h;
-    if (bias) g += load<F32<W>>(bias + i);
+inline void hidden_row(const typename Isa::Real* c, const Gate& gate, const typename Isa::Real* bias, char* out) {
+  using V = typename Isa::Vector;
+  for (int i = 0; i < (gate.gated ? kTileN : kBlockN); i += Isa::width) {
+    V g = load<V>(c + i), h;
+    if (bias) g += load<V>(bias + i);
     if (gate.gated) {
-      F32<W> u = load<F32<W>>(c + kTileN + i);
-      if (bias) u += load<F32<W>>(bias + kTileN + i);
-      h = gated<W, A>(g, u, gate);
+      V u = load<V>(c + kTileN + i);
+      if (bias) u += load<V>(bias + kTileN + i);
+      h = gated<V, A>(g, u, gate);
     } else {
-      h = activate<W, A>(g, gate.alpha);
+      h = activate<V, A>(g, gate.alpha);
     }
     put_element<Isa>(out, i, h);
   }
 }
 
 template <class Isa>
-inline void keep_row(const float* c, const float* bias, char* out) {
-  constexpr int W = Isa::width;
-  for (int i = 0; i < kBlockN; i += W) {
-    F32<W> v = load<F32<W>>(c + i);
-    if (bias) v += load<F32<W>>(bias + i);
+inline void keep_row(const typename Isa::Real* c, const typename Isa::Real* bias, char* out) {
+  using V = typename Isa::Vector;
+  for (int i = 0; i < kBlockN; i += Isa::width) {
+    V v = load<V>(c + i);
+    if (bias) v += load<V>(bias + i);
     put_element<Isa>(out, i, v);
   }
 }
 
 template <class Isa, Activation A>
 void run_up_as(const Up& u) {
+  using Real = typename Isa::Real;
   int64_t block_sums = (int64_t)u.tiling.tiles * u.tiling.rows * kBlockN;
   int64_t row_bytes = kTileK * Isa::elem, tile_bytes = row_bytes * u.tiling.rows * u.hidden_k_tiles;
   int turn = 0;
-  auto where = [&](Product& p) {
+  auto where = [&](ProductOf<Real>& p) {
     p.accumulate = !u.first;
     // Two places take turns, because the rows in one are still being finished while the other is filled.
-    p.c = u.first && u.last ? u.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
-                            : u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
+    p.c = u.first && u.last ? (Real*)u.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+                            : (Real*)u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
   };
-  auto finish = [&](const Product& p, int r, const float* c) {
-    const float* bias = u.bias ? u.bias + (int64_t)p.block * kBlockN : nullptr;
+  auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
+    const Real* bias = u.bias ? (const Real*)u.bias + (int64_t)p.block * kBlockN : nullptr;
     if (u.keep) {
       int64_t row = (int64_t)p.tile * p.rows + r;
       keep_row<Isa>(c, bias, u.keep + row * u.keep_stride + (int64_t)(p.block - u.block0) * kBlockN * Isa::elem);
@@ -272,38 +261,42 @@ void run_up(const Up& u) {
   }
 }
 
-template <int W>
-inline void write_columns(const Down& d, int token, int column, const F32<W> (&v)[kBlockN / W]) {
+template <class V>
+inline void write_columns(const Down& d, int token, int column, const V (&v)[kBlockN / kLanes<V>]) {
+  constexpr int W = kLanes<V>;
   int64_t at = token * d.out_stride + column;
   if (column + kBlockN <= d.width) {
-    for (int i = 0; i < kBlockN / W; i++) store_as<W>(d.out, at + i * W, d.dtype, v[i]);
+    for (int i = 0; i < kBlockN / W; i++) store_as<V>(d.out, at + i * W, d.dtype, v[i]);
     return;
   }
-  alignas(64) char edge[kBlockN * 4];
-  for (int i = 0; i < kBlockN / W; i++) store_as<W>(edge, i * W, d.dtype, v[i]);
+  alignas(64) char edge[kBlockN * 8];
+  for (int i = 0; i < kBlockN / W; i++) store_as<V>(edge, i * W, d.dtype, v[i]);
   size_t size = size_of(d.dtype);
   __builtin_memcpy((char*)d.out + at * (int64_t)size, edge, (d.width - column) * size);
 }
 
-inline float* sum_of(const Down& d, int block, int r) {
-  return d.sum + (block - d.block0) * d.sum_block + (int64_t)d.rows.token[r] * kBlockN;
+template <class Real>
+inline Real* sum_of(const Down& d, int block, int r) {
+  return (Real*)d.sum + (block - d.block0) * d.sum_block + (int64_t)d.rows.token[r] * kBlockN;
 }
 
 // Row r of one expert's block joins its token's sum: stored if first, added otherwise, rounded into the output if last.
-template <int W>
-inline void add_row(const Down& d, int block, int r, const float* c) {
+template <class V>
+inline void add_row(const Down& d, int block, int r, const Lane<V>* c) {
+  using Real = Lane<V>;
+  constexpr int W = kLanes<V>;
   int token = d.rows.token[r];
   uint8_t mark = d.rows.mark[r];
   bool starts = d.first && (mark & kFirst), ends = d.last && (mark & kLast);
-  float* sum = sum_of(d, block, r);
-  F32<W> v[kBlockN / W], scale = splat<W>(d.rows.weight[r]);
+  Real* sum = sum_of<Real>(d, block, r);
+  V v[kBlockN / W], scale = splat<V>(d.rows.weight[r]);
   for (int i = 0; i < kBlockN / W; i++) {
-    F32<W> x = load<F32<W>>(c + i * W);
-    if (d.bias && d.first) x += load<F32<W>>(d.bias + (int64_t)block * kBlockN + i * W);
-    v[i] = starts ? x * scale : load<F32<W>>(sum + i * W) + x * scale;
+    V x = load<V>(c + i * W);
+    if (d.bias && d.first) x += load<V>((const Real*)d.bias + (int64_t)block * kBlockN + i * W);
+    v[i] = starts ? x * scale : load<V>(sum + i * W) + x * scale;
   }
   if (ends) {
-    write_columns<W>(d, token, block * kBlockN, v);
+    write_columns<V>(d, token, block * kBlockN, v);
   } else {
     for (int i = 0; i < kBlockN / W; i++) store(sum + i * W, v[i]);
   }
@@ -311,21 +304,22 @@ inline void add_row(const Down& d, int block, int r, const float* c) {
 
 template <class Isa>
 void run_down(const Down& d) {
+  using Real = typename Isa::Real;
   int turn = 0;
-  Product now = {};
-  auto where = [&](Product& p) {
+  ProductOf<Real> now = {};
+  auto where = [&](ProductOf<Real>& p) {
     p.accumulate = false;
-    p.c = d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
+    p.c = (Real*)d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
     now = p;
   };
-  auto finish = [&](const Product& p, int r, const float* c) {
+  auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
     // Sums lie scattered by token: those that the product under way will need come into L1 meanwhile.
     if (r < now.live) {
-      const float* sum = sum_of(d, now.block, now.tile * now.rows + r);
+      const Real* sum = sum_of<Real>(d, now.block, now.tile * now.rows + r);
       __builtin_prefetch(sum, 1, 3);
       __builtin_prefetch(sum + 16, 1, 3);
     }
-    add_row<Isa::width>(d, p.block, p.tile * p.rows + r, c);
+    add_row<typename Isa::Vector>(d, p.block, p.tile * p.rows + r, c);
   };
   for_each_product<Isa>(d, true, d.turned, d.drop, where, finish);
 }

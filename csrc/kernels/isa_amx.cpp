@@ -133,7 +133,7 @@ inline void pair_rows(const char* a, const char* b, char* out) {
 }
 
 // One row of 32 columns as bf16.
-inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlockN * 4], char (&half)[kBlockN * 2]) {
+inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlockN * 8], char (&half)[kBlockN * 2]) {
   if (m >= o.rows) {
     __builtin_memset(half, 0, sizeof half);
     return half;
@@ -141,8 +141,8 @@ inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlo
   const char* from = block_of_row(o, m, column, edge);
   if (o.dtype == DType::bf16 && !o.drop.row) return from;
   for (int i = 0; i < kBlockN; i += 16) {
-    F32<16> v = load_as_f32<16>(from, i, o.dtype);
-    if (o.drop.row) v = thinned<16>(v, o.drop, o.drop.row[m], o.column + column + i);
+    F32<16> v = load_as<F32<16>>(from, i, o.dtype);
+    if (o.drop.row) v = thinned(v, o.drop, o.drop.row[m], o.column + column + i);
     to_bf16<16>(half + i * 2, v);
   }
   return half;
@@ -158,11 +158,11 @@ inline void outer_tiles(const Outer& o) {
     for (int m = 0; m < steps * kTileK; m++)
       for (int r = 0; r < kTileN; r++) {
         int rank = g * kTileN + r;
-        float value = m < o.rows && rank < o.rank ? o.p[(int64_t)m * o.rank + rank] : 0.0f;
+        float value = m < o.rows && rank < o.rank ? ((const float*)o.p)[(int64_t)m * o.rank + rank] : 0.0f;
         a[((g * steps + m / kTileK) * kTileN + r) * kTileK + m % kTileK] = from_float(value, DType::bf16);
       }
   configure(16);
-  alignas(64) char edge[2][kBlockN * 4], half[2][kBlockN * 2];
+  alignas(64) char edge[2][kBlockN * 8], half[2][kBlockN * 2];
   alignas(64) float c[kTileN][kBlockN];
   for (int column = 0; column < o.columns; column += kBlockN) {
     for (int m = 0; m < steps * kTileK; m += 2) {
@@ -175,7 +175,7 @@ inline void outer_tiles(const Outer& o) {
     }
     for (int g = 0; g < groups; g++) {
       int ranks = o.rank - g * kTileN < kTileN ? o.rank - g * kTileN : kTileN;
-      float* sums = o.c + (int64_t)g * kTileN * o.c_stride + column;
+      float* sums = (float*)o.c + (int64_t)g * kTileN * o.c_stride + column;
       for (int r = 0; r < ranks; r++) __builtin_memcpy(c[r], sums + r * o.c_stride, sizeof c[r]);
       _tile_loadd(0, c, sizeof c[0]);
       _tile_loadd(1, c[0] + kTileN, sizeof c[0]);
@@ -195,7 +195,10 @@ inline void outer_tiles(const Outer& o) {
 }
 
 struct Amx {
-  static constexpr int width = 16, elem = 2, max_rows = kMaxRows;
+  using Vector = F32<16>;
+  using Real = float;
+  static constexpr int width = 16, elem = 2, tile_bytes = kTileBytes, max_rows = kMaxRows;
+  static constexpr DType panel = DType::bf16;
   static void enter(int rows) { configure(rows); }
   static void leave() { _tile_release(); }
   static void outer(const Outer& o) { outer_tiles(o); }
@@ -234,8 +237,10 @@ struct Amx {
   }
 };
 
+constexpr KernelTable kBf16 = table_of<Amx>("amx");
+
 }  // namespace
 
-extern const KernelTable kernels_amx;
-const KernelTable kernels_amx = table_of<Amx>("amx");
+extern const KernelTables kernels_amx;
+const KernelTables kernels_amx = {{&kBf16, nullptr, nullptr}};
 }  // namespace kt

@@ -4,11 +4,14 @@
 
 namespace kt {
 namespace {
-struct Avx2 : RowIsa<WidenToF32<8>, 8, 2, 6> {
-  static double registers(double seconds) { return register_rate<8, 12>(seconds); }
+template <class Arith>
+struct Avx2 : RowIsa<Arith, 2, 6> {
+  static double registers(double seconds) { return register_rate<typename Arith::Vector, 12>(seconds); }
 };
+constexpr KernelTable kBf16 = table_of<Avx2<WidenToF32<8>>>("avx2");
+constexpr KernelTable kF32 = table_of<Avx2<Exact<F32<8>>>>("avx2");
 }  // namespace
 
-extern const KernelTable kernels_avx2;
-const KernelTable kernels_avx2 = table_of<Avx2>("avx2");
+extern const KernelTables kernels_avx2;
+const KernelTables kernels_avx2 = {{&kBf16, &kF32, nullptr}};
 }  // namespace kt

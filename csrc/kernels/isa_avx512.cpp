@@ -4,11 +4,12 @@
 
 namespace kt {
 namespace {
-struct Avx512 : RowIsa<WidenToF32<16>, 16, 2, 12> {
-  static double registers(double seconds) { return register_rate<16, 24>(seconds); }
+struct Avx512 : RowIsa<WidenToF32<16>, 2, 12> {
+  static double registers(double seconds) { return register_rate<F32<16>, 24>(seconds); }
 };
+constexpr KernelTable kBf16 = table_of<Avx512>("avx512");
 }  // namespace
 
-extern const KernelTable kernels_avx512;
-const KernelTable kernels_avx512 = table_of<Avx512>("avx512");
+extern const KernelTables kernels_avx512;
+const KernelTables kernels_avx512 = {{&kBf16, nullptr, nullptr}};
 }  // namespace kt

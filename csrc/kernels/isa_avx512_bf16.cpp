@@ -8,7 +8,9 @@ namespace kt {
 namespace {
 
 struct PairProduct {
-  static constexpr int elem = 2;
+  using Vector = F32<16>;
+  static constexpr int elem = 2, step_k = 2, tile_bytes = kTileBytes;
+  static constexpr DType panel = DType::bf16;
   static U32<16> open(const char* w) { return load<U32<16>>(w); }
   static F32<16> step(F32<16> acc, const char* x, const U32<16>& w) {
     U32<16> pair = U32<16>{} + load<uint32_t>(x);
@@ -16,7 +18,7 @@ struct PairProduct {
   }
 };
 
-struct Avx512Bf16 : RowIsa<PairProduct, 16, 2, 12> {
+struct Avx512Bf16 : RowIsa<PairProduct, 2, 12> {
   static double registers(double seconds) {
     constexpr int chains = 24;
     F32<16> acc[chains] = {};
@@ -34,8 +36,10 @@ struct Avx512Bf16 : RowIsa<PairProduct, 16, 2, 12> {
   }
 };
 
+constexpr KernelTable kBf16 = table_of<Avx512Bf16>("avx512_bf16");
+
 }  // namespace
 
-extern const KernelTable kernels_avx512_bf16;
-const KernelTable kernels_avx512_bf16 = table_of<Avx512Bf16>("avx512_bf16");
+extern const KernelTables kernels_avx512_bf16;
+const KernelTables kernels_avx512_bf16 = {{&kBf16, nullptr, nullptr}};
 }  // namespace kt

@@ -1,15 +1,19 @@
-// Any CPU: vectors of four floats, which the compiler maps to SSE2 or NEON. The oracle's nearest relative among the
-// variants, and what runs where nothing better may.
+// Any CPU: vectors of four floats or two doubles, which the compiler maps to SSE2 or NEON. The oracle's nearest
+// relative among the variants, and what runs where nothing better may.
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 
 namespace kt {
 namespace {
-struct Generic : RowIsa<WidenToF32<4>, 4, 2, 4> {
-  static double registers(double seconds) { return register_rate<4, 8>(seconds); }
+template <class Arith>
+struct Generic : RowIsa<Arith, 2, 4> {
+  static double registers(double seconds) { return register_rate<typename Arith::Vector, 8>(seconds); }
 };
+constexpr KernelTable kBf16 = table_of<Generic<WidenToF32<4>>>("generic");
+constexpr KernelTable kF32 = table_of<Generic<Exact<F32<4>>>>("generic");
+constexpr KernelTable kF64 = table_of<Generic<Exact<F64<2>>>>("generic");
 }  // namespace
 
-extern const KernelTable kernels_generic;
-const KernelTable kernels_generic = table_of<Generic>("generic");
+extern const KernelTables kernels_generic;
+const KernelTables kernels_generic = {{&kBf16, &kF32, &kF64}};
 }  // namespace kt

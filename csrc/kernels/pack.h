@@ -12,14 +12,7 @@ namespace {
 
 inline uint16_t one_bf16(const void* base, int64_t index, DType type) {
   if (type == DType::bf16) return ((const uint16_t*)base)[index];
-  float x;
-  if (type == DType::f32) {
-    x = ((const float*)base)[index];
-  } else {
-    uint16_t four[4] = {((const uint16_t*)base)[index], 0, 0, 0};
-    x = from_f16<4>(four)[0];
-  }
-  return (uint16_t)bf16_bits<4>(splat<4>(x))[0];
+  return (uint16_t)bf16_bits<4>(splat<F32<4>>(element_of<float>(base, index, type)))[0];
 }
 
 // square[n][k] = source(n0 + n, k0 + k) as bf16, zero outside n_valid and k_valid.
@@ -32,7 +25,7 @@ inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, in
   if (s.k_stride == 1 && ks == kTileK) {
     for (int n = 0; n < ns; n++) {
       int64_t at = (n0 + n) * s.n_stride + k0;
-      for (int k = 0; k < kTileK; k += W) to_bf16<W>(&square[n][k], load_as_f32<W>(s.data, at + k, s.dtype));
+      for (int k = 0; k < kTileK; k += W) to_bf16<W>(&square[n][k], load_as<F32<W>>(s.data, at + k, s.dtype));
     }
     return;
   }
@@ -83,34 +76,59 @@ void pack_block(const Pack& p) {
   }
 }
 
-// One token's 32 columns into a panel row of bf16 (elem 2) or f32 (elem 4).
-template <int W, int elem>
+// The tiles of the exact kinds: [32 k][16 n] in the type of the sums.
+template <class V>
+void pack_plain(const Pack& p) {
+  using Real = Lane<V>;
+  Real* out = (Real*)p.out;
+  for (int kt = 0; kt < p.k_tiles; kt++)
+    for (int half = 0; half < 2; half++)
+      for (int k = kt * kTileK; k < (kt + 1) * kTileK; k++)
+        for (int n = p.n0[half]; n < p.n0[half] + kTileN; n++) {
+          const Source& s = p.half[half];
+          bool inside = n < p.n_valid && k < p.k;
+          *out++ = inside ? element_of<Real>(s.data, n * s.n_stride + k * s.k_stride, s.dtype) : Real(0);
+        }
+}
+
+// W values at element i of a panel row, and back.
+template <class Isa>
+inline void put_element(char* row, int i, typename Isa::Vector v) {
+  if constexpr (Isa::elem == 2) {
+    to_bf16<Isa::width>(row + i * 2, v);
+  } else {
+    store(row + i * Isa::elem, v);
+  }
+}
+
+template <class Isa>
+inline typename Isa::Vector get_element(const char* row, int i) {
+  if constexpr (Isa::elem == 2) return from_bf16<Isa::width>(row + i * 2);
+  return load<typename Isa::Vector>(row + i * Isa::elem);
+}
+
+// One token's 32 columns into a panel row.
+template <class Isa>
 inline void put_columns(char* out, const Gather& g, int64_t at, int valid) {
   if (valid >= kTileK) {
-    if (elem == 2 && g.dtype == DType::bf16) {
+    if (Isa::elem == 2 && g.dtype == DType::bf16) {
       __builtin_memcpy(out, (const uint16_t*)g.x + at, kTileK * 2);
       return;
     }
-    for (int k = 0; k < kTileK; k += W) {
-      F32<W> v = load_as_f32<W>(g.x, at + k, g.dtype);
-      if (elem == 2) {
-        to_bf16<W>(out + k * 2, v);
-      } else {
-        store(out + k * 4, v);
-      }
-    }
+    for (int k = 0; k < kTileK; k += Isa::width)
+      put_element<Isa>(out, k, load_as<typename Isa::Vector>(g.x, at + k, g.dtype));
     return;
   }
-  alignas(64) char tail[kTileK * 4] = {};
+  alignas(64) char tail[kTileK * 8] = {};
   __builtin_memcpy(tail, (const char*)g.x + at * (int64_t)size_of(g.dtype), valid * size_of(g.dtype));
   Gather whole = g;
   whole.x = tail;
-  put_columns<W, elem>(out, whole, 0, kTileK);
+  put_columns<Isa>(out, whole, 0, kTileK);
 }
 
-template <int W, int elem>
+template <class Isa>
 void gather_panel(const Gather& g) {
-  int64_t row_bytes = kTileK * elem;
+  int64_t row_bytes = kTileK * Isa::elem;
   int64_t step = row_bytes * g.tiling.rows;
   for (int r = 0; r < g.tiling.rows * g.tiling.tiles; r++) {
     char* out = g.out + (r / g.tiling.rows) * step * g.k_tiles + (r % g.tiling.rows) * row_bytes;
@@ -120,7 +138,7 @@ void gather_panel(const Gather& g) {
     }
     int64_t at = g.token[r] * g.x_stride + g.k0;
     for (int kt = 0; kt < g.k_tiles; kt++)
-      put_columns<W, elem>(out + kt * step, g, at + kt * kTileK, g.width - g.k0 - kt * kTileK);
+      put_columns<Isa>(out + kt * step, g, at + kt * kTileK, g.width - g.k0 - kt * kTileK);
   }
 }
 

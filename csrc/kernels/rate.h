@@ -27,7 +27,7 @@ inline double per_second(double seconds, Body&& body) {
   return units / (now - start);
 }
 
-// bf16 or f32 numbers below 1 with random signs and mantissas. What the arithmetic can do depends on its data: on
+// bf16, f32 or f64 numbers below 1 with random signs and mantissas. What the arithmetic can do depends on its data: on
 // zeros or constants a matrix unit draws less power and runs up to twice as fast as it ever will on weights.
 inline void fill_with_noise(char* out, size_t bytes, int elem) {
   uint64_t x = 88172645463325252u;
@@ -37,8 +37,13 @@ inline void fill_with_noise(char* out, size_t bytes, int elem) {
     if (elem == 2) {
       uint16_t half = (uint16_t)(bits >> 16);
       __builtin_memcpy(out + at, &half, 2);
-    } else {
+    } else if (elem == 4) {
       __builtin_memcpy(out + at, &bits, 4);
+    } else {
+      float narrow;
+      __builtin_memcpy(&narrow, &bits, 4);
+      double wide = narrow;
+      __builtin_memcpy(out + at, &wide, 8);
     }
   }
 }
@@ -47,30 +52,30 @@ inline void fill_with_noise(char* out, size_t bytes, int elem) {
 template <class Isa>
 double panel_rate(double seconds, char* scratch, size_t bytes) {
   constexpr int k_tiles = 2048 / kTileK;
-  constexpr int64_t block = k_tiles * 2 * kTileBytes;
+  constexpr int64_t block = k_tiles * 2 * Isa::tile_bytes;
   int rows = Isa::max_rows;
   int64_t tile = (int64_t)rows * kTileK * Isa::elem * k_tiles, panel = round_up(kPassTiles * tile, 64);
   int64_t blocks = ((int64_t)bytes - panel) / block;
   if (blocks < 1) return 0;
   fill_with_noise(scratch, (size_t)panel, Isa::elem);
-  fill_with_noise(scratch + panel, bytes - (size_t)panel, 2);
-  alignas(64) float c[kPassTiles * kMaxRows * kBlockN];
+  fill_with_noise(scratch + panel, bytes - (size_t)panel, Isa::tile_bytes / (kTileK * kTileN));
+  alignas(64) typename Isa::Real c[kPassTiles * kMaxRows * kBlockN];
   Nothing nothing;
   Isa::enter(rows);
   double rate = per_second(seconds, [&] {
     for (int64_t i = 0; i < blocks; i++) {
-      Product p{{scratch, (size_t)tile, scratch + panel + i * block, k_tiles},
-                0,
-                0,
-                kPassTiles,
-                rows,
-                kPassTiles * rows,
-                false,
-                kNothingAhead,
-                c,
-                nullptr,
-                0,
-                0};
+      ProductOf<typename Isa::Real> p{{scratch, (size_t)tile, scratch + panel + i * block, k_tiles},
+                                      0,
+                                      0,
+                                      kPassTiles,
+                                      rows,
+                                      kPassTiles * rows,
+                                      false,
+                                      kNothingAhead,
+                                      c,
+                                      nullptr,
+                                      0,
+                                      0};
       Isa::multiply(p, nothing);
     }
     return 2.0 * kPassTiles * rows * kBlockN * 2048 * (double)blocks;
@@ -95,19 +100,20 @@ double read_rate(double seconds, const char* scratch, size_t bytes) {
 }
 
 // Multiply-adds on MR x NV accumulators that never leave their registers.
-template <int W, int chains>
+template <class V, int chains>
 double register_rate(double seconds) {
+  constexpr int W = kLanes<V>;
   // Numbers that the compiler cannot see, or it would leave the multiplication by one out.
-  alignas(64) float noise[2 * W];
-  fill_with_noise((char*)noise, sizeof noise, 4);
-  F32<W> acc[chains], x = load<F32<W>>(noise), y = load<F32<W>>(noise + W);
-  for (int i = 0; i < chains; i++) acc[i] = splat<W>((float)i);
+  alignas(64) Lane<V> noise[2 * W];
+  fill_with_noise((char*)noise, sizeof noise, sizeof noise[0]);
+  V acc[chains], x = load<V>(noise), y = load<V>(noise + W);
+  for (int i = 0; i < chains; i++) acc[i] = splat<V>((Lane<V>)i);
   double rate = per_second(seconds, [&] {
     for (int n = 0; n < 4096; n++)
       for (int i = 0; i < chains; i++) acc[i] = acc[i] * x + y;
     return 4096.0 * chains * W * 2;
   });
-  F32<W> all = acc[0];
+  V all = acc[0];
   for (int i = 1; i < chains; i++) all += acc[i];
   asm volatile("" : : "g"(all[0]) : "memory");
   return rate;
@@ -115,21 +121,51 @@ double register_rate(double seconds) {
 
 template <class Isa>
 double measure_rate(Rate what, double seconds, char* scratch, size_t bytes) {
-  if (what == Rate::read) return read_rate<Isa::width>(seconds, scratch, bytes);
+  if (what == Rate::read) return read_rate<sizeof(typename Isa::Vector) / 4>(seconds, scratch, bytes);
   if (what == Rate::panels) return panel_rate<Isa>(seconds, scratch, bytes);
   return Isa::registers(seconds);
 }
 
+// Tiles of bf16 hold pairs, those of the exact kinds single numbers.
+template <class Isa>
+constexpr bool kPairs = Isa::tile_bytes == kTileBytes;
+
+template <class Isa>
+void pack_tiles(const Pack& p) {
+  if constexpr (kPairs<Isa>) {
+    pack_block<Isa::width>(p);
+  } else {
+    pack_plain<typename Isa::Vector>(p);
+  }
+}
+
+template <class Isa>
+void turn_any(const Transpose& t) {
+  if constexpr (kPairs<Isa>) {
+    turn_blocks<Isa::width>(t);
+  } else {
+    turn_plain<typename Isa::Real>(t);
+  }
+}
+
 template <class Isa>
 constexpr KernelTable table_of(const char* name) {
+  constexpr bool wide = sizeof(typename Isa::Real) == 8;
   return {name,
+          kPairs<Isa> ? Precision::bf16
+          : wide      ? Precision::f64
+                      : Precision::f32,
+          Isa::panel,
+          wide ? DType::f64 : DType::f32,
           Isa::elem,
+          sizeof(typename Isa::Real),
+          Isa::tile_bytes,
           &Isa::tiling,
-          &gather_panel<Isa::width, Isa::elem>,
+          &gather_panel<Isa>,
           &run_up<Isa>,
           &run_down<Isa>,
-          &pack_block<Isa::width>,
-          &turn_blocks<Isa::width>,
+          &pack_tiles<Isa>,
+          &turn_any<Isa>,
           &run_back<Isa>,
           &Isa::outer,
           &thin_panel<Isa>,

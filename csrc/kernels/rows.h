@@ -1,8 +1,9 @@
 // `multiply` for CPUs without tiles: a few token rows at a time in vector registers, weights widened on the way.
 //
 // A weight vector holds, for W outputs, the neighbours k and k + 1 as bf16. Where the CPU has no bf16 product, a shift
-// and a mask make two f32 vectors of it (exactly), and each meets the broadcast activation of its k. NV vectors and MR
-// rows fill the register file; a block of 32 outputs takes 32 / (NV * W) walks over K, or one where rows are few.
+// and a mask make two f32 vectors of it (exactly), and each meets the broadcast activation of its k. The exact kinds
+// have one k a vector, in the type in which they multiply. NV vectors and MR rows fill the register file; a block of 32
+// outputs takes 32 / (NV * W) walks over K, or one where rows are few.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -14,7 +15,9 @@ namespace {
 // acc[m] += x[m][k] * w[k] + x[m][k + 1] * w[k + 1] in plain f32, activations f32.
 template <int W>
 struct WidenToF32 {
-  static constexpr int elem = 4;
+  using Vector = F32<W>;
+  static constexpr int elem = 4, step_k = 2, tile_bytes = kTileBytes;
+  static constexpr DType panel = DType::f32;
   struct Pair {
     F32<W> low, high;
   };
@@ -28,21 +31,37 @@ struct WidenToF32 {
   }
 };
 
-template <class Arith, int W, int NV, int rows>
+// acc[m] += x[m][k] * w[k], everything unrounded.
+template <class V>
+struct Exact {
+  using Vector = V;
+  static constexpr int elem = sizeof(Lane<V>), step_k = 1, tile_bytes = kTileK * kTileN * elem;
+  static constexpr DType panel = kDouble<V> ? DType::f64 : DType::f32;
+  static V open(const char* w) { return load<V>(w); }
+  static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
+};
+
+// Where output n of a block begins.
+template <class Arith>
+constexpr int column_at(int n) {
+  return n / kTileN * Arith::tile_bytes + n % kTileN * (Arith::tile_bytes / kTileK / kTileN) * Arith::step_k;
+}
+
+template <class Arith, int NV, int rows>
 inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate, Ahead ahead,
-                            float* c) {
-  F32<W> acc[rows][NV];
+                            Lane<typename Arith::Vector>* c) {
+  using V = typename Arith::Vector;
+  // A row of a tile holds step_k steps of K for 16 outputs.
+  constexpr int W = kLanes<V>, steps = kTileK / Arith::step_k, row_bytes = Arith::tile_bytes / steps;
+  V acc[rows][NV];
   for (int m = 0; m < rows; m++)
-    for (int v = 0; v < NV; v++) acc[m][v] = accumulate ? load<F32<W>>(c + m * kBlockN + v * W) : F32<W>{};
+    for (int v = 0; v < NV; v++) acc[m][v] = accumulate ? load<V>(c + m * kBlockN + v * W) : V{};
   for (int kt = 0; kt < k_tiles; kt++) {
-    for (int p = 0; p < kTileK / 2; p++) {
-      if (p % 4 == 0) prefetch_quarter(ahead, p / 4);
-      const char* x = a + p * 2 * Arith::elem;
+    for (int p = 0; p < steps; p++) {
+      if (p % (steps / 4) == 0) prefetch_quarter(ahead, p / (steps / 4));
+      const char* x = a + p * Arith::step_k * Arith::elem;
       constexpr int row = kTileK * Arith::elem;
-      // Columns past the first tile of the block lie one tile further on.
-      auto weights = [&](int v) {
-        return Arith::open(b + p * 64 + (v * W / kTileN) * kTileBytes + (v * W % kTileN) * 4);
-      };
+      auto weights = [&](int v) { return Arith::open(b + p * row_bytes + column_at<Arith>(v * W)); };
       if constexpr (rows > NV) {
         decltype(Arith::open(b)) w[NV];
         for (int v = 0; v < NV; v++) w[v] = weights(v);
@@ -56,7 +75,7 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
       }
     }
     a += tile_rows * kTileK * Arith::elem;
-    b += 2 * kTileBytes;
+    b += 2 * Arith::tile_bytes;
     ahead.at += ahead.step;
   }
   for (int m = 0; m < rows; m++)
@@ -64,43 +83,47 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
 }
 
 // One tile with `live` rows, 1 ... rows: the instance for exactly that many.
-template <class Arith, int W, int NV, int rows>
+template <class Arith, int NV, int rows>
 inline void tile_by_block(int live, const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate,
-                          Ahead ahead, float* c) {
+                          Ahead ahead, Lane<typename Arith::Vector>* c) {
+  constexpr int W = kLanes<typename Arith::Vector>;
   if (live == rows) {
     // Few rows leave registers for the whole block: its weights are then read in one walk, as they lie.
     constexpr bool whole = rows * (kBlockN / W) <= 8;
     constexpr int NW = whole ? kBlockN / W : NV;
     for (int column = 0; column < kBlockN; column += NW * W) {
-      const char* at = b + (column / kTileN) * kTileBytes + (column % kTileN) * 4;
-      rows_by_columns<Arith, W, NW, rows>(a, tile_rows, at, k_tiles, accumulate, ahead, c + column);
+      const char* at = b + column_at<Arith>(column);
+      rows_by_columns<Arith, NW, rows>(a, tile_rows, at, k_tiles, accumulate, ahead, c + column);
       ahead.lines = 0;
     }
   } else if constexpr (rows > 1) {
-    tile_by_block<Arith, W, NV, rows - 1>(live, a, tile_rows, b, k_tiles, accumulate, ahead, c);
+    tile_by_block<Arith, NV, rows - 1>(live, a, tile_rows, b, k_tiles, accumulate, ahead, c);
   }
 }
 
-// An ISA that works on rows: W floats a vector, MR rows by NV vectors in registers.
-template <class Arith, int W, int NV, int MR>
+// An ISA that works on rows: MR rows by NV vectors in registers.
+template <class Arith, int NV, int MR>
 struct RowIsa {
-  static constexpr int width = W, elem = Arith::elem, max_rows = MR;
+  using Vector = typename Arith::Vector;
+  using Real = Lane<Vector>;
+  static constexpr int width = kLanes<Vector>, elem = Arith::elem, tile_bytes = Arith::tile_bytes, max_rows = MR;
+  static constexpr DType panel = Arith::panel;
   static void enter(int) {}
   static void leave() {}
   static Tiling tiling(int32_t live) { return {MR, (live + MR - 1) / MR}; }
-  static void outer(const Outer& o) { run_outer<W>(o); }
+  static void outer(const Outer& o) { run_outer<Vector>(o); }
   // The vector units do the product itself, so nothing is gained by mixing other rows' work into it.
   template <class Rows>
-  static void multiply(const Product& p, Rows& unfinished) {
+  static void multiply(const ProductOf<Real>& p, Rows& unfinished) {
     unfinished.all();
     for (int t = 0; t < p.tiles; t++) {
       int live = p.live - t * p.rows < p.rows ? p.live - t * p.rows : p.rows;
       Ahead ahead = p.ahead;
       if (t > 0) ahead.lines = 0;
-      float* c = p.c + t * p.rows * kBlockN;
+      Real* c = p.c + t * p.rows * kBlockN;
       auto add = [&](const Stretch& s, bool accumulate, Ahead fetch) {
-        tile_by_block<Arith, W, NV, MR>(live, s.a + (p.tile + t) * (int64_t)s.a_tile, p.rows, s.b, s.k_tiles,
-                                        accumulate, fetch, c);
+        tile_by_block<Arith, NV, MR>(live, s.a + (p.tile + t) * (int64_t)s.a_tile, p.rows, s.b, s.k_tiles, accumulate,
+                                     fetch, c);
       };
       add(p.s, p.accumulate, ahead);
       for_each_extra(p, [&](const Stretch& s) { add(s, true, kNothingAhead); });

@@ -1,8 +1,10 @@
-// The only door to ISA code: one table of functions per CPU variant, chosen once by dispatch.cpp.
+// The only door to ISA code: a table of functions per CPU variant and precision, chosen by dispatch.cpp.
 //
 // Each function does a unit of work that takes tens of microseconds or more, so a call through the table costs nothing.
-// The shapes: an activation panel is [tiles][k_tiles][rows][32] elements, bf16 where the CPU multiplies bf16 and f32
-// elsewhere (`elem`); a weight block is [k_tiles][2 tiles][1 KB]; results leave as f32 and are rounded once.
+// The shapes: an activation panel is [tiles][k_tiles][rows][32] elements (`panel`: bf16 where the CPU multiplies bf16,
+// else the type of the sums); a weight block is [k_tiles][2 tiles][tile_bytes]; results leave as sums and are rounded
+// once. Sums, scratch and biases are f32, or f64 in a table of that precision (`sums`), and cross this door untyped;
+// numbers that come one by one (routing weights, limits) cross it as double, which holds both.
 #pragma once
 
 #include "types.h"
@@ -40,21 +42,23 @@ struct Fetch {
 constexpr Fetch kNoFetch = {nullptr, 0, 0};
 
 // A block of weights as it lies.
-static inline Fetch block_from(const char* at) { return {at, at ? 2 * kTileBytes : 0, 2 * kTileBytes}; }
+static inline Fetch block_from(const char* at, int32_t tile_bytes) {
+  return {at, at ? 2 * tile_bytes : 0, 2 * tile_bytes};
+}
 
 // Dropout of LoRA's inputs: which elements go is a function of the row's seed and the column, so that backward finds
 // the same ones. Elements that stay are scaled by 1 / (1 - p).
 struct Drop {
   const uint32_t* row;  // [rows] seeds; null: nothing is dropped
   uint32_t below;       // p * 2^32: an element whose number is smaller goes
-  float scale;
+  double scale;
 };
 
 struct Gate {
   Activation kind;
-  bool gated;   // two tiles of a block are gate and up of the same 16 outputs; else 32 outputs of up
-  float limit;  // > 0: gate clamped from above, up to +-limit
-  float alpha;  // swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1)
+  bool gated;    // two tiles of a block are gate and up of the same 16 outputs; else 32 outputs of up
+  double limit;  // > 0: gate clamped from above, up to +-limit
+  double alpha;  // swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
 // Rows of X gathered into a panel: out[tile][k_tile][row][32] = x[token[r]][k0 ...], zero beyond `live` and H.
@@ -80,23 +84,23 @@ struct Up {
   const Extra* extra;  // [extras]
   int32_t extras;
   bool first, last;  // of the chunks of K: start from zero, apply the activation
-  float* sums;       // [blocks][tiles * rows][32] between chunks; unused when first && last
+  char* sums;        // [blocks][tiles * rows][32] between chunks; unused when first && last
   Gate gate;
-  const float* bias;  // [blocks * 32] laid out as the blocks are, or null
-  char* hidden;       // panel [tiles][hidden_k_tiles][rows][32]; null: only `keep` is wanted
+  const char* bias;  // [blocks * 32] laid out as the blocks are, or null
+  char* hidden;      // panel [tiles][hidden_k_tiles][rows][32]; null: only `keep` is wanted
   int32_t hidden_k_tiles;
   char* keep;  // gate and up before the activation, as the blocks lie: row r of the panel at keep + r * keep_stride, or
                // null
   int64_t keep_stride;
-  Fetch next;      // what this thread will read after these blocks
-  float* scratch;  // [2][2 * 16][32]: one product being made, one being finished
+  Fetch next;     // what this thread will read after these blocks
+  char* scratch;  // [2][2 * 16][32] sums: one product being made, one being finished
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
 // stores, the last one rounds into the output, so no pass clears or converts anything.
 struct Rows {
   const int32_t* token;
-  const float* weight;
+  const double* weight;
   const uint8_t* mark;  // kFirst | kLast
 };
 constexpr uint8_t kFirst = 1, kLast = 2;
@@ -113,8 +117,8 @@ struct Down {
   Drop drop;         // of what the extras add
   bool first, last;  // chunk of K
   Rows rows;
-  const float* bias;  // [blocks * 32] or null
-  float* sum;         // f32 running sums, [block][T][32], at block0
+  const char* bias;   // [blocks * 32] or null
+  char* sum;          // running sums, [block][T][32], at block0
   int64_t sum_block;  // elements from one block to the next
   void* out;          // [T, H] at column 0
   DType dtype;
@@ -122,7 +126,7 @@ struct Down {
   int32_t width;  // H
   Fetch next;
   bool turned;  // the blocks are in scratch already: only `next` is to be fetched
-  float* scratch;
+  char* scratch;
 };
 
 // Blocks of a stored matrix turned around: out is one block of the transposed matrix, whose 32 outputs are the k tile
@@ -146,18 +150,18 @@ struct Back {
   int32_t extras;
   Drop drop;  // of what the extras add
   bool first, last;
-  float* sums;
+  char* sums;
   Gate gate;
   const char* keep;  // as in Up, shifted so that a gate/up block is found by its number
   int64_t keep_stride;
-  const float* weight;  // [live] routing weights
-  float* part;          // [live][part_stride]: this block's share of the routing weight's gradient, at its number
+  const double* weight;  // [live] routing weights
+  char* part;            // sums [live][part_stride]: this block's share of the routing weight's gradient, at its number
   int64_t part_stride;
   char* grad;  // panel [tiles][grad_k_tiles][rows][32]: gradients of gate and up as the blocks lie
   int32_t grad_k_tiles;
   char* hidden;  // panel [tiles][hidden_k_tiles][rows][32]: the activated rows once more, or null
   int32_t hidden_k_tiles;
-  float* scratch;
+  char* scratch;
   Fetch next;
 };
 
@@ -172,7 +176,7 @@ struct Thin {
 
 // A contraction over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
 struct Outer {
-  const float* p;  // [rows][rank]
+  const char* p;  // [rows][rank], as c in the type of the sums
   int32_t rows;
   int32_t rank;          // a multiple of kRankStep
   const char* const* q;  // [rows] where each row's first column lies
@@ -181,15 +185,15 @@ struct Outer {
   int32_t columns;
   Drop drop;  // of q, whose first column is number `column`
   int32_t column;
-  float* c;  // [rank][c_stride]; written up to a multiple of 32 columns
+  char* c;  // [rank][c_stride]; written up to a multiple of 32 columns
   int64_t c_stride;
-  char* scratch;  // outer_scratch(rank) bytes
+  char* scratch;  // outer_scratch(rank, sum_bytes) bytes
 };
 constexpr int kOuterRows = 256;                    // at most
-constexpr int kWideRows = 64, kWideColumns = 256;  // written out as f32 at a time
+constexpr int kWideRows = 64, kWideColumns = 256;  // written out as sums at a time
 constexpr int kWideStride = kWideColumns + 16;     // not a power of two: rows must not share cache sets
-constexpr int64_t outer_scratch(int64_t rank) {
-  int64_t wide = kWideRows * kWideStride * 4, tiles = (round_up(rank, kTileN) + kBlockN) * kOuterRows * 2;
+constexpr int64_t outer_scratch(int64_t rank, int64_t sum_bytes) {
+  int64_t wide = kWideRows * kWideStride * sum_bytes, tiles = (round_up(rank, kTileN) + kBlockN) * kOuterRows * 2;
   return wide > tiles ? wide : tiles;
 }
 constexpr int kRankStep = 8;
@@ -216,8 +220,11 @@ struct Pack {
 enum class Rate : uint8_t { registers, panels, read };
 
 struct KernelTable {
-  const char* name;
-  int32_t elem;                    // bytes of an activation element in a panel
+  const char* name;  // of the variant
+  Precision precision;
+  DType panel, sums;               // of activations in a panel; of everything that is added up: f32 or f64
+  int32_t elem, sum_bytes;         // their sizes
+  int32_t tile_bytes;              // of a weight tile
   Tiling (*tiling)(int32_t live);  // how to cut `live` rows
   void (*gather)(const Gather&);
   void (*up)(const Up&);
@@ -231,23 +238,36 @@ struct KernelTable {
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };
 
+// What a variant exports: a table for each precision that it has, null for the others.
+struct KernelTables {
+  const KernelTable* of[kPrecisions];
+};
+
 // One CPU variant as this process may use it. At most one of `native` and `emulated` is set; neither: it cannot run.
 struct Variant {
   const char* name;
-  const KernelTable* table;  // null: not in this build
-  bool native;               // in this build, real instructions, and this CPU and OS run them
-  bool emulated;             // software intrinsics (KT_EMULATE): runs anywhere, only when asked for
-  const char* missing;       // comma-separated features the machine lacks; "" when it lacks none
+  const KernelTables* tables;  // null: not in this build
+  bool native;                 // in this build, real instructions, and this CPU and OS run them
+  bool emulated;               // software intrinsics (KT_EMULATE): runs anywhere, only when asked for
+  const char* missing;         // comma-separated features the machine lacks; "" when it lacks none
+
+  const KernelTable* table(Precision p) const { return tables ? tables->of[(int)p] : nullptr; }
 };
 
 // Every variant that exists, in ascending order of preference.
 int variant_count();
 const Variant& variant(int index);
 
-// The table in use: what the environment asks for (cpu.h), else the best native one; chosen once. Throws
-// std::runtime_error that says what is missing and what to do instead.
-const KernelTable& kernels();
-const KernelTable& kernels(const char* name);  // by name, emulated ones included; throws likewise
-const KernelTable& choose_kernels();           // what kernels() keeps, from the environment as it is now
+// The table in use: what the environment asks for (cpu.h), else the best native one that has the precision; chosen
+// once. Throws std::runtime_error that says what is missing and what to do instead.
+const KernelTable& kernels(Precision precision = Precision::bf16);
+// By name, emulated ones included; throws likewise.
+const KernelTable& kernels(const char* name, Precision precision = Precision::bf16);
+// What kernels() keeps, from the environment as it is now.
+const KernelTable& choose_kernels(Precision precision = Precision::bf16);
+
+constexpr const char* name_of(Precision p) {
+  return p == Precision::f64 ? "f64" : p == Precision::f32 ? "f32" : "bf16";
+}
 
 }  // namespace kt

@@ -14,10 +14,11 @@ namespace kt {
 
 void Backward::begin() {
   size_t rows = routing_.token.size();
-  parts_.resize(rows * (size_t)experts_.weights().down().k_tiles());
-  ones_.assign(rows, 1.0f);
+  parts_.resize(rows * (size_t)(experts_.weights().down().k_tiles() * experts_.kernels().sum_bytes));
+  ones_.assign(rows, 1.0);
   for (int32_t t = 0; t < batch_.tokens; t++)
-    std::fill_n(gradients_.weights + t * gradients_.weights_stride, batch_.top_k, 0.0f);
+    for (int32_t k = 0; k < batch_.top_k; k++)
+      set_element(gradients_.weights, t * gradients_.weights_stride + k, gradients_.weights_dtype, 0.0);
   next_piece_ = next_factor_ = 0;
   if (ranks_left_.size() < routing_.segments.size())
     ranks_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
@@ -39,8 +40,8 @@ void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int3
   for (int g = 0; g < store.parts(); g++) {
     int32_t from = std::max(first, store.begin(g)), to = std::min(first + count, store.end(g));
     if (from >= to) continue;
-    const char* in = store.at(expert, from) + (size_t)k_tile * 2 * kTileBytes;
-    experts_.kernels().transpose({in, store.block_bytes(), to - from, out + (size_t)(from - first) * 2 * kTileBytes});
+    experts_.kernels().transpose(
+        {store.at(expert, from, k_tile), store.block_bytes(), to - from, out + store.k_bytes(from - first)});
   }
 }
 
@@ -73,7 +74,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   back.weight = routing_.weight.data() + row0;
   back.drop = drop_from(routing_.drop_h, row0);
   back.part_stride = store.k_tiles();
-  back.part = parts_.data() + row0 * back.part_stride;
+  back.part = parts_.data() + row0 * back.part_stride * kernels.sum_bytes;
   back.grad_k_tiles = plan_.panel_k_tiles;
   back.grad = panel_of((size_t)unit.segment) + unit.tile0 * r.tiling.rows * row_bytes * back.grad_k_tiles;
   if (!plan_.rows_at.empty()) {
@@ -81,16 +82,16 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     back.hidden = workspace_.data() + plan_.rows_at[(size_t)unit.segment] +
                   unit.tile0 * r.tiling.rows * row_bytes * back.hidden_k_tiles;
   }
-  back.scratch = (float*)(slice + plan_.scratch_at);
+  back.scratch = slice + plan_.scratch_at;
   char* turned = slice + plan_.turned_at;
   int32_t k_tiles = store.blocks();
-  int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN;
+  int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN * kernels.sum_bytes;
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
     kernels.gather(gather);
-    back.block_bytes = (size_t)now * 2 * kTileBytes;
+    back.block_bytes = store.k_bytes(now);
     back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), turned, now};
     back.first = k == 0;
     back.last = k + now == k_tiles;
@@ -99,7 +100,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
       back.block1 = std::min(j + kTurnedBlocks, last);
       for (int32_t i = j; i < back.block1; i++)
         turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * back.block_bytes);
-      back.sums = (float*)(slice + plan_.panel_bytes) + (j - first) * block_sums;
+      back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
       std::vector<Extra> extras;
       if (back.first) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
       back.extra = extras.data();
@@ -111,28 +112,25 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
 
 // All columns of the segment's rows have been back through the activation.
 void Backward::segment_done(size_t index, char* slice) {
-  add_weight_gradients(index);
+  with_sums_of(experts_.kernels(), [&](auto zero) { add_weight_gradients<decltype(zero)>(index); });
   narrow_gradients(index, slice);
 }
 
 // The shares of the routing weights' gradients are added up in order.
+template <class Real>
 void Backward::add_weight_gradients(size_t index) {
   const Segment& segment = routing_.segments[index];
   size_t shares = (size_t)experts_.weights().down().k_tiles();
-  const float* bias = experts_.weights().down_bias(segment.expert);
+  const Real *bias = (const Real*)experts_.weights().down_bias(segment.expert), *parts = (const Real*)parts_.data();
   for (int32_t i = 0; i < segment.count; i++) {
     size_t row = (size_t)(segment.begin + i);
-    float sum = 0;
-    for (size_t s = 0; s < shares; s++) sum += parts_[row * shares + s];
+    Real sum = 0;
+    for (size_t s = 0; s < shares; s++) sum += parts[row * shares + s];
     int32_t token = routing_.token[row];
-    for (int32_t h = 0; bias && h < experts_.shape().hidden; h++) {
-      int64_t at = token * gradients_.out_stride + h;
-      float g = gradients_.out_dtype == DType::f32
-                    ? ((const float*)gradients_.out)[at]
-                    : to_float(((const uint16_t*)gradients_.out)[at], gradients_.out_dtype);
-      sum += g * bias[h];
-    }
-    gradients_.weights[token * gradients_.weights_stride + routing_.slot[row]] = sum;
+    for (int32_t h = 0; bias && h < experts_.shape().hidden; h++)
+      sum += element_of<Real>(gradients_.out, token * gradients_.out_stride + h, gradients_.out_dtype) * bias[h];
+    set_element(gradients_.weights, token * gradients_.weights_stride + routing_.slot[row], gradients_.weights_dtype,
+                sum);
   }
 }
 
@@ -148,7 +146,7 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
     for (int32_t j = lane.block0; j < lane.block1; j += kTurnedBlocks) {
       Down down = columns_of({j, std::min(j + kTurnedBlocks, lane.block1)}, slice);
       down.turned = true;
-      down.block_bytes = (size_t)now * 2 * kTileBytes;
+      down.block_bytes = store.k_bytes(now);
       down.first = k == 0;
       down.last = k + now == k_tiles;
       for (int32_t i = j; i < down.block1; i++)

@@ -16,7 +16,7 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
     up.keep_stride = experts_.keep_row_bytes();
     up.keep = keep_ + (segment.begin + (int64_t)unit.tile0 * whole.rows) * up.keep_stride + unit.block0 * row_bytes;
   }
-  multiply_up(unit, next ? block_from(first_read(*next)) : kNoFetch, slice, up);
+  multiply_up(unit, next ? block_from(first_read(*next), experts_.kernels().tile_bytes) : kNoFetch, slice, up);
 }
 
 void Call::segment_done(size_t index, char* slice) { narrow_rows(index, panel_of(index), slice); }
@@ -57,9 +57,9 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
       down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
-                   b + (size_t)k * 2 * kTileBytes, now};
-      const char* then = down.last ? after : b + (size_t)(k + now) * 2 * kTileBytes;
-      down.next = tile + tiles == whole.tiles ? block_from(then) : kNoFetch;
+                   b + store.k_bytes(k), now};
+      const char* then = down.last ? after : b + store.k_bytes(k + now);
+      down.next = tile + tiles == whole.tiles ? block_from(then, experts_.kernels().tile_bytes) : kNoFetch;
       experts_.kernels().down(down);
     });
   }

@@ -1,5 +1,5 @@
-// Factors are small and come in any strides and dtype, so each expert's are first written out as plain f32 matrices,
-// scaled and in place, and packed from there like any weights.
+// Factors are small and come in any strides and dtype, so each expert's are first written out as plain matrices in the
+// type of the sums, scaled and in place, and packed from there like any weights.
 #include "moe/lora.h"
 
 #include <atomic>
@@ -11,35 +11,33 @@ namespace {
 
 int32_t tiles_of(int32_t rank) { return (int32_t)ceil_div(rank, kTileK); }
 
-float element(const SourceMatrix& m, int32_t expert, int32_t n, int32_t k) {
-  int64_t at = expert * m.expert_stride + n * m.source.n_stride + k * m.source.k_stride;
-  if (m.source.dtype == DType::f32) return ((const float*)m.source.data)[at];
-  return to_float(((const uint16_t*)m.source.data)[at], m.source.dtype);
-}
-
 // out[n][k] = scale * m(n, k), rows of `width`.
-void write_out(const SourceMatrix& m, int32_t expert, int32_t rows, int32_t columns, float scale, float* out,
+template <class Real>
+void write_out(const SourceMatrix& m, int32_t expert, int32_t rows, int32_t columns, Real scale, Real* out,
                int64_t width) {
-  bool plain = m.source.dtype == DType::f32 && m.source.k_stride == 1;
+  const Source& s = m.source;
+  bool plain = s.dtype == (sizeof(Real) == 8 ? DType::f64 : DType::f32) && s.k_stride == 1;
   for (int32_t n = 0; n < rows; n++, out += width) {
+    int64_t at = expert * m.expert_stride + n * s.n_stride;
     if (plain) {
-      const float* from = (const float*)m.source.data + expert * m.expert_stride + n * m.source.n_stride;
+      const Real* from = (const Real*)s.data + at;
       for (int32_t k = 0; k < columns; k++) out[k] = scale * from[k];
     } else {
-      for (int32_t k = 0; k < columns; k++) out[k] = scale * element(m, expert, n, k);
+      for (int32_t k = 0; k < columns; k++) out[k] = scale * element_of<Real>(s.data, at + k * s.k_stride, s.dtype);
     }
   }
 }
 
 }  // namespace
 
-// One unit per expert.
+// One unit per expert; Real is the type of the kernels' sums.
+template <class Real>
 class FactorJob : public Job {
  public:
   FactorJob(Adapter& adapter, const SourceLora& source) : a_(adapter), source_(source) {}
 
   void work(const Worker&) override {
-    std::vector<float> plain;
+    std::vector<Real> plain;
     for (int32_t e; (e = next_++) < a_.layer_.experts;) {
       if (a_.wide_tiles()) pack_wide(e, plain);
       if (a_.down_tiles()) pack_down(e, plain);
@@ -47,10 +45,10 @@ class FactorJob : public Job {
   }
 
  private:
-  void pack(const BlockStore& store, int32_t expert, const float* half0, const float* half1, int32_t step, int32_t gap,
+  void pack(const BlockStore& store, int32_t expert, const Real* half0, const Real* half1, int32_t step, int32_t gap,
             int32_t rows, int32_t columns) {
     for (int32_t b = 0; b < store.blocks(); b++) {
-      Source first{half0, DType::f32, columns, 1}, second{half1, DType::f32, columns, 1};
+      Source first{half0, a_.kernels_.sums, columns, 1}, second{half1, a_.kernels_.sums, columns, 1};
       a_.kernels_.pack({{first, second},
                         {b * step, b * step + gap},
                         rows,
@@ -60,21 +58,21 @@ class FactorJob : public Job {
     }
   }
 
-  void pack_wide(int32_t e, std::vector<float>& plain) {
+  void pack_wide(int32_t e, std::vector<Real>& plain) {
     const LayerShape& s = a_.layer_;
     const LoraRanks& r = a_.ranks_;
     int64_t hidden = s.hidden, rank = a_.wide_rank();
     plain.resize((size_t)(rank * hidden));
-    if (r.gate) write_out(source_.gate.a, e, r.gate, s.hidden, 1.0f, plain.data(), hidden);
-    if (r.up && !r.shared) write_out(source_.up.a, e, r.up, s.hidden, 1.0f, plain.data() + r.gate * hidden, hidden);
+    if (r.gate) write_out(source_.gate.a, e, r.gate, s.hidden, Real(1), plain.data(), hidden);
+    if (r.up && !r.shared) write_out(source_.up.a, e, r.up, s.hidden, Real(1), plain.data() + r.gate * hidden, hidden);
     pack(a_.wide_a_, e, plain.data(), plain.data(), kBlockN, kTileN, (int32_t)rank, s.hidden);
 
     // Whole tiles of K are packed faster, so ranks are filled up with zeros here.
     int32_t width = a_.wide_tiles() * kTileK;
-    plain.assign((size_t)(2 * s.intermediate) * (size_t)width, 0.0f);
-    float *gate = plain.data(), *up = gate + (int64_t)s.intermediate * width;
-    if (r.gate) write_out(source_.gate.b, e, s.intermediate, r.gate, source_.gate.scale, gate, width);
-    if (r.up) write_out(source_.up.b, e, s.intermediate, r.up, source_.up.scale, up + a_.up_at(), width);
+    plain.assign((size_t)(2 * s.intermediate) * (size_t)width, Real(0));
+    Real *gate = plain.data(), *up = gate + (int64_t)s.intermediate * width;
+    if (r.gate) write_out(source_.gate.b, e, s.intermediate, r.gate, Real(source_.gate.scale), gate, width);
+    if (r.up) write_out(source_.up.b, e, s.intermediate, r.up, Real(source_.up.scale), up + a_.up_at(), width);
     if (s.gated) {
       pack(a_.wide_b_, e, gate, up, kTileN, 0, s.intermediate, width);
     } else {
@@ -82,15 +80,15 @@ class FactorJob : public Job {
     }
   }
 
-  void pack_down(int32_t e, std::vector<float>& plain) {
+  void pack_down(int32_t e, std::vector<Real>& plain) {
     const LayerShape& s = a_.layer_;
     int32_t rank = a_.ranks_.down;
     plain.resize((size_t)rank * (size_t)s.intermediate);
-    write_out(source_.down.a, e, rank, s.intermediate, 1.0f, plain.data(), s.intermediate);
+    write_out(source_.down.a, e, rank, s.intermediate, Real(1), plain.data(), s.intermediate);
     pack(a_.down_a_, e, plain.data(), plain.data(), kBlockN, kTileN, rank, s.intermediate);
     int32_t width = a_.down_tiles() * kTileK;
-    plain.assign((size_t)width * (size_t)s.hidden, 0.0f);
-    write_out(source_.down.b, e, s.hidden, rank, source_.down.scale, plain.data(), width);
+    plain.assign((size_t)width * (size_t)s.hidden, Real(0));
+    write_out(source_.down.b, e, s.hidden, rank, Real(source_.down.scale), plain.data(), width);
     pack(a_.down_b_, e, plain.data(), plain.data(), kBlockN, kTileN, s.hidden, width);
   }
 
@@ -103,12 +101,12 @@ Adapter::Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTa
     : layer_(layer), ranks_(ranks), kernels_(kernels), pool_(pool) {
   int32_t hidden_tiles = (int32_t)ceil_div(layer.hidden, kTileK), inner = (int32_t)ceil_div(layer.intermediate, kTileK);
   if (int32_t tiles = tiles_of(wide_rank())) {
-    wide_a_ = BlockStore(layer.experts, tiles, hidden_tiles);
-    wide_b_ = BlockStore(layer.experts, layer.gated ? 2 * inner : inner, tiles);
+    wide_a_ = BlockStore(layer.experts, tiles, hidden_tiles, kernels.tile_bytes);
+    wide_b_ = BlockStore(layer.experts, layer.gated ? 2 * inner : inner, tiles, kernels.tile_bytes);
   }
   if (int32_t tiles = tiles_of(ranks.down)) {
-    down_a_ = BlockStore(layer.experts, tiles, inner);
-    down_b_ = BlockStore(layer.experts, hidden_tiles, tiles);
+    down_a_ = BlockStore(layer.experts, tiles, inner, kernels.tile_bytes);
+    down_b_ = BlockStore(layer.experts, hidden_tiles, tiles, kernels.tile_bytes);
   }
 }
 
@@ -119,8 +117,10 @@ void Adapter::pack(const SourceLora& source) {
     Readers& readers;
     ~Open() { readers.open(); }
   } open{readers_};
-  FactorJob job(*this, source);
-  pool_.run(job);
+  with_sums_of(kernels_, [&](auto zero) {
+    FactorJob<decltype(zero)> job(*this, source);
+    pool_.run(job);
+  });
 }
 
 }  // namespace kt

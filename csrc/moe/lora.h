@@ -20,7 +20,7 @@ struct LoraRanks {
 // As the caller has it, for all experts: a [E, r, in], b [E, out, r].
 struct SourceFactor {
   SourceMatrix a, b;
-  float scale;
+  double scale;
 };
 
 struct SourceLora {
@@ -48,6 +48,7 @@ class Adapter {
   size_t bytes() const { return wide_a_.bytes() + wide_b_.bytes() + down_a_.bytes() + down_b_.bytes(); }
 
  private:
+  template <class Real>
   friend class FactorJob;
   std::mutex packing_;
   Readers readers_;

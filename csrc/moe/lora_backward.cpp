@@ -49,7 +49,7 @@ void Backward::narrow_piece(const Piece& piece, char* slice) {
       gather.k_tiles = now;
       bool gathered = false;
       const char* rows_in = slice;
-      float* sums = (float*)(slice + plan_.rank_sums_at);
+      char* sums = slice + plan_.rank_sums_at;
       for_runs((size_t)piece.segment, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
         int32_t k_tiles = output ? adapter.down_tiles() : adapter.wide_tiles();
         int32_t tile0 = std::max(ranks.tile0, piece.tile0), tile1 = std::min(ranks.tile1, piece.tile1);
@@ -67,18 +67,19 @@ void Backward::narrow_piece(const Piece& piece, char* slice) {
         char* panel = workspace_.data() + (output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
         Stretch base{rows_in + (tile0 - piece.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), nullptr, now};
         bool first = k == 0, last = k + now == all;
+        int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * kernels.sum_bytes;
         if (output) {
           for (int32_t i = 0; i < k_tiles; i++) {
             turn(adapter.down_b(), segment.expert, k, now, i, turned);
             base.b = turned;
             narrow({base, 0, i, i + 1, first, last, sums}, tiling, live, panel, k_tiles, slice);
-            sums += (int64_t)tiling.tiles * tiling.rows * kBlockN;
+            sums += block_sums;
           }
         } else {
-          base.b = adapter.wide_a().at(segment.expert, 0) + (size_t)k * 2 * kTileBytes;
+          base.b = adapter.wide_a().at(segment.expert, 0, k);
           narrow({base, adapter.wide_a().block_bytes(), 0, k_tiles, first, last, sums}, tiling, live, panel, k_tiles,
                  slice);
-          sums += (int64_t)tiling.tiles * tiling.rows * kBlockN * k_tiles;
+          sums += block_sums * k_tiles;
         }
         if (!last) return;
         // The ends of the run's panel belong to its first and its last piece.
@@ -125,7 +126,7 @@ std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, in
     if (!k_tiles || ranks.tile1 <= piece.tile0 || piece.tile1 <= ranks.tile0) return;
     Extra extra = extra_of(piece, ranks, down ? ranks.yb : ranks.gb, k_tiles);
     extra.s.b = turned;
-    extra.block_bytes = (size_t)k_tiles * 2 * kTileBytes;
+    extra.block_bytes = store.k_bytes(k_tiles);
     for (int32_t i = block0; i < block1; i++, turned += extra.block_bytes)
       turn(store, segment.expert, 0, k_tiles, i, turned);
     extras.push_back(extra);
@@ -145,16 +146,18 @@ void Backward::after_lanes(char* slice) {
   for (int64_t n; (n = next_factor_++) < all;) {
     int32_t piece = (int32_t)(n % per_expert), expert = (int32_t)(n / per_expert % s.experts), factor = 0;
     while (piece >= pieces[factor]) piece -= pieces[factor++];
-    factor_gradient((size_t)(n / per_expert / s.experts), expert, (Factor)factor, piece * columns_, slice);
+    with_sums_of(experts_.kernels(), [&](auto zero) {
+      size_t adapter = (size_t)(n / per_expert / s.experts);
+      factor_gradient<decltype(zero)>(adapter, expert, (Factor)factor, piece * columns_, slice);
+    });
   }
 }
 
 // The wide side of a contraction: rows of x or y by token, or of a panel.
 Backward::WideRows Backward::wide_rows(Factor factor, const Run& run) const {
   Tiling t = plan_.tilings[(size_t)run.segment];
-  int32_t elem = experts_.kernels().elem;
-  int64_t block = (int64_t)t.rows * kTileK * elem;
-  DType panel_type = elem == 4 ? DType::f32 : DType::bf16;
+  DType panel_type = experts_.kernels().panel;
+  int64_t block = (int64_t)t.rows * kTileK * experts_.kernels().elem;
   switch (factor) {
     case Factor::wide_a:
       return {(const char*)batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, 0, 0};
@@ -169,37 +172,39 @@ Backward::WideRows Backward::wide_rows(Factor factor, const Run& run) const {
           experts_.weights().down().k_tiles()};
 }
 
-// Rows [row0, row0 + rows) of a rank panel as f32 [rows][rank], times the routing weight for the factors of down.
-void Backward::spread_ranks(Factor factor, int32_t n, int32_t row0, int32_t rows, int32_t rank, float* out) const {
+// Rows [row0, row0 + rows) of a rank panel as [rows][rank] numbers, times the routing weight for the factors of down.
+template <class Real>
+void Backward::spread_ranks(Factor factor, int32_t n, int32_t row0, int32_t rows, int32_t rank, Real* out) const {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
   const Adapter& adapter = *adapters_[(size_t)run.adapter];
-  const float* weight = routing_.weight.data() + routing_.segments[(size_t)run.segment].begin;
+  const double* weight = routing_.weight.data() + routing_.segments[(size_t)run.segment].begin;
   bool wide = factor == Factor::wide_a || factor == Factor::wide_b;
   int64_t at[] = {ranks.gb, ranks.xa, ranks.yb, ranks.ha};  // in the order of Factor
   const char* panel = workspace_.data() + at[(size_t)factor];
-  int32_t tile_rows = plan_.tilings[(size_t)run.segment].rows, elem = experts_.kernels().elem;
-  int64_t row_bytes = (int64_t)kTileK * elem, tile_bytes = row_bytes * tile_rows;
+  int32_t tile_rows = plan_.tilings[(size_t)run.segment].rows;
+  int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = row_bytes * tile_rows;
   int32_t k_tiles = wide ? adapter.wide_tiles() : adapter.down_tiles();
   for (int32_t row = row0; row < row0 + rows; row++, out += rank) {
     const char* from =
         panel + (row / tile_rows - (ranks.tile0 - 1)) * tile_bytes * k_tiles + (row % tile_rows) * row_bytes;
-    float scale = wide ? 1.0f : weight[row];
+    Real scale = wide ? Real(1) : (Real)weight[row];
     for (int32_t c = 0; c < rank; c++) {
-      const char* value = from + (c / kTileK) * tile_bytes + (c % kTileK) * elem;
-      out[c] = scale * (elem == 4 ? *(const float*)value : to_float(*(const uint16_t*)value, DType::bf16));
+      const char* tile = from + (c / kTileK) * tile_bytes;
+      out[c] = scale * element_of<Real>(tile, c % kTileK, experts_.kernels().panel);
     }
   }
 }
 
 // `columns` columns of one factor's gradient from `column` on, into sums [rank][columns_].
-void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t columns, int32_t rank, float* sums) const {
+template <class Real>
+void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t columns, int32_t rank, Real* sums) const {
   const Run& run = routing_.runs[(size_t)n];
   int32_t begin = routing_.segments[(size_t)run.segment].begin, tile_rows = plan_.tilings[(size_t)run.segment].rows;
   const int32_t* token = routing_.token.data() + begin;
   WideRows wide = wide_rows(factor, run);
   int64_t size = (int64_t)size_of(wide.dtype);
-  float* p = sums + (int64_t)rank * columns_;
+  Real* p = sums + (int64_t)rank * columns_;
   const char* q[kOuterRows];
   for (int32_t row0 = run.first, end = run.first + run.count; row0 < end; row0 += kOuterRows) {
     int32_t rows = std::min(kOuterRows, end - row0);
@@ -213,11 +218,12 @@ void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t column
     Drop drop = factor == Factor::wide_a   ? drop_from(routing_.drop_x, begin + row0)
                 : factor == Factor::down_a ? drop_from(routing_.drop_h, begin + row0)
                                            : Drop{};
-    experts_.kernels().outer({p, rows, rank, q, wide.block ? wide.block : kBlockN * size, wide.dtype, columns, drop,
-                              column, sums, columns_, (char*)(p + (int64_t)kOuterRows * rank)});
+    experts_.kernels().outer({(const char*)p, rows, rank, q, wide.block ? wide.block : kBlockN * size, wide.dtype,
+                              columns, drop, column, (char*)sums, columns_, (char*)(p + (int64_t)kOuterRows * rank)});
   }
 }
 
+template <class Real>
 void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int32_t column, char* slice) {
   const Adapter& adapter = *adapters_[index];
   const LayerShape& s = experts_.shape();
@@ -228,8 +234,8 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
   if (factor == Factor::wide_b) width = experts_.weights().up().blocks() * kBlockN;
   if (factor == Factor::down_a) width = experts_.weights().down().k_tiles() * kTileK;
   int32_t columns = std::min(columns_, width - column);
-  float* sums = (float*)slice;
-  std::memset(sums, 0, (size_t)rank * columns_ * sizeof(float));
+  Real* sums = (Real*)slice;
+  std::memset(sums, 0, (size_t)rank * columns_ * sizeof(Real));
   int32_t n = run_of_[index * (size_t)s.experts + (size_t)expert];
   if (n >= 0) contract(factor, n, column, columns, rank, sums);
   store_columns(index, expert, factor, column, columns, sums);
@@ -238,39 +244,34 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
 namespace {
 
 // target(n + i, k + j) = scale * sums[i * i_step + j * j_step] for i < n_count, j < k_count.
-void store_piece(const Target& t, int32_t expert, int64_t n, int32_t n_count, int64_t k, int32_t k_count, float scale,
-                 const float* sums, int64_t i_step, int64_t j_step) {
+template <class Real>
+void store_piece(const Target& t, int32_t expert, int64_t n, int32_t n_count, int64_t k, int32_t k_count, Real scale,
+                 const Real* sums, int64_t i_step, int64_t j_step) {
   if (!t.data) return;
   int64_t at = expert * t.expert_stride + n * t.n_stride + k * t.k_stride;
-  for (int32_t i = 0; i < n_count; i++, at += t.n_stride, sums += i_step) {
-    if (t.dtype == DType::f32) {
-      float* to = (float*)t.data + at;
-      for (int32_t j = 0; j < k_count; j++) to[j * t.k_stride] = scale * sums[j * j_step];
-    } else {
-      uint16_t* to = (uint16_t*)t.data + at;
-      for (int32_t j = 0; j < k_count; j++) to[j * t.k_stride] = from_float(scale * sums[j * j_step], t.dtype);
-    }
-  }
+  for (int32_t i = 0; i < n_count; i++, at += t.n_stride, sums += i_step)
+    for (int32_t j = 0; j < k_count; j++) set_element(t.data, at + j * t.k_stride, t.dtype, scale * sums[j * j_step]);
 }
 
 }  // namespace
 
 // Sums [rank][columns] into the caller's tensors: A as it lies, B turned and scaled.
+template <class Real>
 void Backward::store_columns(size_t index, int32_t expert, Factor factor, int32_t column, int32_t columns,
-                             const float* sums) const {
+                             const Real* sums) const {
   const LoraTargets& to = gradients_.lora[index];
   const Adapter& adapter = *adapters_[index];
   const LoraRanks& ranks = adapter.ranks();
   const LayerShape& s = experts_.shape();
   // Ranks [first, first + count) of the sums are rows of an A ...
   auto store_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
-    store_piece(t, expert, 0, count, column, std::min(columns, width - column), 1.0f, sums + first * columns_, columns_,
-                1);
+    store_piece(t, expert, 0, count, column, std::min(columns, width - column), Real(1), sums + first * columns_,
+                columns_, 1);
   };
   // ... or columns of a B, whose rows from n on are the sums' columns from c on.
-  auto store_b = [&](const Target& t, int32_t first, int32_t count, float scale, int32_t n, int32_t n_count,
+  auto store_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t n, int32_t n_count,
                      int32_t c) {
-    store_piece(t, expert, n, n_count, 0, count, scale, sums + first * columns_ + c, 1, columns_);
+    store_piece(t, expert, n, n_count, 0, count, (Real)scale, sums + first * columns_ + c, 1, columns_);
   };
   if (factor == Factor::wide_a) {
     store_a(to.gate_a, 0, ranks.gate, s.hidden);

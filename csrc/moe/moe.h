@@ -39,7 +39,7 @@ struct Target {
 // Of one adapter; shared: up_a is absent, and gate_a takes the gradient of both.
 struct LoraTargets {
   Target gate_a, gate_b, up_a, up_b, down_a, down_b;
-  float gate_scale, up_scale, down_scale;  // as packed
+  double gate_scale, up_scale, down_scale;  // as packed
 };
 
 // What a backward call gets and gives besides the batch, whose `out` takes the gradient of the hidden states.
@@ -47,7 +47,8 @@ struct Gradients {
   const void* out = nullptr;  // [T, H], gradient of the forward output
   DType out_dtype = DType::bf16;
   int64_t out_stride = 0;
-  float* weights = nullptr;  // [T, k], gradient of the routing weights
+  void* weights = nullptr;  // [T, k], gradient of the routing weights
+  DType weights_dtype = DType::f32;
   int64_t weights_stride = 0;
   const char* keep = nullptr;     // what the forward call kept; null: gate and up are computed again
   std::vector<LoraTargets> lora;  // [adapters], or empty: factors are frozen
@@ -67,6 +68,7 @@ class Backward final : public Task {
   void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
   void turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out) const;
+  template <class Real>
   void add_weight_gradients(size_t segment);
 
   // lora_backward.cpp
@@ -84,19 +86,23 @@ class Backward final : public Task {
     int32_t blocks;
   };
   WideRows wide_rows(Factor factor, const Run& run) const;
-  void spread_ranks(Factor factor, int32_t run, int32_t row0, int32_t rows, int32_t rank, float* out) const;
-  void contract(Factor factor, int32_t run, int32_t column, int32_t columns, int32_t rank, float* sums) const;
+  template <class Real>
+  void spread_ranks(Factor factor, int32_t run, int32_t row0, int32_t rows, int32_t rank, Real* out) const;
+  template <class Real>
+  void contract(Factor factor, int32_t run, int32_t column, int32_t columns, int32_t rank, Real* sums) const;
+  template <class Real>
   void factor_gradient(size_t adapter, int32_t expert, Factor factor, int32_t column, char* slice);
+  template <class Real>
   void store_columns(size_t adapter, int32_t expert, Factor factor, int32_t column, int32_t columns,
-                     const float* sums) const;
+                     const Real* sums) const;
 
   Gradients gradients_;
   std::atomic<int32_t> next_piece_{0}, next_factor_{0};
   std::vector<std::atomic<int32_t>> ranks_left_;  // [segments] pieces whose rank panels are not made yet
   std::vector<int32_t> run_of_;                   // [adapters][experts], -1: no rows
   int32_t columns_ = 0;                           // of a factor's gradient, at a time
-  std::vector<float> parts_;                      // [rows][down k tiles]: shares of the routing weights' gradients
-  std::vector<float> ones_;                       // [rows]: gradients of gate and up carry the routing weight already
+  std::vector<char> parts_;                       // sums [rows][down k tiles]: shares of the routing weights' gradients
+  std::vector<double> ones_;                      // [rows]: gradients of gate and up carry the routing weight already
 };
 
 }  // namespace kt

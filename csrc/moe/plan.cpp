@@ -11,7 +11,7 @@ namespace kt {
 namespace {
 
 constexpr int32_t kBackBlocks = 32;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
-constexpr int64_t kScratchFloats = 2 * 2 * kMaxRows * kBlockN;
+constexpr int64_t kScratchSums = 2 * 2 * kMaxRows * kBlockN;
 
 // Token tiles of one segment in pieces of about `most`, at most a quarter more, none much smaller than the others.
 std::vector<Piece> pieces_of(int32_t segment, int32_t tiles, int32_t most) {
@@ -81,8 +81,8 @@ int64_t largest_rank(const Routing& routing, const Adapters& adapters) {
 }
 
 // What a thread needs for gradients of factors, once everything else is done: a chunk of rows and a piece of sums.
-static int64_t factor_bytes(int64_t rank) {
-  return rank ? rank * (kOuterRows + factor_columns(rank)) * (int64_t)sizeof(float) + outer_scratch(rank) : 0;
+static int64_t factor_bytes(int64_t rank, int64_t sum_bytes) {
+  return rank ? rank * (kOuterRows + factor_columns(rank)) * sum_bytes + outer_scratch(rank, sum_bytes) : 0;
 }
 
 // Where the panels of all runs lie, from `at` on, and what a thread needs for those of a unit.
@@ -116,8 +116,8 @@ static int64_t place_ranks(const Routing& routing, const Layout& layout, bool ba
       plan.ranks.push_back(r);
       int64_t in_unit = std::min<int64_t>(tiles, plan.most_tiles + plan.most_tiles / 4 + 2);
       panels += round_up(in_unit * tile * wide, 64);
-      sums += in_unit * t.rows * kBlockN * (int64_t)sizeof(float) * most;
-      turned += kTurnedBlocks * most * 2 * kTileBytes;
+      sums += in_unit * t.rows * kBlockN * layout.kernels.sum_bytes * most;
+      turned += kTurnedBlocks * most * 2 * layout.kernels.tile_bytes;
     }
     most_panels = std::max(most_panels, panels);
     most_sums = std::max(most_sums, sums);
@@ -161,7 +161,7 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
       largest_rows = std::max<int64_t>(largest_rows, (p.tile1 - p.tile0) * t.rows);
   }
   // Between chunks of K a unit's sums wait in L2; the fewer its blocks, the more often its rows are gathered.
-  int64_t block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * (int64_t)sizeof(float);
+  int64_t block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * kernels.sum_bytes;
   int32_t most_blocks = up.blocks();
   if (chunks > 1) most_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
   if (back) most_blocks = std::min(most_blocks, kBackBlocks);
@@ -185,16 +185,16 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   at = place_ranks(routing, layout, back, at, plan);
 
   plan.sums_at = round_up(at, 4096);
-  int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * (int64_t)sizeof(float);
+  int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * kernels.sum_bytes;
   plan.panel_bytes =
       round_up(std::max(largest_rows * plan.up_chunk * elem_tile,
                         std::min<int64_t>(largest_rows * up.k_tiles() * elem_tile, budget.panel_bytes * 5 / 4)),
                4096);
   plan.partial_bytes = chunks > 1 ? round_up(most_blocks * block_sums, 4096) : 0;
   plan.scratch_at = plan.panel_bytes + plan.partial_bytes;
-  plan.keep_at = plan.scratch_at + kScratchFloats * (int64_t)sizeof(float);
+  plan.keep_at = plan.scratch_at + kScratchSums * kernels.sum_bytes;
   plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);
-  int64_t turned = std::max(kTurnedBlocks * std::max(up.k_tiles(), plan.down_chunk), up.blocks()) * 2LL * kTileBytes;
+  int64_t turned = (int64_t)up.k_bytes(std::max(kTurnedBlocks * std::max(up.k_tiles(), plan.down_chunk), up.blocks()));
   plan.rank_at = plan.turned_at + (back ? turned : 0);
   plan.rank_sums_at += plan.rank_at;
   plan.rank_turned_at += plan.rank_at;
@@ -202,7 +202,7 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   int64_t pair = 2 * (int64_t)kernels.tiling(1 << 20).rows * elem_tile * down.k_tiles();
   plan.thin_at = plan.rank_at + plan.thread_bytes;
   plan.thread_bytes += routing.drop_x.empty() ? 0 : std::max(plan.panel_bytes, round_up(pair, 4096));
-  int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters)) : 0;
+  int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters), kernels.sum_bytes) : 0;
   plan.thread_bytes = round_up(std::max(plan.thread_bytes + plan.rank_at, factors), 4096);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);
   plan.total_bytes = plan.threads_at + layout.threads * plan.thread_bytes;

@@ -36,7 +36,7 @@ void Task::narrow(const Narrow& n, const Tiling& tiling, int32_t live, char* out
   up.gate = {Activation::none, false, 0, 0};
   up.hidden = out;
   up.hidden_k_tiles = k_tiles;
-  up.scratch = (float*)(slice + plan_.scratch_at);
+  up.scratch = slice + plan_.scratch_at;
   experts_.kernels().up(up);
 }
 
@@ -55,7 +55,7 @@ void Task::clear_others(const Run& run, int32_t tile0, int32_t tile1, int32_t k_
 
 Drop Task::drop_from(const std::vector<uint32_t>& seeds, int64_t row) const {
   if (seeds.empty()) return Drop{};
-  return {seeds.data() + row, (uint32_t)((double)batch_.dropout * 4294967296.0), 1.0f / (1.0f - batch_.dropout)};
+  return {seeds.data() + row, (uint32_t)(batch_.dropout * 4294967296.0), 1 / (1 - batch_.dropout)};
 }
 
 const char* Task::thin(const char* panel, const Tiling& tiling, int32_t live, int32_t column, int32_t k_tiles,
@@ -70,7 +70,7 @@ void Task::narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int
   const Segment& segment = routing_.segments[(size_t)unit.segment];
   int64_t tile_bytes = (int64_t)rows.tiling.rows * kTileK * experts_.kernels().elem;
   char* panel = slice + plan_.rank_at;
-  float* sums = (float*)(slice + plan_.rank_sums_at);
+  char* sums = slice + plan_.rank_sums_at;
   if (routing_.run0[(size_t)unit.segment] == routing_.run0[(size_t)unit.segment + 1]) return;
   const char* rows_in = thin(slice, rows.tiling, rows.live, k * kTileK, now,
                              drop_from(routing_.drop_x, segment.begin + rows.first), slice);
@@ -80,7 +80,7 @@ void Task::narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int
     if (tile0 >= tile1 || !k_tiles) return;
     Tiling tiling{rows.tiling.rows, tile1 - tile0};
     int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
-    const char* b = adapter.wide_a().at(segment.expert, 0) + (size_t)k * 2 * kTileBytes;
+    const char* b = adapter.wide_a().at(segment.expert, 0, k);
     Narrow n{{rows_in + (tile0 - unit.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), b, now},
              adapter.wide_a().block_bytes(),
              0,
@@ -99,7 +99,7 @@ void Task::narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int
            tile1 - unit.tile0});
     }
     panel += round_up((tiling.tiles + 2) * tile_bytes * k_tiles, 64);
-    sums += (int64_t)tiling.tiles * tiling.rows * kBlockN * k_tiles;
+    sums += (int64_t)tiling.tiles * tiling.rows * kBlockN * k_tiles * experts_.kernels().sum_bytes;
   });
 }
 

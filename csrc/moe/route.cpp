@@ -14,12 +14,6 @@ int64_t expert_at(const Batch& b, int32_t token, int32_t slot) {
   return b.ids_64 ? ((const int64_t*)b.ids)[at] : ((const int32_t*)b.ids)[at];
 }
 
-float weight_at(const Batch& b, int32_t token, int32_t slot) {
-  int64_t at = token * b.weights_stride + slot;
-  if (b.weights_dtype == DType::f32) return ((const float*)b.weights)[at];
-  return to_float(((const uint16_t*)b.weights)[at], b.weights_dtype);
-}
-
 bool is_here(const Batch& b, int64_t expert, int32_t experts) {
   return expert >= 0 && expert < experts && !(b.skip && b.skip[expert]);
 }
@@ -101,7 +95,7 @@ void route(const Batch& b, int32_t experts, Routing& r) {
         size_t row = (size_t)r.start_[(size_t)e]++;
         r.token[row] = t;
         r.slot[row] = s;
-        r.weight[row] = weight_at(b, t, s);
+        r.weight[row] = element_of<double>(b.weights, t * b.weights_stride + s, b.weights_dtype);
       }
   }
 

@@ -26,7 +26,7 @@ struct Batch {
   int64_t weights_stride = 0;
   const int32_t* adapter = nullptr;  // [T], -1 for none; null: `every_adapter` for all
   int32_t every_adapter = -1;
-  float dropout = 0;  // share of LoRA's inputs that is dropped
+  double dropout = 0;  // share of LoRA's inputs that is dropped
   uint64_t dropout_seed = 0;
   const uint8_t* skip = nullptr;  // [E]
   void* out = nullptr;            // [T, H]
@@ -51,7 +51,7 @@ struct Routing {
   std::vector<int32_t> run0;             // [segments + 1] first run of each
   std::vector<int32_t> token;            // [rows]
   std::vector<int32_t> slot;             // [rows] which of the token's k
-  std::vector<float> weight;             // [rows]
+  std::vector<double> weight;            // [rows]
   std::vector<uint8_t> mark;             // [rows] kFirst | kLast of kernels/table.h
   std::vector<int32_t> idle;             // tokens without any row: their output is zero
   std::vector<uint32_t> drop_x, drop_h;  // [rows] seeds of the dropout of gate/up's and down's LoRA; or empty

@@ -194,8 +194,8 @@ void Task::multiply_up(const UpUnit& unit, const Fetch& next, char* slice, Up up
   up.block_bytes = store.block_bytes();
   up.block0 = unit.block0;
   up.block1 = unit.block1;
-  up.sums = (float*)(slice + plan_.panel_bytes);
-  up.scratch = (float*)(slice + plan_.scratch_at);
+  up.sums = slice + plan_.panel_bytes;
+  up.scratch = slice + plan_.scratch_at;
   up.gate = experts_.gate();
   up.bias = experts_.weights().up_bias(segment.expert);
   std::vector<Extra> extras;
@@ -213,13 +213,13 @@ void Task::multiply_up(const UpUnit& unit, const Fetch& next, char* slice, Up up
     gather.k_tiles = now;
     kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
-    up.base = {slice, tile_bytes, b + (size_t)k * 2 * kTileBytes, now};
+    up.base = {slice, tile_bytes, b + store.k_bytes(k), now};
     up.first = k == 0;
     up.last = k + now == k_tiles;
     if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
     up.extra = extras.data();
     up.extras = up.last ? (int32_t)extras.size() : 0;
-    up.next = up.last ? next : block_from(b + (size_t)(k + now) * 2 * kTileBytes);
+    up.next = up.last ? next : block_from(b + store.k_bytes(k + now), kernels.tile_bytes);
     kernels.up(up);
   }
 }
@@ -229,12 +229,12 @@ Down Task::columns_of(const Lane& lane, char* slice) const {
   down.block0 = lane.block0;
   down.block1 = lane.block1;
   down.sum_block = (int64_t)batch_.tokens * kBlockN;
-  down.sum = (float*)(workspace_.data() + plan_.sums_at) + lane.block0 * down.sum_block;
+  down.sum = workspace_.data() + plan_.sums_at + lane.block0 * down.sum_block * experts_.kernels().sum_bytes;
   down.out = batch_.out;
   down.dtype = batch_.out_dtype;
   down.out_stride = batch_.out_stride;
   down.width = experts_.shape().hidden;
-  down.scratch = (float*)(slice + plan_.scratch_at);
+  down.scratch = slice + plan_.scratch_at;
   return down;
 }
 

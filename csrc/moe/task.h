@@ -99,7 +99,7 @@ class Task : private Job {
     size_t block_bytes;
     int32_t block0, block1;  // columns of the rank panel
     bool first, last;
-    float* sums;
+    char* sums;
   };
   void narrow(const Narrow& n, const Tiling& tiling, int32_t live, char* out, int32_t k_tiles, char* slice) const;
   // Zero in tiles [tile0, tile1) of a rank panel, which begins at tile0 here: rows that are not the run's.

@@ -26,18 +26,23 @@ void Readers::close(const char* what) {
 namespace {
 // Backward walks across blocks, k tile by k tile. At a distance of a large power of two all of them would fall into a
 // few sets of the cache, and what is fetched ahead would be gone before it is used.
-size_t block_distance(int32_t k_tiles) {
-  return (size_t)k_tiles * 2 * kTileBytes + (k_tiles % 8 == 0 && k_tiles ? kTileBytes : 0);
+size_t block_distance(int32_t k_tiles, int32_t tile_bytes) {
+  return (size_t)(2 * k_tiles + (k_tiles % 8 == 0 && k_tiles ? 1 : 0)) * (size_t)tile_bytes;
 }
 }  // namespace
 
-BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles)
-    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_(block_distance(k_tiles)), first_{0, blocks} {
+BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes)
+    : blocks_(blocks),
+      k_tiles_(k_tiles),
+      tile_bytes_(tile_bytes),
+      block_bytes_(block_distance(k_tiles, tile_bytes)),
+      first_{0, blocks} {
   part_.emplace_back((size_t)experts * (size_t)blocks * block_bytes_);
 }
 
-BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t step, const Pool& pool)
-    : blocks_(blocks), k_tiles_(k_tiles), block_bytes_(block_distance(k_tiles)) {
+BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes, int32_t step,
+                       const Pool& pool)
+    : blocks_(blocks), k_tiles_(k_tiles), tile_bytes_(tile_bytes), block_bytes_(block_distance(k_tiles, tile_bytes)) {
   int groups = pool.groups();
   for (int g = 0; g <= groups; g++) first_.push_back((int32_t)((int64_t)(blocks / step) * g / groups) * step);
   first_.back() = blocks;
@@ -132,12 +137,11 @@ class PackJob : public Job {
   std::vector<std::atomic<int64_t>> next_;
 };
 
-// Biases are not rounded: they join the f32 sums. An absent one is zero.
-float bias_at(const SourceMatrix& m, int32_t expert, int32_t n) {
-  if (!m.source.data) return 0.0f;
-  int64_t index = expert * m.expert_stride + n * m.source.n_stride;
-  if (m.source.dtype == DType::f32) return ((const float*)m.source.data)[index];
-  return to_float(((const uint16_t*)m.source.data)[index], m.source.dtype);
+// Biases are not rounded further: they join the sums. An absent one is zero.
+template <class Real>
+Real bias_at(const SourceMatrix& m, int32_t expert, int32_t n) {
+  if (!m.source.data) return 0;
+  return element_of<Real>(m.source.data, expert * m.expert_stride + n * m.source.n_stride, m.source.dtype);
 }
 }  // namespace
 
@@ -145,9 +149,10 @@ Weights::Weights(const LayerShape& shape, const KernelTable& kernels, Pool& pool
     : shape_(shape),
       kernels_(kernels),
       pool_(pool),
-      up_(shape.experts, up_blocks(shape), (int32_t)ceil_div(shape.hidden, kTileK), shape.gated ? 2 : 1, pool),
-      down_(shape.experts, (int32_t)ceil_div(shape.hidden, kBlockN), (int32_t)ceil_div(shape.intermediate, kTileK), 1,
-            pool),
+      up_(shape.experts, up_blocks(shape), (int32_t)ceil_div(shape.hidden, kTileK), kernels.tile_bytes,
+          shape.gated ? 2 : 1, pool),
+      down_(shape.experts, (int32_t)ceil_div(shape.hidden, kBlockN), (int32_t)ceil_div(shape.intermediate, kTileK),
+            kernels.tile_bytes, 1, pool),
       present_((size_t)shape.experts) {}
 
 void Weights::pack(const SourceLayer& source) {
@@ -159,7 +164,7 @@ void Weights::pack(const SourceLayer& source) {
   } open{readers_};
   PackJob job(source, shape_, kernels_, up_, down_);
   pool_.run(job);
-  pack_biases(source);
+  with_sums_of(kernels_, [&](auto zero) { pack_biases<decltype(zero)>(source); });
   std::fill_n(present_.begin() + source.first, source.count, (uint8_t)1);
 }
 
@@ -172,22 +177,23 @@ void Weights::enter() const {
                            " is not packed; pack() every expert before the first call");
 }
 
+template <class Real>
 void Weights::pack_biases(const SourceLayer& s) {
   // An expert without a bias of its own has zeros where others have one.
   bool up = s.gate_bias.source.data || s.up_bias.source.data || !up_bias_.empty();
   bool down = s.down_bias.source.data || !down_bias_.empty();
   size_t up_row = (size_t)up_.blocks() * kBlockN, down_row = (size_t)down_.blocks() * kBlockN;
-  if (up) up_bias_.resize((size_t)shape_.experts * up_row);
-  if (down) down_bias_.resize((size_t)shape_.experts * down_row);
+  if (up) up_bias_.resize((size_t)shape_.experts * up_row * sizeof(Real));
+  if (down) down_bias_.resize((size_t)shape_.experts * down_row * sizeof(Real));
   for (int32_t e = 0; e < s.count; e++) {
     for (int32_t i = 0; up && i < shape_.intermediate; i++) {
-      float* row = up_bias_.data() + (size_t)(s.first + e) * up_row;
+      Real* row = (Real*)up_bias_.data() + (size_t)(s.first + e) * up_row;
       int32_t at = shape_.gated ? (i / kTileN) * kBlockN + i % kTileN : i;
-      if (shape_.gated) row[at] = bias_at(s.gate_bias, e, i);
-      row[shape_.gated ? at + kTileN : at] = bias_at(s.up_bias, e, i);
+      if (shape_.gated) row[at] = bias_at<Real>(s.gate_bias, e, i);
+      row[shape_.gated ? at + kTileN : at] = bias_at<Real>(s.up_bias, e, i);
     }
     for (int32_t h = 0; down && h < shape_.hidden; h++)
-      down_bias_[(size_t)(s.first + e) * down_row + (size_t)h] = bias_at(s.down_bias, e, h);
+      ((Real*)down_bias_.data())[(size_t)(s.first + e) * down_row + (size_t)h] = bias_at<Real>(s.down_bias, e, h);
   }
 }
 
@@ -196,12 +202,14 @@ int32_t Weights::first_missing() const {
   return it == present_.end() ? -1 : (int32_t)(it - present_.begin());
 }
 
-const float* Weights::up_bias(int32_t expert) const {
-  return up_bias_.empty() ? nullptr : up_bias_.data() + (size_t)expert * (size_t)up_.blocks() * kBlockN;
+const char* Weights::up_bias(int32_t expert) const {
+  size_t row = (size_t)(up_.blocks() * kBlockN * kernels_.sum_bytes);
+  return up_bias_.empty() ? nullptr : up_bias_.data() + (size_t)expert * row;
 }
 
-const float* Weights::down_bias(int32_t expert) const {
-  return down_bias_.empty() ? nullptr : down_bias_.data() + (size_t)expert * (size_t)down_.blocks() * kBlockN;
+const char* Weights::down_bias(int32_t expert) const {
+  size_t row = (size_t)(down_.blocks() * kBlockN * kernels_.sum_bytes);
+  return down_bias_.empty() ? nullptr : down_bias_.data() + (size_t)expert * row;
 }
 
 }  // namespace kt

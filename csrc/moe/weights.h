@@ -38,14 +38,16 @@ class Readers {
 class BlockStore {
  public:
   BlockStore() = default;
-  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t step, const Pool& pool);
-  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles);  // all in one place
+  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes, int32_t step, const Pool& pool);
+  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes);  // all in one place
 
   const char* at(int32_t expert, int32_t block) const;
+  const char* at(int32_t expert, int32_t block, int32_t k_tile) const { return at(expert, block) + k_bytes(k_tile); }
   char* at(int32_t expert, int32_t block) { return const_cast<char*>(std::as_const(*this).at(expert, block)); }
   int32_t blocks() const { return blocks_; }
   int32_t k_tiles() const { return k_tiles_; }
   size_t block_bytes() const { return block_bytes_; }
+  size_t k_bytes(int32_t k_tiles) const { return (size_t)k_tiles * 2 * (size_t)tile_bytes_; }  // that many of a block
   size_t bytes() const;
   int32_t begin(int group) const { return first_[group]; }  // blocks [begin, end) live with this group
   int32_t end(int group) const { return first_[group + 1]; }
@@ -53,7 +55,7 @@ class BlockStore {
   int parts() const { return (int)part_.size(); }
 
  private:
-  int32_t blocks_ = 0, k_tiles_ = 0;
+  int32_t blocks_ = 0, k_tiles_ = 0, tile_bytes_ = 0;
   size_t block_bytes_ = 0;
   std::vector<int32_t> first_;  // [groups + 1]
   std::vector<Buffer> part_;    // [groups], each [experts][blocks of the group][block_bytes]
@@ -71,6 +73,12 @@ struct SourceLayer {
   SourceMatrix gate_bias, up_bias, down_bias;  // vectors: n_stride is the stride
 };
 
+// Calls act with a zero of the type of a table's sums: for the few places that handle numbers themselves.
+template <class Act>
+auto with_sums_of(const KernelTable& kernels, Act&& act) {
+  return kernels.sums == DType::f64 ? act(double{}) : act(float{});
+}
+
 class Weights {
  public:
   Weights(const LayerShape& shape, const KernelTable& kernels, Pool& pool);
@@ -87,12 +95,14 @@ class Weights {
   const LayerShape& shape() const { return shape_; }
   const BlockStore& up() const { return up_; }
   const BlockStore& down() const { return down_; }
-  const float* up_bias(int32_t expert) const;    // [up blocks * 32] as the blocks lie, or null
-  const float* down_bias(int32_t expert) const;  // [down blocks * 32], or null
+  // In the type of the kernels' sums.
+  const char* up_bias(int32_t expert) const;    // [up blocks * 32] as the blocks lie, or null
+  const char* down_bias(int32_t expert) const;  // [down blocks * 32], or null
   int32_t hidden_k_tiles() const { return down_.k_tiles(); }
-  size_t bytes() const { return up_.bytes() + down_.bytes() + (up_bias_.size() + down_bias_.size()) * sizeof(float); }
+  size_t bytes() const { return up_.bytes() + down_.bytes() + up_bias_.size() + down_bias_.size(); }
 
  private:
+  template <class Real>
   void pack_biases(const SourceLayer& source);
 
   std::mutex packing_;
@@ -101,7 +111,7 @@ class Weights {
   const KernelTable& kernels_;
   Pool& pool_;
   BlockStore up_, down_;
-  std::vector<float> up_bias_, down_bias_;
+  std::vector<char> up_bias_, down_bias_;
   std::vector<uint8_t> present_;
 };
 

@@ -13,6 +13,7 @@ class VariantInfo(TypedDict):
     native: bool  # this CPU and OS run it
     emulated: bool  # compiled in software for tests: runs anywhere, slowly, only when asked for
     missing: str  # features that the machine lacks, comma-separated
+    precisions: list[str]  # of bf16, f32 and f64 those that this build has of it
 
 class Machine(TypedDict):
     cpu: str
@@ -67,7 +68,10 @@ class Experts:
         limit: float = 0.0,
         alpha: float = 0.0,
         isa: str = "",
-    ) -> None: ...
+        precision: str = "bf16",
+    ) -> None:
+        """Weights are rounded to `precision` ("bf16", "f32" or "f64") and computed with in it: bf16 with f32 sums,
+        the others as they are. Tensors may be of any float dtype, float64 among them, whatever the precision."""
     def pack(
         self,
         first_expert: int,
@@ -123,6 +127,8 @@ class Experts:
     def keep_row_bytes(self) -> int: ...
     @property
     def isa(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
     @property
     def num_experts(self) -> int: ...
     @property

@@ -13,7 +13,7 @@ from ktransformers import _core
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.reference import Layer
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Relative L2 against float64, in three parts that add up. A number rounded to p bits is off by at most 2^-p of itself,
 # and by about a third of that on average.
@@ -23,8 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ARITHMETIC = {"generic": 2e-6, "avx2": 2e-6, "avx512": 2e-6, "avx512_bf16": 1.5 * 2**-8, "amx": 1.5 * 2**-8}
 #   Hidden states finer than bf16 are rounded to it by the variants that multiply bf16; gate and up share that error.
 FINE_INPUT = {"generic": 0.0, "avx2": 0.0, "avx512": 0.0, "avx512_bf16": 2**-8, "amx": 2**-8}
-#   Output, over many values: half of 2^-8 for bf16, of 2^-11 for f16; f32 is not rounded again.
-OUTPUT = {torch.bfloat16: 2**-9, torch.float16: 2**-12, torch.float32: 0.0}
+#   Output, over many values: half of 2^-8 for bf16, of 2^-11 for f16; f32 and f64 are not rounded again.
+OUTPUT = {torch.bfloat16: 2**-9, torch.float16: 2**-12, torch.float32: 0.0, torch.float64: 0.0}
 
 
 def tolerance(isa: str, out: torch.dtype = torch.float32, *, fine: bool = False) -> float:
@@ -62,7 +62,8 @@ def make_layer(
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> Tensor:
-        return (torch.randn(*shape, generator=random) * scale).to(dtype)
+        fine = torch.float64 if dtype == torch.float64 else torch.float32
+        return (torch.randn(*shape, generator=random, dtype=fine) * scale).to(dtype)
 
     inner, outer = hidden**-0.5, intermediate**-0.5
     layer = Layer(
@@ -99,7 +100,7 @@ def make_batch(
     )
 
 
-def make_store(layer: Layer, pool: _core.Pool, isa: str | None = None) -> ExpertStore:
+def make_store(layer: Layer, pool: _core.Pool, isa: str | None = None, precision: str = "bf16") -> ExpertStore:
     experts, hidden, intermediate = layer.down.shape
     store = ExpertStore(
         experts,
@@ -111,6 +112,7 @@ def make_store(layer: Layer, pool: _core.Pool, isa: str | None = None) -> Expert
         alpha=layer.alpha,
         pool=pool,
         isa=isa,
+        precision=precision,
     )
     store.pack(
         gate=layer.gate,

@@ -6,79 +6,99 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "moe/moe.h"
 
 namespace kt::check {
 
-inline uint16_t to_bf16(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
-inline std::vector<uint16_t> random_bf16(size_t count, float scale, std::mt19937& random) {
-  std::normal_distribution<float> normal(0.0f, scale);
-  std::vector<uint16_t> all(count);
-  for (uint16_t& x : all) x = to_bf16(normal(random));
+template <class Real>
+std::vector<Real> random_reals(size_t count, Real scale, std::mt19937& random) {
+  std::normal_distribution<Real> normal(0, scale);
+  std::vector<Real> all(count);
+  for (Real& x : all) x = normal(random);
   return all;
 }
 
 inline std::vector<float> random_f32(size_t count, float scale, std::mt19937& random) {
-  std::normal_distribution<float> normal(0.0f, scale);
-  std::vector<float> all(count);
-  for (float& x : all) x = normal(random);
-  return all;
+  return random_reals<float>(count, scale, random);
+}
+
+// Random numbers as a tensor of some dtype, and the same ones in double.
+struct Numbers {
+  DType dtype = DType::bf16;
+  std::vector<char> bytes;
+  std::vector<double> values;
+
+  Numbers() = default;
+  Numbers(size_t count, double scale, DType type, std::mt19937& random) : dtype(type) {
+    bytes.resize(count * size_of(type));
+    for (double x : random_reals<double>(count, scale, random)) {
+      set_element(bytes.data(), (int64_t)values.size(), type, x);
+      values.push_back(element_of<double>(bytes.data(), (int64_t)values.size(), type));
+    }
+  }
+  bool empty() const { return values.empty(); }
+  double operator[](size_t n) const { return values[n]; }
+  // Rows of `columns`, `size` numbers an expert, from expert `first` on.
+  SourceMatrix source(int32_t first, int64_t size, int64_t n_stride, int64_t k_stride) const {
+    const char* at = empty() ? nullptr : bytes.data() + (size_t)(first * size) * size_of(dtype);
+    return {{at, dtype, n_stride, k_stride}, size};
+  }
+};
+
+// Of weights that a table packs without rounding them.
+inline DType dtype_of(Precision precision) {
+  return precision == Precision::f64 ? DType::f64 : precision == Precision::f32 ? DType::f32 : DType::bf16;
 }
 
 // Weights of one layer, rows as checkpoints have them: gate and up [E, I, H], down [E, H, I].
 struct MadeUpLayer {
   LayerShape shape;
-  std::vector<uint16_t> gate, up, down;
-  std::vector<float> gate_bias, up_bias, down_bias;  // empty: none
+  Numbers gate, up, down;
+  Numbers gate_bias, up_bias, down_bias;  // empty: none
 
-  MadeUpLayer(const LayerShape& s, bool biases, uint32_t seed = 1) : shape(s) {
-    std::mt19937 random(seed);
+  MadeUpLayer(const LayerShape& s, bool biases, Precision precision = Precision::bf16) : shape(s) {
+    std::mt19937 random(1);
+    DType type = dtype_of(precision), bias_type = precision == Precision::f64 ? DType::f64 : DType::f32;
     size_t e = (size_t)s.experts, h = (size_t)s.hidden, i = (size_t)s.intermediate;
-    float in = 1.0f / std::sqrt((float)h), out = 1.0f / std::sqrt((float)i);
-    if (s.gated) gate = random_bf16(e * i * h, in, random);
-    up = random_bf16(e * i * h, in, random);
-    down = random_bf16(e * h * i, out, random);
+    double in = 1 / std::sqrt((double)h), out = 1 / std::sqrt((double)i);
+    if (s.gated) gate = Numbers(e * i * h, in, type, random);
+    up = Numbers(e * i * h, in, type, random);
+    down = Numbers(e * h * i, out, type, random);
     if (!biases) return;
-    if (s.gated) gate_bias = random_f32(e * i, 0.5f, random);
-    up_bias = random_f32(e * i, 0.5f, random);
-    down_bias = random_f32(e * h, 0.5f, random);
+    if (s.gated) gate_bias = Numbers(e * i, 0.5, bias_type, random);
+    up_bias = Numbers(e * i, 0.5, bias_type, random);
+    down_bias = Numbers(e * h, 0.5, bias_type, random);
   }
 
   SourceLayer source(int32_t first, int32_t count) const {
     int64_t h = shape.hidden, i = shape.intermediate;
-    auto matrix = [&](const std::vector<uint16_t>& m, int64_t columns) {
-      return SourceMatrix{{m.empty() ? nullptr : m.data() + first * i * h, DType::bf16, columns, 1}, i * h};
-    };
-    auto vector = [&](const std::vector<float>& v, int64_t size) {
-      return SourceMatrix{{v.empty() ? nullptr : v.data() + first * size, DType::f32, 1, 0}, size};
-    };
     return {first,
             count,
-            matrix(gate, h),
-            matrix(up, h),
-            matrix(down, i),
-            vector(gate_bias, i),
-            vector(up_bias, i),
-            vector(down_bias, h)};
+            gate.source(first, i * h, h, 1),
+            up.source(first, i * h, h, 1),
+            down.source(first, i * h, i, 1),
+            gate_bias.source(first, i, 1, 0),
+            up_bias.source(first, i, 1, 0),
+            down_bias.source(first, h, 1, 0)};
   }
 };
 
-struct MadeUpBatch {
+template <class Real>
+constexpr DType kTypeOf = sizeof(Real) == 8 ? DType::f64 : DType::f32;
+
+template <class Real>
+struct BatchOf {
   int32_t tokens, top_k;
-  std::vector<float> hidden, weights, out;
+  std::vector<Real> hidden, weights, out;
   std::vector<int32_t> ids;
 
-  MadeUpBatch(const LayerShape& s, int32_t t, int32_t k, uint32_t seed = 2) : tokens(t), top_k(k) {
+  BatchOf(const LayerShape& s, int32_t t, int32_t k, uint32_t seed = 2) : tokens(t), top_k(k) {
     std::mt19937 random(seed);
-    hidden = random_f32((size_t)t * (size_t)s.hidden, 1.0f, random);
-    weights = random_f32((size_t)t * (size_t)k, 0.5f, random);
+    hidden = random_reals<Real>((size_t)t * (size_t)s.hidden, 1, random);
+    weights = random_reals<Real>((size_t)t * (size_t)k, 0.5, random);
     out.assign((size_t)t * (size_t)s.hidden, NAN);
     std::uniform_int_distribution<int32_t> any(-1, s.experts);  // both ends mean "not here"
     for (int32_t n = 0; n < t * k; n++) ids.push_back(any(random));
@@ -87,13 +107,14 @@ struct MadeUpBatch {
   Batch batch(const LayerShape& s) {
     Batch b;
     b.tokens = tokens, b.top_k = top_k;
-    b.hidden = hidden.data(), b.hidden_dtype = DType::f32, b.hidden_stride = s.hidden;
+    b.hidden = hidden.data(), b.hidden_dtype = kTypeOf<Real>, b.hidden_stride = s.hidden;
     b.ids = ids.data(), b.ids_stride = top_k;
-    b.weights = weights.data(), b.weights_dtype = DType::f32, b.weights_stride = top_k;
-    b.out = out.data(), b.out_dtype = DType::f32, b.out_stride = s.hidden;
+    b.weights = weights.data(), b.weights_dtype = kTypeOf<Real>, b.weights_stride = top_k;
+    b.out = out.data(), b.out_dtype = kTypeOf<Real>, b.out_stride = s.hidden;
     return b;
   }
 };
+using MadeUpBatch = BatchOf<float>;
 
 inline double activated(double g, Activation kind, double alpha) {
   switch (kind) {
@@ -113,12 +134,13 @@ inline double activated(double g, Activation kind, double alpha) {
   return NAN;
 }
 
-inline std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const MadeUpBatch& batch) {
+template <class Real>
+std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const BatchOf<Real>& batch) {
   size_t h = (size_t)layer.shape.hidden, i = (size_t)layer.shape.intermediate;
   std::vector<double> out((size_t)batch.tokens * h), inner(i);
-  auto dot = [&](const std::vector<uint16_t>& m, size_t row, size_t n, auto at) {
+  auto dot = [&](const Numbers& m, size_t row, size_t n, auto at) {
     double sum = 0;
-    for (size_t k = 0; k < n; k++) sum += (double)to_float(m[row * n + k], DType::bf16) * at(k);
+    for (size_t k = 0; k < n; k++) sum += m[row * n + k] * at(k);
     return sum;
   };
   for (size_t n = 0; n < batch.ids.size(); n++) {
@@ -144,7 +166,8 @@ inline std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, 
 }
 
 // Relative L2; the infinite where anything is not a number.
-inline double error_of(const std::vector<float>& got, const std::vector<double>& want) {
+template <class Real>
+double error_of(const std::vector<Real>& got, const std::vector<double>& want) {
   double off = 0, all = 0;
   for (size_t n = 0; n < got.size(); n++) {
     off += (got[n] - want[n]) * (got[n] - want[n]);
@@ -154,14 +177,25 @@ inline double error_of(const std::vector<float>& got, const std::vector<double>&
   return std::isfinite(off) ? std::sqrt(off / all) : INFINITY;
 }
 
-// f32 activations err in the order of sums; bf16 ones round the hidden states and what lies between the products.
-inline double tolerance(const KernelTable& kernels) { return kernels.elem == 2 ? 6e-3 : 3e-6; }
+// f32 and f64 activations err in the order of sums; bf16 ones round the hidden states and what lies between the
+// products.
+inline double tolerance(const KernelTable& kernels) {
+  return kernels.panel == DType::bf16 ? 6e-3 : kernels.panel == DType::f64 ? 1e-13 : 3e-6;
+}
 
+// Of every variant and precision.
 inline std::vector<const KernelTable*> all_kernels() {
   std::vector<const KernelTable*> all;
   for (int v = 0; v < variant_count(); v++)
-    if (variant(v).native || variant(v).emulated) all.push_back(variant(v).table);
+    for (int p = 0; p < kPrecisions; p++)
+      if (const KernelTable* table = variant(v).table((Precision)p);
+          table && (variant(v).native || variant(v).emulated))
+        all.push_back(table);
   return all;
+}
+
+inline std::string title_of(const KernelTable& kernels) {
+  return std::string(kernels.name) + " " + name_of(kernels.precision);
 }
 
 inline std::shared_ptr<Engine> engine_of(int threads, int groups = 1) {

@@ -8,46 +8,51 @@ using namespace kt::check;
 
 namespace {
 
+template <class Real>
 struct Found {
-  std::vector<float> hidden, weights;
+  std::vector<Real> hidden, weights;
 };
 
-Found backward_of(const Experts& experts, MadeUpBatch& batch, const std::vector<float>& grad, bool kept) {
+template <class Real>
+Found<Real> backward_of(const Experts& experts, BatchOf<Real>& batch, const std::vector<Real>& grad, bool kept) {
   const LayerShape& shape = experts.shape();
-  Found found{std::vector<float>(batch.hidden.size(), NAN), std::vector<float>(batch.weights.size(), NAN)};
+  Found<Real> found{std::vector<Real>(batch.hidden.size(), NAN), std::vector<Real>(batch.weights.size(), NAN)};
   std::vector<char> keep(kept ? batch.ids.size() * (size_t)experts.keep_row_bytes() : 0);
   if (kept) Call(experts, batch.batch(shape), {}, keep.data()).run();
   Batch b = batch.batch(shape);
   b.out = found.hidden.data();
   Gradients gradients;
   gradients.out = grad.data();
-  gradients.out_dtype = DType::f32;
+  gradients.out_dtype = kTypeOf<Real>;
   gradients.out_stride = shape.hidden;
   gradients.weights = found.weights.data();
+  gradients.weights_dtype = kTypeOf<Real>;
   gradients.weights_stride = batch.top_k;
   gradients.keep = kept ? keep.data() : nullptr;
   Backward(experts, b, gradients).run();
   return found;
 }
 
-double dot(const std::vector<float>& x, const std::vector<double>& y) {
+template <class Real>
+double dot(const std::vector<Real>& x, const std::vector<double>& y) {
   double sum = 0;
   for (size_t n = 0; n < x.size(); n++) sum += x[n] * y[n];
   return sum;
 }
 
 // How far `found` is from the slope of <grad, layer> along random directions, relative to a typical slope.
-double slope_error(const MadeUpLayer& layer, const Gate& gate, MadeUpBatch batch, const std::vector<float>& grad,
-                   std::vector<float> MadeUpBatch::* member, const std::vector<float>& found) {
+template <class Real>
+double slope_error(const MadeUpLayer& layer, const Gate& gate, BatchOf<Real> batch, const std::vector<Real>& grad,
+                   std::vector<Real> BatchOf<Real>::* member, const std::vector<Real>& found) {
   std::mt19937 random(5);
   double worst = 0, norm = std::sqrt(dot(found, {found.begin(), found.end()}));
-  const std::vector<float> at = batch.*member;
+  const std::vector<Real> at = batch.*member;
   for (int n = 0; n < 3; n++) {
-    std::vector<float> direction = random_f32(at.size(), 1.0f, random);
-    double along = 0, step = 1e-3, sums[2];
+    std::vector<Real> direction = random_reals<Real>(at.size(), 1, random);
+    double along = 0, step = sizeof(Real) == 8 ? 1e-5 : 1e-3, sums[2];
     for (size_t i = 0; i < at.size(); i++) along += (double)found[i] * direction[i];
     for (int side = 0; side < 2; side++) {
-      for (size_t i = 0; i < at.size(); i++) (batch.*member)[i] = at[i] + (float)((side ? -step : step) * direction[i]);
+      for (size_t i = 0; i < at.size(); i++) (batch.*member)[i] = at[i] + (Real)((side ? -step : step) * direction[i]);
       sums[side] = dot(grad, expected(layer, gate, batch));
     }
     worst = std::max(worst, std::abs((sums[0] - sums[1]) / (2 * step) - along) / norm);
@@ -55,20 +60,27 @@ double slope_error(const MadeUpLayer& layer, const Gate& gate, MadeUpBatch batch
   return worst;
 }
 
-void check_backward(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int groups,
-                    const KernelTable& kernels) {
-  MadeUpLayer layer(shape, biases);
-  MadeUpBatch batch(shape, tokens, 2);
+template <class Real>
+void check_backward_in(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int groups,
+                       const KernelTable& kernels) {
+  MadeUpLayer layer(shape, biases, kernels.precision);
+  BatchOf<Real> batch(shape, tokens, 2);
   std::mt19937 random(9);
-  std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
+  std::vector<Real> grad = random_reals<Real>(batch.hidden.size(), 1, random);
   auto experts = packed(layer, gate, kernels, engine_of(2, groups));
-  Found found = backward_of(*experts, batch, grad, false);
-  double limit = kernels.elem == 2 ? 3e-2 : 2e-3;
-  CHECK(slope_error(layer, gate, batch, grad, &MadeUpBatch::hidden, found.hidden) < limit);
-  CHECK(slope_error(layer, gate, batch, grad, &MadeUpBatch::weights, found.weights) < limit);
-  Found again = backward_of(*experts, batch, grad, true);
+  Found<Real> found = backward_of(*experts, batch, grad, false);
+  double limit = kernels.panel == DType::bf16 ? 3e-2 : kernels.panel == DType::f64 ? 1e-7 : 2e-3;
+  CHECK(slope_error(layer, gate, batch, grad, &BatchOf<Real>::hidden, found.hidden) < limit);
+  CHECK(slope_error(layer, gate, batch, grad, &BatchOf<Real>::weights, found.weights) < limit);
+  Found<Real> again = backward_of(*experts, batch, grad, true);
   CHECK(found.hidden == again.hidden);
   CHECK(found.weights == again.weights);
+}
+
+void check_backward(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int groups,
+                    const KernelTable& kernels) {
+  with_sums_of(kernels,
+               [&](auto zero) { check_backward_in<decltype(zero)>(shape, gate, biases, tokens, groups, kernels); });
 }
 
 }  // namespace
@@ -81,7 +93,7 @@ TEST(backward_every_variant_and_activation) {
 
 TEST(backward_swiglu_oai) {
   for (const KernelTable* kernels : all_kernels())
-    check_backward({3, 37, 45, true}, {Activation::swiglu_oai, true, 50, 1.702f}, true, 9, 1, *kernels);
+    check_backward({3, 37, 45, true}, {Activation::swiglu_oai, true, 50, 1.702}, true, 9, 1, *kernels);
 }
 
 TEST(backward_sizes_chunks_and_groups) {
@@ -100,12 +112,12 @@ TEST(backward_same_bits_for_any_threads) {
   std::mt19937 random(3);
   std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
   for (const KernelTable* kernels : all_kernels()) {
-    Found first;
+    Found<float> first;
     for (int threads : {1, 2, 5})
       for (int groups : {1, 2}) {
         if (groups > threads) continue;
         auto experts = packed(layer, kSilu, *kernels, engine_of(threads, groups));
-        Found found = backward_of(*experts, batch, grad, threads == 2);
+        Found<float> found = backward_of(*experts, batch, grad, threads == 2);
         if (first.hidden.empty()) first = found;
         CHECK(found.hidden == first.hidden);
         CHECK(found.weights == first.weights);

@@ -159,7 +159,12 @@ TEST(dispatch_lists_every_variant_in_order) {
     CHECK_EQ(std::string(v.missing), missing_features(v.name));
     CHECK(!(v.native && v.emulated));
     if (v.native) CHECK_EQ(std::string(v.missing), "");
-    if (v.native || v.emulated) CHECK_EQ(std::string(v.table->name), v.name);
+    for (int p = 0; (v.native || v.emulated) && p < kPrecisions; ++p)
+      if (const KernelTable* table = v.table(static_cast<Precision>(p))) {
+        CHECK_EQ(std::string(table->name), v.name);
+        CHECK(table->precision == static_cast<Precision>(p));
+      }
+    if (v.native || v.emulated) CHECK(v.table(Precision::bf16) != nullptr);
   }
   CHECK(variant_called("generic")->native);
 }
@@ -179,7 +184,7 @@ TEST(dispatch_obeys_kt_isa_or_says_what_is_missing) {
     setenv("KT_ISA", v.name, 1);
     if (v.native || v.emulated) {
       CHECK_EQ(std::string(choose_kernels().name), v.name);
-      CHECK_EQ(&kernels(v.name), v.table);
+      CHECK_EQ(&kernels(v.name), v.table(Precision::bf16));
       continue;
     }
     const std::string error = thrown([] { choose_kernels(); });
@@ -190,6 +195,29 @@ TEST(dispatch_obeys_kt_isa_or_says_what_is_missing) {
     CHECK(contains(thrown([&] { kernels(v.name); }), "cannot run"));
   }
   CHECK(contains(thrown([] { kernels("sse9"); }), "no CPU variant is called \"sse9\""));
+}
+
+TEST(dispatch_knows_which_variants_are_exact) {
+  const Environment environment;
+  CHECK_EQ(&kernels("generic", Precision::f64), variant_called("generic")->table(Precision::f64));
+  for (Precision precision : {Precision::f32, Precision::f64}) {
+    std::string best, have;
+    for (int i = 0; i < variant_count(); ++i) {
+      const Variant& v = variant(i);
+      if (!v.native && !v.emulated) continue;
+      if (v.table(precision)) have += (have.empty() ? "" : ", ") + std::string(v.name);
+      if (v.table(precision) && v.native) best = v.name;
+    }
+    CHECK_EQ(std::string(choose_kernels(precision).name), best);
+    CHECK(choose_kernels(precision).precision == precision);
+    for (int i = 0; i < variant_count(); ++i) {
+      const Variant& v = variant(i);
+      if (v.table(precision) || (!v.native && !v.emulated)) continue;
+      const std::string error = thrown([&] { kernels(v.name, precision); });
+      CHECK(contains(error, std::string("has no kernels of precision ") + name_of(precision)));
+      CHECK(contains(error, "these have: " + have));
+    }
+  }
 }
 
 TEST(dispatch_debug_log_says_why) {

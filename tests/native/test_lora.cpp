@@ -8,29 +8,29 @@ using namespace kt::check;
 
 namespace {
 
-// Factors of one adapter, all experts: a [E, r, in], b [E, out, r]; numbers that bf16 holds exactly.
-struct MadeUpLora {
+// Factors of one adapter, all experts: a [E, r, in], b [E, out, r]; for bf16 numbers that it holds exactly.
+template <class Real>
+struct LoraOf {
   LoraRanks ranks;
-  float gate_scale = 0.5f, up_scale = 2.0f, down_scale = 1.0f;
-  std::vector<float> gate_a, gate_b, up_a, up_b, down_a, down_b;
+  double gate_scale = 0.5, up_scale = 2.0, down_scale = 1.0;
+  std::vector<Real> gate_a, gate_b, up_a, up_b, down_a, down_b;
 
-  MadeUpLora(const LayerShape& s, const LoraRanks& r, uint32_t seed) : ranks(r) {
+  LoraOf(const LayerShape& s, const LoraRanks& r, uint32_t seed, Precision precision = Precision::bf16) : ranks(r) {
     std::mt19937 random(seed);
-    auto numbers = [&](int64_t count, float scale) {
-      std::vector<float> all;
-      for (uint16_t x : random_bf16((size_t)(s.experts * count), scale, random))
-        all.push_back(to_float(x, DType::bf16));
-      return all;
+    if (precision != Precision::bf16) gate_scale = 0.3, up_scale = 1.7, down_scale = 0.9;
+    auto numbers = [&](int64_t count, double scale) {
+      std::vector<double> all = Numbers((size_t)(s.experts * count), scale, dtype_of(precision), random).values;
+      return std::vector<Real>(all.begin(), all.end());
     };
-    float in = 1.0f / std::sqrt((float)s.hidden), inner = 1.0f / std::sqrt((float)s.intermediate);
-    gate_a = numbers((int64_t)r.gate * s.hidden, in), gate_b = numbers((int64_t)r.gate * s.intermediate, 0.5f);
-    up_a = numbers(r.shared ? 0 : (int64_t)r.up * s.hidden, in), up_b = numbers((int64_t)r.up * s.intermediate, 0.5f);
-    down_a = numbers((int64_t)r.down * s.intermediate, inner), down_b = numbers((int64_t)r.down * s.hidden, 0.5f);
+    double in = 1 / std::sqrt((double)s.hidden), inner = 1 / std::sqrt((double)s.intermediate);
+    gate_a = numbers((int64_t)r.gate * s.hidden, in), gate_b = numbers((int64_t)r.gate * s.intermediate, 0.5);
+    up_a = numbers(r.shared ? 0 : (int64_t)r.up * s.hidden, in), up_b = numbers((int64_t)r.up * s.intermediate, 0.5);
+    down_a = numbers((int64_t)r.down * s.intermediate, inner), down_b = numbers((int64_t)r.down * s.hidden, 0.5);
   }
 
   SourceLora source(const LayerShape& s) const {
-    auto matrix = [](const std::vector<float>& v, int64_t rows, int64_t columns) {
-      return SourceMatrix{{v.data(), DType::f32, columns, 1}, rows * columns};
+    auto matrix = [](const std::vector<Real>& v, int64_t rows, int64_t columns) {
+      return SourceMatrix{{v.data(), kTypeOf<Real>, columns, 1}, rows * columns};
     };
     return {{matrix(gate_a, ranks.gate, s.hidden), matrix(gate_b, s.intermediate, ranks.gate), gate_scale},
             {matrix(up_a, ranks.up, s.hidden), matrix(up_b, s.intermediate, ranks.up), up_scale},
@@ -38,13 +38,18 @@ struct MadeUpLora {
   }
 };
 
-constexpr std::vector<float> MadeUpLora::* kFactors[] = {&MadeUpLora::gate_a, &MadeUpLora::gate_b, &MadeUpLora::up_a,
-                                                         &MadeUpLora::up_b,   &MadeUpLora::down_a, &MadeUpLora::down_b};
+using MadeUpLora = LoraOf<float>;
+
+template <class Real>
+constexpr std::vector<Real> LoraOf<Real>::* kFactors[] = {&LoraOf<Real>::gate_a, &LoraOf<Real>::gate_b,
+                                                          &LoraOf<Real>::up_a,   &LoraOf<Real>::up_b,
+                                                          &LoraOf<Real>::down_a, &LoraOf<Real>::down_b};
 
 // w + scale * b a for all experts.
-std::vector<double> folded(const std::vector<uint16_t>& w, const std::vector<float>& a, const std::vector<float>& b,
-                           float scale, int64_t experts, int64_t rows, int64_t columns, int64_t rank) {
-  std::vector<double> all(w.size());
+template <class Real>
+std::vector<double> folded(const Numbers& w, const std::vector<Real>& a, const std::vector<Real>& b, double scale,
+                           int64_t experts, int64_t rows, int64_t columns, int64_t rank) {
+  std::vector<double> all(w.values.size());
   if (w.empty()) return all;
   for (int64_t e = 0; e < experts; e++)
     for (int64_t n = 0; n < rows; n++)
@@ -53,20 +58,21 @@ std::vector<double> folded(const std::vector<uint16_t>& w, const std::vector<flo
         for (int64_t r = 0; r < rank; r++)
           sum += (double)b[(size_t)((e * rows + n) * rank + r)] * a[(size_t)((e * rank + r) * columns + k)];
         size_t at = (size_t)((e * rows + n) * columns + k);
-        all[at] = to_float(w[at], DType::bf16) + scale * sum;
+        all[at] = w[at] + scale * sum;
       }
   return all;
 }
 
 // The whole layer in double; adapter[t] < 0: none.
-std::vector<double> expected_with(const MadeUpLayer& layer, const Gate& gate, const MadeUpBatch& batch,
-                                  const std::vector<MadeUpLora>& loras, const std::vector<int32_t>& adapter) {
+template <class Real>
+std::vector<double> expected_with(const MadeUpLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
+                                  const std::vector<LoraOf<Real>>& loras, const std::vector<int32_t>& adapter) {
   const LayerShape& s = layer.shape;
   size_t h = (size_t)s.hidden, i = (size_t)s.intermediate;
   std::vector<double> out((size_t)batch.tokens * h), inner(i);
   for (int32_t id = -1; id < (int32_t)loras.size(); id++) {
     LoraRanks none{0, 0, 0, false};
-    MadeUpLora lora = id < 0 ? MadeUpLora(s, none, 0) : loras[(size_t)id];
+    LoraOf<Real> lora = id < 0 ? LoraOf<Real>(s, none, 0) : loras[(size_t)id];
     const LoraRanks& r = lora.ranks;
     auto gate_w = folded(layer.gate, lora.gate_a, lora.gate_b, lora.gate_scale, s.experts, s.intermediate, s.hidden,
                          s.gated ? r.gate : 0);
@@ -114,41 +120,47 @@ struct Packed {
   }
 };
 
-Packed packed_loras(const std::vector<MadeUpLora>& loras, const Experts& experts) {
+template <class Real>
+Packed packed_loras(const std::vector<LoraOf<Real>>& loras, const Experts& experts) {
   Packed p;
-  for (const MadeUpLora& lora : loras) {
+  for (const LoraOf<Real>& lora : loras) {
     p.all.push_back(std::make_unique<Adapter>(experts.shape(), lora.ranks, experts.kernels(), experts.engine().pool));
     p.all.back()->pack(lora.source(experts.shape()));
   }
   return p;
 }
 
+template <class Real>
 struct Found {
-  std::vector<float> hidden, weights;
-  std::vector<std::vector<float>> factors;  // six of every adapter
+  std::vector<Real> hidden, weights;
+  std::vector<std::vector<Real>> factors;  // six of every adapter
 };
 
-Found backward_of(const Experts& experts, const Packed& adapters, const std::vector<MadeUpLora>& loras,
-                  MadeUpBatch& batch, const std::vector<int32_t>& ids, const std::vector<float>& grad, bool kept) {
+template <class Real>
+Found<Real> backward_of(const Experts& experts, const Packed& adapters, const std::vector<LoraOf<Real>>& loras,
+                        BatchOf<Real>& batch, const std::vector<int32_t>& ids, const std::vector<Real>& grad, bool kept,
+                        double dropout = 0) {
   const LayerShape& s = experts.shape();
-  Found found{std::vector<float>(batch.hidden.size(), NAN), std::vector<float>(batch.weights.size(), NAN), {}};
+  Found<Real> found{std::vector<Real>(batch.hidden.size(), NAN), std::vector<Real>(batch.weights.size(), NAN), {}};
   std::vector<char> keep(kept ? batch.ids.size() * (size_t)experts.keep_row_bytes() : 0);
   Batch b = batch.batch(s);
   b.adapter = ids.data();
+  b.dropout = dropout, b.dropout_seed = 77;
   if (kept) Call(experts, b, adapters.table(), keep.data()).run();
   b.out = found.hidden.data();
   Gradients gradients;
-  gradients.out = grad.data(), gradients.out_dtype = DType::f32, gradients.out_stride = s.hidden;
-  gradients.weights = found.weights.data(), gradients.weights_stride = batch.top_k;
+  gradients.out = grad.data(), gradients.out_dtype = kTypeOf<Real>, gradients.out_stride = s.hidden;
+  gradients.weights = found.weights.data(), gradients.weights_dtype = kTypeOf<Real>;
+  gradients.weights_stride = batch.top_k;
   gradients.keep = kept ? keep.data() : nullptr;
-  for (const MadeUpLora& lora : loras)
-    for (auto factor : kFactors) found.factors.emplace_back((lora.*factor).size(), NAN);
+  for (const LoraOf<Real>& lora : loras)
+    for (auto factor : kFactors<Real>) found.factors.emplace_back((lora.*factor).size(), NAN);
   size_t n = 0;
-  for (const MadeUpLora& lora : loras) {
+  for (const LoraOf<Real>& lora : loras) {
     const LoraRanks& r = lora.ranks;
     auto target = [&](int64_t rows, int64_t columns) {
-      std::vector<float>& to = found.factors[n++];
-      return Target{to.empty() ? nullptr : to.data(), DType::f32, columns, 1, rows * columns};
+      std::vector<Real>& to = found.factors[n++];
+      return Target{to.empty() ? nullptr : to.data(), kTypeOf<Real>, columns, 1, rows * columns};
     };
     LoraTargets t{target(r.gate, s.hidden),
                   target(s.intermediate, r.gate),
@@ -166,20 +178,20 @@ Found backward_of(const Experts& experts, const Packed& adapters, const std::vec
 }
 
 // How far `found` is from the slope of `value` along random directions of `at`, relative to a typical slope.
-template <class Value>
-double slope_error(std::vector<float>& at, const std::vector<float>& found, Value&& value) {
+template <class Real, class Value>
+double slope_error(std::vector<Real>& at, const std::vector<Real>& found, Value&& value) {
   std::mt19937 random(5);
-  double worst = 0, norm = 0, step = 1e-3;
-  for (float x : found) norm += (double)x * x;
+  double worst = 0, norm = 0, step = sizeof(Real) == 8 ? 1e-5 : 1e-3;
+  for (Real x : found) norm += (double)x * x;
   if (found.empty()) return 0;
   if (norm == 0 || !std::isfinite(norm)) return INFINITY;
-  const std::vector<float> before = at;
+  const std::vector<Real> before = at;
   for (int n = 0; n < 2; n++) {
-    std::vector<float> direction = random_f32(at.size(), 1.0f, random);
+    std::vector<Real> direction = random_reals<Real>(at.size(), 1, random);
     double along = 0, sums[2];
     for (size_t i = 0; i < at.size(); i++) along += (double)found[i] * direction[i];
     for (int side = 0; side < 2; side++) {
-      for (size_t i = 0; i < at.size(); i++) at[i] = before[i] + (float)((side ? -step : step) * direction[i]);
+      for (size_t i = 0; i < at.size(); i++) at[i] = before[i] + (Real)((side ? -step : step) * direction[i]);
       sums[side] = value();
     }
     at = before;
@@ -190,15 +202,16 @@ double slope_error(std::vector<float>& at, const std::vector<float>& found, Valu
 
 const std::vector<LoraRanks> kManyRanks = {{3, 5, 2, false}, {16, 16, 0, true}, {0, 40, 33, false}};
 
-void check_lora(const LayerShape& shape, const Gate& gate, const std::vector<LoraRanks>& ranks, int32_t tokens,
-                bool biases, const KernelTable& kernels, int threads = 2, int groups = 1) {
-  MadeUpLayer layer(shape, biases);
-  MadeUpBatch batch(shape, tokens, 2);
-  std::vector<MadeUpLora> loras;
+template <class Real>
+void check_lora_in(const LayerShape& shape, const Gate& gate, const std::vector<LoraRanks>& ranks, int32_t tokens,
+                   bool biases, const KernelTable& kernels, int threads, int groups) {
+  MadeUpLayer layer(shape, biases, kernels.precision);
+  BatchOf<Real> batch(shape, tokens, 2);
+  std::vector<LoraOf<Real>> loras;
   for (size_t n = 0; n < ranks.size(); n++) {
     LoraRanks r = ranks[n];
     if (!shape.gated) r.gate = 0, r.shared = false;
-    loras.emplace_back(shape, r, (uint32_t)n + 20);
+    loras.emplace_back(shape, r, (uint32_t)n + 20, kernels.precision);
   }
   std::vector<int32_t> ids = some_adapters(tokens, (int32_t)loras.size());
   auto experts = packed(layer, gate, kernels, engine_of(threads, groups));
@@ -209,20 +222,64 @@ void check_lora(const LayerShape& shape, const Gate& gate, const std::vector<Lor
   CHECK(error_of(batch.out, expected_with(layer, gate, batch, loras, ids)) < 2 * tolerance(kernels));
 
   std::mt19937 random(9);
-  std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
-  Found found = backward_of(*experts, adapters, loras, batch, ids, grad, false);
+  std::vector<Real> grad = random_reals<Real>(batch.hidden.size(), 1, random);
+  Found<Real> found = backward_of(*experts, adapters, loras, batch, ids, grad, false);
   auto value = [&] {
     double sum = 0;
     std::vector<double> out = expected_with(layer, gate, batch, loras, ids);
     for (size_t n = 0; n < grad.size(); n++) sum += grad[n] * out[n];
     return sum;
   };
-  double limit = kernels.elem == 2 ? 4e-2 : 4e-3;
+  double limit = kernels.panel == DType::bf16 ? 4e-2 : kernels.panel == DType::f64 ? 1e-7 : 4e-3;
   CHECK(slope_error(batch.hidden, found.hidden, value) < limit);
   CHECK(slope_error(batch.weights, found.weights, value) < limit);
   for (size_t n = 0; n < found.factors.size(); n++)
-    CHECK(slope_error(loras[n / 6].*kFactors[n % 6], found.factors[n], value) < limit);
-  Found again = backward_of(*experts, adapters, loras, batch, ids, grad, true);
+    CHECK(slope_error(loras[n / 6].*kFactors<Real>[n % 6], found.factors[n], value) < limit);
+  Found<Real> again = backward_of(*experts, adapters, loras, batch, ids, grad, true);
+  CHECK(found.hidden == again.hidden);
+  CHECK(found.weights == again.weights);
+  CHECK(found.factors == again.factors);
+}
+
+// Weights, factors and tensors in the precision of the kernels.
+void check_lora(const LayerShape& shape, const Gate& gate, const std::vector<LoraRanks>& ranks, int32_t tokens,
+                bool biases, const KernelTable& kernels, int threads = 2, int groups = 1) {
+  with_sums_of(kernels, [&](auto zero) {
+    check_lora_in<decltype(zero)>(shape, gate, ranks, tokens, biases, kernels, threads, groups);
+  });
+}
+
+// With dropout: forward's own slopes, which know the same mask, and the same bits from what forward kept.
+template <class Real>
+void check_dropout_in(const KernelTable& kernels) {
+  const LayerShape shape{3, 37, 45, true};
+  MadeUpLayer layer(shape, true, kernels.precision);
+  BatchOf<Real> batch(shape, 23, 2);
+  std::vector<LoraOf<Real>> loras;
+  for (size_t n = 0; n < kManyRanks.size(); n++)
+    loras.emplace_back(shape, kManyRanks[n], (uint32_t)n, kernels.precision);
+  std::vector<int32_t> ids = some_adapters(23, 3);
+  auto experts = packed(layer, kSilu, kernels, engine_of(2));
+  std::mt19937 random(9);
+  std::vector<Real> grad = random_reals<Real>(batch.hidden.size(), 1, random);
+  Packed adapters = packed_loras(loras, *experts);
+  Found<Real> found = backward_of(*experts, adapters, loras, batch, ids, grad, false, 0.3);
+  auto value = [&] {
+    Packed now = packed_loras(loras, *experts);
+    Batch b = batch.batch(shape);
+    b.adapter = ids.data();
+    b.dropout = 0.3, b.dropout_seed = 77;
+    Call(*experts, b, now.table()).run();
+    double sum = 0;
+    for (size_t n = 0; n < grad.size(); n++) sum += (double)grad[n] * batch.out[n];
+    return sum;
+  };
+  double limit = kernels.panel == DType::f64 ? 1e-7 : 2e-2;
+  CHECK(slope_error(batch.hidden, found.hidden, value) < limit);
+  CHECK(slope_error(batch.weights, found.weights, value) < limit);
+  for (size_t n = 0; n < found.factors.size(); n++)
+    CHECK(slope_error(loras[n / 6].*kFactors<Real>[n % 6], found.factors[n], value) < limit);
+  Found<Real> again = backward_of(*experts, adapters, loras, batch, ids, grad, true, 0.3);
   CHECK(found.hidden == again.hidden);
   CHECK(found.weights == again.weights);
   CHECK(found.factors == again.factors);
@@ -244,6 +301,12 @@ TEST(lora_one_adapter_many_rows_and_chunks) {
   }
 }
 
+TEST(lora_dropout_where_slopes_are_fine_enough) {
+  for (const KernelTable* kernels : all_kernels())
+    if (kernels->precision != Precision::bf16)
+      with_sums_of(*kernels, [&](auto zero) { check_dropout_in<decltype(zero)>(*kernels); });
+}
+
 TEST(lora_same_bits_for_any_threads) {
   const LayerShape shape{4, 70, 50, true};
   MadeUpLayer layer(shape, true);
@@ -254,7 +317,7 @@ TEST(lora_same_bits_for_any_threads) {
   std::mt19937 random(3);
   std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
   for (const KernelTable* kernels : all_kernels()) {
-    Found first;
+    Found<float> first;
     std::vector<float> out;
     for (int threads : {1, 2, 5})
       for (int groups : {1, 2}) {
@@ -264,7 +327,7 @@ TEST(lora_same_bits_for_any_threads) {
         Batch b = batch.batch(shape);
         b.adapter = ids.data();
         Call(*experts, b, adapters.table()).run();
-        Found found = backward_of(*experts, adapters, loras, batch, ids, grad, threads == 2);
+        Found<float> found = backward_of(*experts, adapters, loras, batch, ids, grad, threads == 2);
         if (out.empty()) first = found, out = batch.out;
         CHECK(batch.out == out);
         CHECK(found.hidden == first.hidden);

@@ -9,18 +9,27 @@ using namespace kt::check;
 
 namespace {
 
-void check_layer(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int32_t top_k, int threads,
-                 int groups, const KernelTable& kernels) {
-  MadeUpLayer layer(shape, biases);
-  MadeUpBatch batch(shape, tokens, top_k);
+template <class Real>
+void check_layer_in(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int32_t top_k, int threads,
+                    int groups, const KernelTable& kernels) {
+  MadeUpLayer layer(shape, biases, kernels.precision);
+  BatchOf<Real> batch(shape, tokens, top_k);
   auto experts = packed(layer, gate, kernels, engine_of(threads, groups));
   Call(*experts, batch.batch(shape)).run();
   double error = error_of(batch.out, expected(layer, gate, batch));
   if (error > tolerance(kernels))
     fail(__FILE__, __LINE__,
-         std::string(kernels.name) + ", H " + std::to_string(shape.hidden) + ", I " +
-             std::to_string(shape.intermediate) + ", T " + std::to_string(tokens) + ", groups " +
-             std::to_string(groups) + ": error " + std::to_string(error));
+         title_of(kernels) + ", H " + std::to_string(shape.hidden) + ", I " + std::to_string(shape.intermediate) +
+             ", T " + std::to_string(tokens) + ", groups " + std::to_string(groups) + ": error " +
+             std::to_string(error));
+}
+
+// Weights and tensors in the precision of the kernels.
+void check_layer(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int32_t top_k, int threads,
+                 int groups, const KernelTable& kernels) {
+  with_sums_of(kernels, [&](auto zero) {
+    check_layer_in<decltype(zero)>(shape, gate, biases, tokens, top_k, threads, groups, kernels);
+  });
 }
 
 }  // namespace
@@ -38,7 +47,7 @@ TEST(moe_every_activation) {
       for (bool gated : {true, false}) {
         Activation activation = (Activation)kind;
         if (activation == Activation::swiglu_oai && !gated) continue;
-        Gate gate{activation, gated, gated ? 1.5f : 0.0f, activation == Activation::swiglu_oai ? 1.702f : 0.0f};
+        Gate gate{activation, gated, gated ? 1.5 : 0.0, activation == Activation::swiglu_oai ? 1.702 : 0.0};
         check_layer({2, 40, 24, gated}, gate, true, 9, 2, 2, 1, *kernels);
       }
 }

@@ -55,7 +55,7 @@ void check_space(const Plan& plan, const Weights& weights, const KernelTable& ke
       if (rows * k_tiles * elem_tile <= plan.panel_bytes) continue;  // taken whole
       CHECK(rows * plan.up_chunk * elem_tile <= plan.panel_bytes);
       if (plan.up_chunk < k_tiles)
-        CHECK((u.block1 - u.block0) * rows * kBlockN * (int64_t)sizeof(float) <= plan.partial_bytes);
+        CHECK((u.block1 - u.block0) * rows * kBlockN * kernels.sum_bytes <= plan.partial_bytes);
     }
   CHECK(plan.threads_at >= plan.sums_at);
   CHECK_EQ(plan.total_bytes, plan.threads_at + threads * plan.thread_bytes);

@@ -34,7 +34,7 @@ TEST(route_sorts_by_expert_then_token) {
   CHECK_EQ(r.segments.size(), 3u);
   CHECK_EQ(words({r.segments[0].begin, r.segments[1].begin, r.segments[2].begin}), "0 3 4");
   CHECK_EQ(words(r.token), "0 1 2 1 0 2");
-  CHECK((r.weight == std::vector<float>{1, 2, 5, 3, 0, 4}));
+  CHECK((r.weight == std::vector<double>{1, 2, 5, 3, 0, 4}));
   CHECK((r.mark == std::vector<uint8_t>{kFirst, kFirst, kFirst, kLast, kLast, kLast}));
   CHECK(r.idle.empty());
 }
@@ -70,9 +70,9 @@ TEST(route_reads_strides_and_half_weights) {
   b.weights = weights, b.weights_dtype = DType::bf16, b.weights_stride = 2;
   Routing r;
   route(b, 2, r);
-  CHECK((r.weight == std::vector<float>{1, 2}));
+  CHECK((r.weight == std::vector<double>{1, 2}));
   const uint16_t halves[] = {0x3c00, 0, 0x0001, 0};  // 1 and the smallest subnormal
   b.weights = halves, b.weights_dtype = DType::f16;
   route(b, 2, r);
-  CHECK((r.weight == std::vector<float>{1, 0x1p-24f}));
+  CHECK((r.weight == std::vector<double>{1, 0x1p-24f}));
 }

@@ -275,5 +275,6 @@ def test_memory(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     highest, packed, one = map(int, done.stdout.split())
-    assert packed == 4 * one == 4 * 24 * 3 * 512 * 512 * 2
+    # Blocks of 16 k tiles lie one tile further apart than they are long (csrc/moe/weights.cpp).
+    assert packed == 4 * one == 4 * 24 * 3 * 512 * 512 * 2 * 33 // 32
     assert 0.9 * packed < highest < packed + one + (32 << 20)

@@ -29,6 +29,7 @@ class Form:
     shared: int = 0
     gated: bool = True
     dtype: torch.dtype = torch.float32
+    rounded: bool = True  # to bf16
 
 
 FORMS = {
@@ -46,16 +47,21 @@ FORMS = {
 
 
 def make_lora(case: Case, form: Form, seed: int = 0) -> ExpertLora:
-    """Factors of numbers that bf16 holds exactly, scales that are powers of two."""
+    """Factors of numbers that bf16 holds exactly, unless the form says otherwise, and scales that are powers of two."""
     g = torch.Generator().manual_seed(seed)
+    draw = torch.float64 if form.dtype == torch.float64 else torch.float32
     hidden, intermediate = case.store.hidden_size, case.store.intermediate_size
 
     def factor(rank: int, wide: int, out: int, scale: float) -> Factor | None:
         if not rank:
             return None
-        a = (torch.randn(EXPERTS, rank, wide, generator=g) * wide**-0.5).bfloat16().to(form.dtype)
-        b = (torch.randn(EXPERTS, out, rank, generator=g) * rank**-0.5).bfloat16().to(form.dtype)
-        return Factor(a.requires_grad_(), b.requires_grad_(), scale)
+        a, b = (
+            torch.randn(EXPERTS, *shape, generator=g, dtype=draw) * size**-0.5
+            for shape, size in (((rank, wide), wide), ((out, rank), rank))
+        )
+        if form.rounded:
+            a, b = a.bfloat16(), b.bfloat16()
+        return Factor(a.to(form.dtype).requires_grad_(), b.to(form.dtype).requires_grad_(), scale)
 
     return ExpertLora(
         gate_up=factor(form.shared, hidden, 2 * intermediate, 0.5),
@@ -275,7 +281,7 @@ def test_wrong_factors_are_refused_by_name() -> None:
         bad = replace(good, down=replace(good.down, b=good.down.b[:, :-1]))
         apply_experts(case.store, case.hidden, case.ids, case.weights, lora=bad)
     with pytest.raises(TypeError, match="gate_b"):
-        bad = replace(good, gate=replace(good.gate, b=good.gate.b.double()))
+        bad = replace(good, gate=replace(good.gate, b=good.gate.b.detach().int()))
         apply_experts(case.store, case.hidden, case.ids, case.weights, lora=bad)
     with pytest.raises(InputError, match="gate_up beside"):
         apply_experts(case.store, case.hidden, case.ids, case.weights, lora=replace(good, gate_up=good.gate))
@@ -312,7 +318,7 @@ def mask(share: float, seed: int, place: int, salt: int, columns: int) -> Tensor
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         n = (n ^ (n >> shift)) * factor % 2**32
     n ^= n >> 16
-    return torch.where(n < int(share * 2**32), 0.0, 1 / (1 - share)).double()
+    return (n >= int(share * 2**32)).double() / (1 - share)
 
 
 def exact_with_dropout(case: Case, lora: ExpertLora, drop: Dropout) -> tuple[Tensor, list[Tensor]]:

@@ -13,6 +13,7 @@ from ktransformers.nn import ExpertStore, reference
 from ktransformers.nn.operator import apply_experts, experts, handle_of
 
 EXPERTS, TOP_K = 5, 3
+PACKED = {"bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -20,7 +21,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 class Case:
-    """A layer, its store and a batch; activations and biases are float32, weights exactly bf16."""
+    """A layer, its store and a batch; activations and biases are float32, weights exactly bf16. With an exact precision
+    everything is of it."""
 
     def __init__(
         self,
@@ -34,28 +36,31 @@ class Case:
         alpha: float = 0.0,
         bias: bool = False,
         dtype: torch.dtype = torch.float32,
+        precision: str = "bf16",
     ) -> None:
         g = torch.Generator().manual_seed(tokens + hidden)
+        packed = PACKED[precision]
+        fine = torch.float64 if precision == "f64" else torch.float32
+        dtype = fine if precision != "bf16" else dtype
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=g) * scale).bfloat16()
+            return (torch.randn(*shape, generator=g, dtype=fine) * scale).to(packed)
 
         up = normal(EXPERTS, intermediate, hidden, scale=hidden**-0.5)
         gate = normal(EXPERTS, intermediate, hidden, scale=hidden**-0.5) if gated else None
         down = normal(EXPERTS, hidden, intermediate, scale=intermediate**-0.5)
         biases = {}
         if bias:
-            biases = {"up_bias": normal(EXPERTS, intermediate).float(), "down_bias": normal(EXPERTS, hidden).float()}
+            biases = {"up_bias": normal(EXPERTS, intermediate).to(fine), "down_bias": normal(EXPERTS, hidden).to(fine)}
             if gated:
-                biases["gate_bias"] = normal(EXPERTS, intermediate).float()
-        self.layer = reference.Layer(up, down, gate, activation=activation, limit=limit, alpha=alpha, **biases)
-        self.store = ExpertStore(
-            EXPERTS, hidden, intermediate, gated=gated, activation=activation, limit=limit, alpha=alpha, isa=isa
-        )
+                biases["gate_bias"] = normal(EXPERTS, intermediate).to(fine)
+        form = {"activation": activation, "limit": limit, "alpha": alpha}
+        self.layer = reference.Layer(up, down, gate, packed=packed, **form, **biases)
+        self.store = ExpertStore(EXPERTS, hidden, intermediate, gated=gated, isa=isa, precision=precision, **form)
         self.store.pack(gate=gate, up=up, down=down, **biases)
         self.hidden = normal(tokens, hidden).to(dtype).requires_grad_()
         self.ids = torch.randint(-1, EXPERTS + 1, (tokens, TOP_K), generator=g)
-        self.weights = torch.rand(tokens, TOP_K, generator=g).requires_grad_()
+        self.weights = torch.rand(tokens, TOP_K, generator=g, dtype=fine).requires_grad_()
         self.grad = normal(tokens, hidden).to(dtype)
 
     def exact(self) -> tuple[Tensor, Tensor]:
@@ -73,6 +78,8 @@ class Case:
     def tolerance(self) -> float:
         """f32 activations: rounding of sums. bf16 ones: hidden rows, gradients and kept gate/up are rounded to 2^-8,
         and a gate that rounds across its clamp loses or gains its whole gradient."""
+        if self.store.precision == "f64":
+            return 1e-13
         if self.store.isa in ("generic", "avx2", "avx512"):
             return 1e-5
         return 6e-2 if self.layer.limit else 1.5e-2
@@ -233,7 +240,7 @@ def test_bad_gradients_are_refused_by_name() -> None:
     bad = {
         "grad_out": case.grad[:, :-1],
         "grad_hidden": torch.empty(3, hidden.shape[1]),
-        "grad_weights": torch.empty(4, TOP_K, dtype=torch.float64),
+        "grad_weights": torch.empty(4, TOP_K, dtype=torch.float16),
         "keep": torch.empty(7, dtype=torch.uint8),
     }
     for name, tensor in bad.items():

@@ -141,7 +141,7 @@ WRONG = [
     ),
     ({"gate_up": fused, "transposed": True}, InputError, "it fits with transposed=False"),
     ({"gate_up": fused.transpose(1, 2)}, InputError, "it fits with transposed=True"),
-    ({"gate_up": fused.double()}, TypeError, "gate_up: given a tensor of torch.float64"),
+    ({"gate_up": fused.int()}, TypeError, "gate_up: given a tensor of torch.int32"),
     ({"gate_up": fused.to("meta")}, TypeError, "gate_up: given a tensor on meta, expected one in CPU memory"),
     ({"gate_up": [fused]}, TypeError, "gate_up: given a list"),
     ({"gate_up": fused, "gate_up_bias": torch.ones(E, I)}, InputError, f"gate_up_bias: given shape [{E}, {I}]"),
@@ -184,8 +184,8 @@ def test_wrong_arguments_name_themselves(store: ExpertStore) -> None:
         store.forward(x.tolist(), ids, weights)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ids: given a list"):
         store.forward(x, ids.tolist(), weights)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"weights: given a Tensor of float64"):
-        store.forward(x, ids, weights.double())
+    with pytest.raises(TypeError, match=r"weights: given a Tensor of int32"):
+        store.forward(x, ids, weights.int())
     with pytest.raises(InputError, match=r"out: .*viewable as rows"):
         store.forward(
             x.view(2, 3, H), ids.view(2, 3, K), weights.view(2, 3, K), out=torch.empty(3, 2, H).transpose(0, 1)

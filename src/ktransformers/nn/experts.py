@@ -55,7 +55,9 @@ def register() -> None:
     ExpertsInterface.register(IMPLEMENTATION, experts_forward)
 
 
-def new_store(contract: Contract, *, pool: _core.Pool | None = None, isa: str | None = None) -> ExpertStore:
+def new_store(
+    contract: Contract, *, pool: _core.Pool | None = None, isa: str | None = None, precision: str = "bf16"
+) -> ExpertStore:
     """An empty store for experts of this kind."""
     shape, gate = contract.shape, contract.gate
     return ExpertStore(
@@ -68,6 +70,7 @@ def new_store(contract: Contract, *, pool: _core.Pool | None = None, isa: str | 
         alpha=gate.alpha,
         pool=pool,
         isa=isa,
+        precision=precision,
     )
 
 
@@ -87,10 +90,11 @@ def pack_module(
     free: bool = False,
     pool: _core.Pool | None = None,
     isa: str | None = None,
+    precision: str = "bf16",
 ) -> ExpertStore:
     """Pack the module's own parameters into `module.kt_store`; `free` lets go of them, otherwise they are frozen."""
     contract = read_contract(name, module)
-    store = new_store(contract, pool=pool, isa=isa)
+    store = new_store(contract, pool=pool, isa=isa, precision=precision)
     parameters = {role: module.get_parameter(parameter) for role, parameter in contract.parameters().items()}
     for expert in range(contract.shape.num_experts):
         tensors = {role: tensor[expert].detach().cpu() for role, tensor in parameters.items()}

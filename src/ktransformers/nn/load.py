@@ -34,11 +34,13 @@ def load_model(
     device: str | torch.device | None = None,
     pool: _core.Pool | None = None,
     isa: str | None = None,
+    precision: str = "bf16",
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """The model in `path`, ready to run: experts in host memory, the rest in `dtype` on `device` (None: the CPU).
 
-    `progress(done, layers)` is called after each layer of experts.
+    `precision` is that of the experts: "bf16", or "f32" and "f64", which compute with the numbers of the files
+    unrounded. `progress(done, layers)` is called after each layer of experts.
     """
     directory = Path(path)
     config = _config(directory)
@@ -49,7 +51,7 @@ def load_model(
         config=config,
         dtype=dtype,
         device_map=None if device is None else {"": torch.device(device)},
-        quantization_config=KTConfig(isa=isa, pool=pool, progress=progress),
+        quantization_config=KTConfig(isa=isa, pool=pool, progress=progress, precision=precision),
         output_loading_info=True,
     )
     missing = sorted(info["missing_keys"])

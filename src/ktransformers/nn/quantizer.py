@@ -37,7 +37,7 @@ log = logger(__name__)
 
 @register_quantization_config(IMPLEMENTATION)
 class KTConfig(QuantizationConfigMixin):
-    """Pass it as `quantization_config`. Of what it holds `isa` and `source` are written to files.
+    """Pass it as `quantization_config`. Of what it holds `isa`, `precision` and `source` are written to files.
 
     `source` is the quantisation that the files themselves have, as `prepare` records it.
     """
@@ -49,15 +49,19 @@ class KTConfig(QuantizationConfigMixin):
         progress: Progress | None = None,
         source: dict[str, Any] | None = None,
         quant_method: str = IMPLEMENTATION,
+        precision: str = "bf16",
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa
+        self.precision = precision
         self.source = source
         self.pool = pool
         self.progress = progress
 
     def to_dict(self) -> dict[str, Any]:
         found = {"quant_method": self.quant_method, "isa": self.isa, "source": self.source}
+        if self.precision != "bf16":
+            found["precision"] = self.precision
         return {key: value for key, value in found.items() if value is not None}
 
     def __iter__(self) -> Any:
@@ -136,7 +140,7 @@ class KTQuantizer(HfQuantizer):
         config, shards = self._config, self._shards
         assert shards is not None
         for done, layer in enumerate(self._layers, 1):
-            store = new_store(layer.contract, pool=config.pool, isa=config.isa)
+            store = new_store(layer.contract, pool=config.pool, isa=config.isa, precision=config.precision)
             for piece in read(shards, layer.tensors, layer.contract.shape):
                 pack_piece(store, layer.contract, piece)
             shards.release()
@@ -160,13 +164,18 @@ class KTQuantizer(HfQuantizer):
 
 
 def attach(
-    model: PreTrainedModel, *, free: bool = False, pool: _core.Pool | None = None, isa: str | None = None
+    model: PreTrainedModel,
+    *,
+    free: bool = False,
+    pool: _core.Pool | None = None,
+    isa: str | None = None,
+    precision: str = "bf16",
 ) -> None:
     """Pack the experts of a model that was loaded the stock way; `model.set_experts_implementation("kt")` then uses
     them.
 
     Their parameters are frozen. With `free` they are removed, each layer as soon as it is packed: the model can then
-    be computed by "kt" only, and not be saved.
+    be computed by "kt" only, and not be saved. `precision` as in `load_model`.
     """
     modules = expert_modules(model)
     if not modules:
@@ -174,10 +183,10 @@ def attach(
     for name, module in modules.items():
         read_contract(name, module)
     for name, module in modules.items():
-        pack_module(module, name=name, free=free, pool=pool, isa=isa)
+        pack_module(module, name=name, free=free, pool=pool, isa=isa, precision=precision)
     keep_from_ddp(model)
     if free:
-        model.hf_quantizer = KTQuantizer(KTConfig(isa=isa))  # type: ignore[assignment]
+        model.hf_quantizer = KTQuantizer(KTConfig(isa=isa, precision=precision))  # type: ignore[assignment]
         select(model)
 
 

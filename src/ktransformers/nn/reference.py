@@ -1,7 +1,8 @@
 """An expert layer in plain torch and float64: what the kernels are measured against.
 
 One loop over experts, no tricks, nothing shared with the native core. Weights count as the store keeps them, rounded to
-bf16; biases, hidden states and routing weights as they are. `gate` is None for experts without a gate.
+`packed` (bf16 unless a layer says otherwise); biases, hidden states and routing weights as they are. `gate` is None for
+experts without a gate.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Layer:
     activation: str = "silu"
     limit: float = 0.0
     alpha: float = 0.0
+    packed: torch.dtype = torch.bfloat16
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -39,8 +41,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    y = x @ matrix.bfloat16().double().T
+def _linear(layer: Layer, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ matrix.to(layer.packed).double().T
     return y if bias is None else y + bias.double()
 
 
@@ -50,17 +52,17 @@ def _of(stacked: Tensor | None, expert: int) -> Tensor | None:
 
 def expert(layer: Layer, index: int, x: Tensor) -> Tensor:
     """One expert for rows `[n, H]` in float64."""
-    up = _linear(x, layer.up[index], _of(layer.up_bias, index))
+    up = _linear(layer, x, layer.up[index], _of(layer.up_bias, index))
     if layer.gate is None:
-        return _linear(ACTIVATIONS[layer.activation](up), layer.down[index], _of(layer.down_bias, index))
-    gate = _linear(x, layer.gate[index], _of(layer.gate_bias, index))
+        return _linear(layer, ACTIVATIONS[layer.activation](up), layer.down[index], _of(layer.down_bias, index))
+    gate = _linear(layer, x, layer.gate[index], _of(layer.gate_bias, index))
     if layer.limit > 0:
         gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
     if layer.activation == "swiglu_oai":
         inner = gate * torch.sigmoid(layer.alpha * gate) * (up + 1)
     else:
         inner = ACTIVATIONS[layer.activation](gate) * up
-    return _linear(inner, layer.down[index], _of(layer.down_bias, index))
+    return _linear(layer, inner, layer.down[index], _of(layer.down_bias, index))
 
 
 def forward(layer: Layer, hidden: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.errors import InputError
 
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,14 @@ class ExpertStore:
         alpha: float = 0.0,
         pool: _core.Pool | None = None,
         isa: str | None = None,
+        precision: str = "bf16",
     ) -> None:
-        """`limit` > 0 clamps gate from above and up to +-limit; `alpha` belongs to activation "swiglu_oai"."""
+        """`limit` > 0 clamps gate from above and up to +-limit; `alpha` belongs to activation "swiglu_oai".
+
+        `precision` is what weights are packed in: "bf16", or one of the exact kinds "f32" and "f64", in which
+        activations and sums are kept too. Without `isa` the best variant that has it is taken. Sources, hidden states,
+        results, LoRA and gradients may be of any float dtype, float64 among them, with any precision.
+        """
         self.gated = gated
         self._experts = _core.Experts(
             pool if pool is not None else default_pool(),
@@ -103,6 +109,7 @@ class ExpertStore:
             limit,
             alpha,
             isa or "",
+            precision,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStore:
@@ -130,6 +137,11 @@ class ExpertStore:
     def isa(self) -> str:
         """The CPU variant that computes."""
         return self._experts.isa
+
+    @property
+    def precision(self) -> str:
+        """What the weights are packed in."""
+        return self._experts.precision
 
     @property
     def threads(self) -> int:
@@ -248,13 +260,14 @@ class ExpertStore:
         factors: Sequence[Sequence[Tensor | None]] | None = None,
         dropout: Dropout = NO_DROPOUT,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden (in its dtype) and of the routing weights (float32); the experts are frozen.
+        """Gradients of hidden (in its dtype) and of the routing weights (float32, or float64 where they are); the
+        experts are frozen.
 
         With what `forward` kept, gate and up are not computed again. `factors` takes the gradients of LoRA: for every
         adapter tensors for gate_a, gate_b, up_a, up_b, down_a and down_b, or None in their places.
         """
         rows, grad_hidden, target = self._rows(hidden, None)
-        grad_weights = torch.empty(ids.shape, dtype=torch.float32)
+        grad_weights = torch.empty(ids.shape, dtype=torch.float64 if weights.dtype == torch.float64 else torch.float32)
         self._experts.backward(
             _flat(grad_out),
             rows,
