@@ -224,7 +224,7 @@ void run_back_as(const Back& b) {
     for (int i = 0; i < Isa::width; i++) total += sum[i];
     ((Real*)b.part)[row * b.part_stride + p.block] = total;
   };
-  for_each_product<Isa>(b, b.last, true, b.drop, where, finish);
+  for_each_product<Isa>(b, b.last, nullptr, true, b.drop, where, finish);
 }
 
 template <class Isa>

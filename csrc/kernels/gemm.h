@@ -16,13 +16,12 @@
 namespace kt {
 namespace {
 
-// The lines to fetch during one pass over K: `lines` of 64 bytes at every k step, from `at` on, `step` bytes apart.
+// The lines to fetch during one pass over K: `lines` of 64 bytes at every k step, from `at` on.
 struct Ahead {
   const char* at;
   int lines;
-  int64_t step;
 };
-constexpr Ahead kNothingAhead = {nullptr, 0, 0};
+constexpr Ahead kNothingAhead = {nullptr, 0};
 
 // A quarter of this step's lines; called four times a step, between the instructions that keep the core busy.
 inline void prefetch_quarter(const Ahead& ahead, int quarter) {
@@ -30,13 +29,11 @@ inline void prefetch_quarter(const Ahead& ahead, int quarter) {
   for (int i = first; i < last; i++) __builtin_prefetch(ahead.at + i * 64, 0, 2);
 }
 
-// Part `pass` of `passes` of what is to be fetched. A stretch without gaps is cut into consecutive parts, anything else
-// at every k step.
-inline Ahead share(const Fetch& next, int pass, int passes, int k_tiles) {
-  int all = next.bytes / 64, lines = (all + passes - 1) / passes;
-  if (pass * lines >= all) return kNothingAhead;
-  if (next.stride == next.bytes) return {next.at + (int64_t)pass * lines * 64 * k_tiles, lines, lines * 64};
-  return {next.at + pass * lines * 64, all - pass * lines < lines ? all - pass * lines : lines, next.stride};
+// Part `pass` of `passes` of the block at `next`, of k_tiles pairs of tiles.
+inline Ahead share(const char* next, int pass, int passes, int k_tiles, int tile_bytes) {
+  int all = 2 * tile_bytes / 64, lines = (all + passes - 1) / passes;
+  if (!next || pass * lines >= all) return kNothingAhead;
+  return {next + (int64_t)pass * lines * 64 * k_tiles, lines};
 }
 
 // What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
@@ -139,12 +136,12 @@ inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop
     }
 }
 
-// Multiplies every block with every pair of token tiles, weights prefetched one block ahead, or, where the blocks are
-// at hand (`turned`), what comes after all of them. `where` gives a product its place for the sums, `finish(product,
-// row, sums)` takes every row once it is complete.
+// Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
+// last, unless the blocks are at hand (`turned`). `where` gives a product its place for the sums, `finish(product, row,
+// sums)` takes every row once it is complete.
 template <class Isa, class Unit, class Where, class Finish>
-inline void for_each_product(const Unit& u, bool complete, bool turned, const Drop& drop, const Where& where,
-                             const Finish& finish) {
+inline void for_each_product(const Unit& u, bool complete, const char* after, bool turned, const Drop& drop,
+                             const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
   Unfinished<typename Isa::Real, Finish> unfinished(finish);
   Isa::enter(u.tiling.rows);
@@ -156,14 +153,14 @@ inline void for_each_product(const Unit& u, bool complete, bool turned, const Dr
     p.block0 = u.block0;
     p.extra = u.extra;
     p.rows = u.tiling.rows;
-    Fetch next = !turned && block + 1 < u.block1 ? block_from(p.s.b + u.block_bytes, Isa::tile_bytes) : u.next;
-    int before = turned ? (block - u.block0) * passes : 0, parts = turned ? (u.block1 - u.block0) * passes : passes;
+    const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : after;
+    if (turned) next = nullptr;
     for (int pass = 0; pass < passes; pass++) {
       p.tile = pass * kPassTiles;
       p.extras = u.extras;
       p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
       p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
-      p.ahead = share(next, before + pass, parts, u.base.k_tiles);
+      p.ahead = share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
       if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
       Isa::multiply(p, unfinished);
@@ -240,7 +237,7 @@ void run_up_as(const Up& u) {
                 (r - second * p.rows) * row_bytes + (column % kTileK) * Isa::elem;
     hidden_row<Isa, A>(c, u.gate, bias, out);
   };
-  for_each_product<Isa>(u, u.last, false, Drop{}, where, finish);
+  for_each_product<Isa>(u, u.last, u.next, false, Drop{}, where, finish);
 }
 
 template <class Isa>
@@ -321,7 +318,7 @@ void run_down(const Down& d) {
     }
     add_row<typename Isa::Vector>(d, p.block, p.tile * p.rows + r, c);
   };
-  for_each_product<Isa>(d, true, d.turned, d.drop, where, finish);
+  for_each_product<Isa>(d, true, d.next, d.turned, d.drop, where, finish);
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ inline void steps_of_two(const Stretch& s, const Product& p, Ahead ahead, Rows& 
     prefetch_quarter(ahead, 2);
     _tile_dpbf16ps(3, 4, 7);
     prefetch_quarter(ahead, 3);
-    ahead.at += ahead.step;
+    ahead.at += ahead.lines * 64;
     unfinished.step();
   }
 }
@@ -96,7 +96,7 @@ inline void steps_of_one(const Stretch& s, const Product& p, Ahead ahead, Rows& 
     _tile_loadd(7, b + kTileBytes, 64);
     prefetch_quarter(ahead, 3);
     _tile_dpbf16ps(1, 4, 7);
-    ahead.at += ahead.step;
+    ahead.at += ahead.lines * 64;
     unfinished.step();
   }
 }

@@ -76,7 +76,7 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
     }
     a += tile_rows * kTileK * Arith::elem;
     b += 2 * Arith::tile_bytes;
-    ahead.at += ahead.step;
+    ahead.at += ahead.lines * 64;
   }
   for (int m = 0; m < rows; m++)
     for (int v = 0; v < NV; v++) store(c + m * kBlockN + v * W, acc[m][v]);

@@ -33,19 +33,6 @@ struct Extra {
   int32_t tile0, tile1;
 };
 
-// What to bring into the cache during a product: at every k step `bytes` more, each `stride` behind the last.
-struct Fetch {
-  const char* at;
-  int32_t bytes;
-  int64_t stride;
-};
-constexpr Fetch kNoFetch = {nullptr, 0, 0};
-
-// A block of weights as it lies.
-static inline Fetch block_from(const char* at, int32_t tile_bytes) {
-  return {at, at ? 2 * tile_bytes : 0, 2 * tile_bytes};
-}
-
 // Dropout of LoRA's inputs: which elements go is a function of the row's seed and the column, so that backward finds
 // the same ones. Elements that stay are scaled by 1 / (1 - p).
 struct Drop {
@@ -92,8 +79,8 @@ struct Up {
   char* keep;  // gate and up before the activation, as the blocks lie: row r of the panel at keep + r * keep_stride, or
                // null
   int64_t keep_stride;
-  Fetch next;     // what this thread will read after these blocks
-  char* scratch;  // [2][2 * 16][32] sums: one product being made, one being finished
+  const char* next;  // block of weights that this thread will read after these, or null
+  char* scratch;     // [2][2 * 16][32] sums: one product being made, one being finished
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
@@ -124,8 +111,8 @@ struct Down {
   DType dtype;
   int64_t out_stride;
   int32_t width;  // H
-  Fetch next;
-  bool turned;  // the blocks are in scratch already: only `next` is to be fetched
+  const char* next;
+  bool turned;  // the blocks are in scratch already: nothing is to be fetched
   char* scratch;
 };
 
@@ -162,7 +149,6 @@ struct Back {
   char* hidden;  // panel [tiles][hidden_k_tiles][rows][32]: the activated rows once more, or null
   int32_t hidden_k_tiles;
   char* scratch;
-  Fetch next;
 };
 
 // A panel with elements dropped, into another: rows [0, live), columns from `column` on.

@@ -62,7 +62,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     Up up{};
     up.keep_stride = (unit.block1 - unit.block0) * row_bytes;
     up.keep = slice + plan_.keep_at;
-    multiply_up(unit, kNoFetch, slice, up, true);
+    multiply_up(unit, nullptr, slice, up, true);
     back.keep_stride = up.keep_stride;
     back.keep = up.keep - unit.block0 * row_bytes;
   }

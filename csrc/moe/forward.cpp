@@ -16,7 +16,7 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
     up.keep_stride = experts_.keep_row_bytes();
     up.keep = keep_ + (segment.begin + (int64_t)unit.tile0 * whole.rows) * up.keep_stride + unit.block0 * row_bytes;
   }
-  multiply_up(unit, next ? block_from(first_read(*next), experts_.kernels().tile_bytes) : kNoFetch, slice, up);
+  multiply_up(unit, next, slice, up);
 }
 
 void Call::segment_done(size_t index, char* slice) { narrow_rows(index, panel_of(index), slice); }
@@ -59,7 +59,7 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
                    b + store.k_bytes(k), now};
       const char* then = down.last ? after : b + store.k_bytes(k + now);
-      down.next = tile + tiles == whole.tiles ? block_from(then, experts_.kernels().tile_bytes) : kNoFetch;
+      down.next = tile + tiles == whole.tiles ? then : nullptr;
       experts_.kernels().down(down);
     });
   }

@@ -180,7 +180,7 @@ Gather Task::gather_of(const Piece& unit, const UnitRows& rows, const void* x, D
   return {x, dtype, stride, token, rows.live, rows.tiling, 0, 0, experts_.shape().hidden, slice};
 }
 
-void Task::multiply_up(const UpUnit& unit, const Fetch& next, char* slice, Up up, bool ranks_made) const {
+void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made) const {
   const BlockStore& store = experts_.weights().up();
   const KernelTable& kernels = experts_.kernels();
   const Segment& segment = routing_.segments[(size_t)unit.segment];
@@ -219,7 +219,7 @@ void Task::multiply_up(const UpUnit& unit, const Fetch& next, char* slice, Up up
     if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
     up.extra = extras.data();
     up.extras = up.last ? (int32_t)extras.size() : 0;
-    up.next = up.last ? next : block_from(b + store.k_bytes(k + now), kernels.tile_bytes);
+    up.next = !up.last ? b + store.k_bytes(k + now) : next ? first_read(*next) : nullptr;
     kernels.up(up);
   }
 }

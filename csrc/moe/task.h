@@ -78,7 +78,7 @@ class Task : private Job {
                    char* slice) const;
   // The gate/up product of a unit; `up` brings what becomes of it (hidden, keep). LoRA's rows of x times A are made on
   // the way, unless they are in the workspace already.
-  void multiply_up(const UpUnit& unit, const Fetch& next, char* slice, Up up, bool ranks_made = false) const;
+  void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made = false) const;
 
   const char* first_read(const UpUnit& unit) const;  // of gate/up
 
