@@ -237,7 +237,11 @@ def test_adapters_come_and_go_while_requests_run(client: Any, served: Served, ad
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="tiny:two", prompt="Once upon")
     code, said = post(served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": "/no/such/place"})
-    assert code == 400 and "/no/such/place" in said["error"]["message"]
+    assert code == 404 and "/no/such/place" in said["error"]["message"]
+    code, said = post(
+        served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(Path(__file__).parent)}
+    )
+    assert code == 400 and said["error"]["param"] == "lora_path"
     rest = list(running)
     assert rest[-1].choices[0].finish_reason == "length"
 
@@ -297,11 +301,16 @@ def test_metrics_count(served: Served, client: Any) -> None:
     assert after["kt_adapters"] == 2 and after["kt_running_sequences"] == 0
 
 
-def test_openapi_names_every_path(served: Served) -> None:
-    document = json.loads(get(served.url, "/openapi.json")[1])
-    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "messages" in body["properties"]
+def test_openapi_describes_every_path(served: Served) -> None:
+    text = get(served.url, "/openapi.json")[1]
+    document = json.loads(text)
+    schemas = document["components"]["schemas"]
+    for name in re.findall(r"#/components/schemas/(\w+)", text):
+        assert name in schemas
+    assert "#/$defs" not in text and "messages" in schemas["ChatRequest"]["properties"]
     assert {"/v1/completions", "/v1/models", "/v1/load_lora_adapter", "/metrics"} <= set(document["paths"])
+    answers = document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert {"200", "400", "404", "429"} <= set(answers) and "422" not in answers
 
 
 def test_the_page_asks_nobody_else(served: Served) -> None:

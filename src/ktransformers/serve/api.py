@@ -29,7 +29,7 @@ from pydantic import BaseModel, ValidationError
 import ktransformers
 from ktransformers.errors import KTError
 from ktransformers.log import logger
-from ktransformers.serve import metrics
+from ktransformers.serve import metrics, openapi
 from ktransformers.serve.chats import ChatCompletion
 from ktransformers.serve.completions import Completion
 from ktransformers.serve.protocol import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
@@ -176,6 +176,8 @@ class Api:
 
 
 def _refuse(load: Callable[..., Any], name: str, path: str, replacing: bool) -> None:
+    if not Path(path).exists():
+        raise ApiError(404, f"lora_path: {path} does not exist on the server", param="lora_path", code="not_found")
     try:
         load(name, path, replacing=replacing)
     except (KTError, OSError) as error:
@@ -192,7 +194,8 @@ async def _told(_: Request, error: Any) -> Response:
 
 
 async def _http(_: Request, error: Any) -> Response:
-    return _envelope(error.status_code, str(error.detail))
+    told = ApiError(error.status_code, str(error.detail)).to_json()
+    return JSONResponse(told, status_code=error.status_code, headers=error.headers)
 
 
 async def _query(_: Request, error: Any) -> Response:
@@ -203,12 +206,6 @@ async def _query(_: Request, error: Any) -> Response:
 async def _bug(_: Request, error: Any) -> Response:
     LOG.error("a request failed", exc_info=error)
     return _envelope(500, f"{type(error).__name__}: {error}")
-
-
-def _body(kind: type[BaseModel]) -> dict[str, Any]:
-    """For the OpenAPI document: the body is read by hand."""
-    schema = kind.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def create_app(service: Service, *, api_key: str | None = None, training: TrainingLog | None = None) -> Any:
@@ -222,24 +219,25 @@ def create_app(service: Service, *, api_key: str | None = None, training: Traini
         await asyncio.to_thread(service.engine.stop)
 
     app: Any = FastAPI(title="ktransformers", version=ktransformers.__version__, lifespan=life, docs_url=None)
-    for path, handler, kind in (
-        ("/v1/chat/completions", api.chat, ChatRequest),
-        ("/v1/completions", api.completion, CompletionRequest),
-        ("/v1/load_lora_adapter", api.load, LoadAdapter),
-        ("/load_lora_adapter", api.load, LoadAdapter),
-        ("/v1/unload_lora_adapter", api.unload, UnloadAdapter),
-        ("/unload_lora_adapter", api.unload, UnloadAdapter),
+    json = ("application/json",)
+    for path, handler, kind, media in (
+        ("/v1/chat/completions", api.chat, ChatRequest, (*json, "text/event-stream")),
+        ("/v1/completions", api.completion, CompletionRequest, (*json, "text/event-stream")),
+        ("/v1/load_lora_adapter", api.load, LoadAdapter, json),
+        ("/load_lora_adapter", api.load, LoadAdapter, json),
+        ("/v1/unload_lora_adapter", api.unload, UnloadAdapter, json),
+        ("/unload_lora_adapter", api.unload, UnloadAdapter, json),
     ):
-        app.add_api_route(
-            path, _guarded(api, handler), methods=["POST"], openapi_extra=_body(kind), response_model=None
-        )
-    for path, look in (
-        ("/v1/models", api.models),
-        ("/health", api.health),
-        ("/metrics", api.metrics),
-        ("/", api.page),
+        described = {"openapi_extra": openapi.body(kind), "responses": openapi.answers(*media)}
+        app.add_api_route(path, _guarded(api, handler), methods=["POST"], response_model=None, **described)
+    for path, look, kind_of_answer, response in (
+        ("/v1/models", api.models, "application/json", JSONResponse),
+        ("/health", api.health, "application/json", JSONResponse),
+        ("/metrics", api.metrics, "text/plain", PlainTextResponse),
+        ("/", api.page, "text/html", HTMLResponse),
     ):
-        app.add_api_route(path, _guarded_look(api, look), methods=["GET"], response_model=None)
+        described = {"responses": openapi.answers(kind_of_answer), "response_class": response}
+        app.add_api_route(path, _guarded_look(api, look), methods=["GET"], response_model=None, **described)
 
     async def model(request: Request, name: str) -> Any:
         api.check_key(request)
@@ -249,8 +247,12 @@ def create_app(service: Service, *, api_key: str | None = None, training: Traini
         api.check_key(request)
         return await api.training(after)
 
-    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], response_model=None)
-    app.add_api_route("/training", log, methods=["GET"], response_model=None)
+    looked = {"methods": ["GET"], "response_model": None, "responses": openapi.answers(*json)}
+    app.add_api_route("/v1/models/{name:path}", model, **looked)
+    app.add_api_route("/training", log, **looked)
+    plain = app.openapi
+    kinds: list[type[BaseModel]] = [ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter]
+    app.openapi = lambda: openapi.complete(plain(), kinds)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _query)
