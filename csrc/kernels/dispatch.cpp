@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <deque>
 #include <iterator>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -122,6 +121,12 @@ const Variant* find(const std::string& name, const std::string& origin, Precisio
   throw std::runtime_error("no CPU variant is called \"" + name + "\"; use one of " + usable);
 }
 
+template <Precision precision>
+const KernelTable& chosen_once() {
+  static const KernelTable& chosen = choose_kernels(precision);
+  return chosen;
+}
+
 }  // namespace
 
 int variant_count() { return static_cast<int>(variants().size()); }
@@ -141,11 +146,15 @@ const KernelTable& choose_kernels(Precision precision) {
 }
 
 const KernelTable& kernels(Precision precision) {
-  static std::once_flag once[kPrecisions];
-  static const KernelTable* chosen[kPrecisions];
-  const int kind = static_cast<int>(precision);
-  std::call_once(once[kind], [&] { chosen[kind] = &choose_kernels(precision); });
-  return *chosen[kind];
+  switch (precision) {
+    case Precision::f32:
+      return chosen_once<Precision::f32>();
+    case Precision::f64:
+      return chosen_once<Precision::f64>();
+    case Precision::bf16:
+      break;
+  }
+  return chosen_once<Precision::bf16>();
 }
 
 }  // namespace kt

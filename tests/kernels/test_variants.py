@@ -82,3 +82,12 @@ def test_debug_log_says_what_was_chosen() -> None:
             assert any(line.startswith(f"kt: cpu variant {variant['name']}:") for line in lines)
     asked = python(CODE, KT_LOG="debug", KT_ISA="generic").stderr
     assert "cpu variant generic: native; chosen, asked for" in asked
+
+
+def test_forced_variant_without_the_precision() -> None:
+    lacking = [v["name"] for v in _core.variants() if (v["native"] or v["emulated"]) and "f64" not in v["precisions"]]
+    for isa in lacking[-1:]:
+        done = python("from ktransformers.nn import ExpertStore; ExpertStore(2, 8, 8, precision='f64')", KT_ISA=isa)
+        assert done.returncode == 1
+        last = done.stderr.strip().splitlines()[-1]
+        assert f'"{isa}" (asked for by KT_ISA' in last and "no kernels of precision f64; these have: generic" in last
