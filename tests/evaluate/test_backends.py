@@ -119,7 +119,7 @@ def test_errors_of_a_server(monkeypatch: pytest.MonkeyPatch, serving: tuple[str,
 
 def test_dtype_by_what_the_processor_can(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for native, dtype in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(local_module, "_bf16_is_native", lambda native=native: native)
+        monkeypatch.setattr(local_module, "bf16_is_fast", lambda device, native=native: native)
         assert f"(transformers, {dtype}" in LocalModel.open(model_directory).name
 
 

@@ -53,8 +53,7 @@ def dtype_of(word: str, device: str) -> Any:
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     known |= {"half": torch.float16, "float": torch.float32, "bf16": torch.bfloat16}
     if word == "auto":
-        fast = device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if system.bf16_is_fast(device) else torch.float32
     if word not in known:
         raise InputError("dtype", word, f"auto or one of {', '.join(known)}")
     return known[word]
