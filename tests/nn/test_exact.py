@@ -19,7 +19,8 @@ from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import Dropout
 
 from .families import build, save, tokens
-from .test_lora_operator import FORMS, Form, exact_with_dropout, found, leaves, make_lora
+from .test_lora_dropout import exact_with_dropout
+from .test_lora_operator import FORMS, Form, found, leaves, make_lora
 from .test_lora_operator import exact as exact_lora
 from .test_operator import PACKED, Case, relative
 from .test_peft import MODULES, adapt, gradients, logits
