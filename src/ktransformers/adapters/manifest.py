@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters.content import SPELLED, Content
-from ktransformers.adapters.write import Record, record, write_text
+from ktransformers.adapters.write import Record, record
 from ktransformers.errors import InputError
+from ktransformers.files import write_text
 
 FILE = "kt_manifest.json"
 FORMAT = "ktransformers-tensors"

@@ -38,11 +38,11 @@ from ktransformers.adapters.write import (
     replace_directory,
     squares,
     write_at,
-    write_json,
 )
 from ktransformers.checkpoint import Shards
 from ktransformers.checkpoint.shards import INDEX
 from ktransformers.errors import InputError
+from ktransformers.files import write_json
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 TORCH = {spelled: dtype for dtype, spelled in SPELLED.items()}

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ktransformers.adapters.content import SPELLED
 from ktransformers.errors import InputError
+from ktransformers.files import sync
 
 PIECE = 1 << 22  # numbers
 NOT_FINITE = ("NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")
@@ -157,28 +158,6 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def write_json(path: Path, document: Any) -> None:
-    """Atomic by itself, so that it may also go into a directory that is in use."""
-    write_text(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(path)
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def check_target(target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise InputError(str(target), "a file", "a directory to write, which need not exist")
@@ -220,7 +199,7 @@ def _sweep(target: Path) -> None:
 
 
 def replace_directory(temporary: Path, target: Path) -> None:
-    sync_directory(temporary)
+    sync(temporary)
     if target.exists():
         old = target.with_name(f".{target.name}.{os.getpid()}.old")
         target.rename(old)
@@ -228,4 +207,4 @@ def replace_directory(temporary: Path, target: Path) -> None:
         shutil.rmtree(old)
     else:
         temporary.rename(target)
-    sync_directory(target.parent)
+    sync(target.parent)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.evaluate.compare import Comparison, Line, TaskComparison
-from ktransformers.evaluate.run import write_json, write_text
 from ktransformers.evaluate.statistic import Difference, Estimate
+from ktransformers.files import write_json, write_text
 
 MARKS = "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap against {first}; intervals are 95 %."
 LONG = 700  # characters of a sample answer

@@ -25,6 +25,7 @@ from ktransformers.evaluate.judge import Judge
 from ktransformers.evaluate.measure import Record, primary, statistics
 from ktransformers.evaluate.statistic import Estimate, Statistic, estimate
 from ktransformers.evaluate.task import Task
+from ktransformers.files import write_json, write_text
 
 CHUNK = 32  # items between two lines of progress; backends cut it into batches
 Progress = Callable[[int, int], None]
@@ -199,16 +200,3 @@ def _write_predictions(directory: Path, task: Task, records: Sequence[Record], r
         "predict_samples_per_second": round(len(records) / seconds, 3) if seconds else 0.0,
     }
     write_json(directory / "predict_results.json", values | pace)
-
-
-def write_json(file: Path, value: Any) -> None:
-    write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.partial")
-    with part.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    part.rename(file)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
+from ktransformers.files import sync, write_json
 
 METHOD = "kt"
 # Checkpoints whose own type stock transformers lacks: the type that computes the same, and its class.
@@ -120,24 +121,12 @@ def prepare(source: str | Path, directory: str | Path) -> Prepared:
         draft.mkdir()
         for entry in entries:
             (draft / entry.name).symlink_to(entry.resolve())
-        with open(draft / "config.json", "w") as file:
-            file.write(json.dumps(stock, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(draft)
+        write_json(draft / "config.json", stock)
         draft.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(draft)
         raise
     method = None if quantised is None else describe(quantised)
     return Prepared(str(target), str(origin), str(stock.get("model_type")), method, len(entries))
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

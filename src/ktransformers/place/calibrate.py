@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ktransformers import system
+from ktransformers.files import write_json
 from ktransformers.place.machine import Cpu, Gpu, Machine, gpu_rows
 
 VERSION = 1  # of what is measured; older files are measured anew
@@ -86,11 +86,7 @@ def _write(file: Path, rates: Rates) -> None:
     """A cache that cannot be written costs a few seconds next time, nothing else."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as stream:
-            json.dump(asdict(rates), stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(stream.name).replace(file)
+        write_json(file, asdict(rates))
     except OSError:
         return
 

@@ -1,46 +1,35 @@
-"""Files that are there whole or not at all: written under another name, synced, renamed."""
+"""The files of an output directory, there whole or not at all; a full disk is said plainly."""
 
 from __future__ import annotations
 
 import errno
-import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ktransformers import files
 from ktransformers.errors import KTError
 
 STAGING = ".kt_saving"  # in the output directory; what is in it was never finished
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        files.sync(path)
 
 
 def write_text(path: Path, text: str) -> None:
     with saved(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        _sync(temporary)
-        temporary.replace(path)
-        _sync(path.parent)
+        files.write_text(path, text)
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    with saved(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, value)
 
 
 @contextmanager
@@ -64,5 +53,5 @@ def move_files(source: Path, target: Path) -> None:
             place = target / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             path.replace(place)
-    _sync(target)
+    files.sync(target)
     shutil.rmtree(source)

@@ -11,7 +11,8 @@ from ktransformers.adapters.config import FILE
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
 from ktransformers.adapters.parse import Known
-from ktransformers.adapters.write import Batch, Entry, Record, write_json, write_safetensors
+from ktransformers.adapters.write import Batch, Entry, Record, write_safetensors
+from ktransformers.files import write_json
 
 MODEL = "adapter_model.safetensors"
 

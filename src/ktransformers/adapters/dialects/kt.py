@@ -26,8 +26,9 @@ from ktransformers.adapters.fit import exactly, fitted, uniform
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, Pair, PairForm
 from ktransformers.adapters.names import KT, ordered, place, stem
 from ktransformers.adapters.parse import Known, collect, extras_of, modules_of, with_prefix
-from ktransformers.adapters.write import Batch, Entry, Record, write_json, write_safetensors
+from ktransformers.adapters.write import Batch, Entry, Record, write_safetensors
 from ktransformers.errors import InputError
+from ktransformers.files import write_json
 
 FUSED = "fused_expert_lora.safetensors"
 MANIFEST = "kt_adapter_manifest.json"
