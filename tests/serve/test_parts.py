@@ -55,6 +55,8 @@ def test_sampling_keeps_what_it_says() -> None:
     assert set(draws(Sampling(top_p=0.6), logits)) == {0, 1}  # the token that crosses the share belongs to it
     assert set(draws(Sampling(min_p=0.2), logits)) == {0, 1, 2}
     assert set(draws(Sampling(top_k=4, top_p=0.8), logits)) == {0, 1, 2}
+    for least in (Sampling(top_p=5e-324), Sampling(temperature=5e-324), Sampling(temperature=1e-5), Sampling(min_p=1)):
+        assert set(draws(least, logits)) == {0}
     shares = draws(Sampling(), logits, 4000)
     for token, share in enumerate([0.5, 0.25, 0.15, 0.07, 0.03]):
         assert shares[token] / 4000 == pytest.approx(share, abs=0.03)

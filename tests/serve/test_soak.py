@@ -1,5 +1,5 @@
 """A soak on loopback: many clients, random cancels, adapters that come and go, malformed bodies. `make soak` says how
-long by KT_SOAK_SECONDS; a minute where it is not set.
+long by KT_SOAK_SECONDS, a minute where it is not set; KT_SOAK_RECORD names a file for the numbers.
 
 Asked for: no answer outside 200 and 4xx, every request answered, nothing left in the engine, memory that stays flat,
 and the same greedy answer at the end as at the beginning.
@@ -10,10 +10,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import platform
 import random
 import threading
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,16 @@ class Client(threading.Thread):
     def __init__(self, address: str, seed: int, end: float, seen: Counter[str], guest: Path) -> None:
         super().__init__(daemon=True)
         self.address, self.chance, self.end, self.seen, self.guest = address, random.Random(seed), end, seen, guest
+        self.longest = 0.0  # seconds of one request
 
     def run(self) -> None:
         while time.monotonic() < self.end:
+            start = time.monotonic()
             try:
                 self.seen[self.one()] += 1
             except Exception as error:  # what a client cannot explain is a failure of the test
                 self.seen[f"client: {type(error).__name__}: {error}"] += 1
+            self.longest = max(self.longest, time.monotonic() - start)
 
     def one(self) -> str:
         kind = self.chance.random()
@@ -106,18 +111,46 @@ def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
         clients = [Client(address, seed, start + seconds, seen, adapters["two"]) for seed in range(CLIENTS)]
         for client in clients:
             client.start()
-        time.sleep(seconds / 2)
-        halfway = resident()
+        memory = samples(seconds)
         for client in clients:
-            client.join(seconds + 120)
+            client.join(120)
         assert not any(client.is_alive() for client in clients)
         end = time.monotonic() + 30
         while service.engine.busy and time.monotonic() < end:
             time.sleep(0.05)
         assert not service.engine.busy and not any(slot.busy for slot in service.engine.slots.slots)
-        grown = resident() - halfway
-        assert greedy() == before
+        same = greedy() == before
+    memory.append(resident())
+    record(
+        {
+            "command": f"KT_SOAK_SECONDS={seconds:.0f} make soak",
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "seconds": seconds,
+            "clients": CLIENTS,
+            "requests": dict(sorted(seen.items())),
+            "longest_request_s": round(max(client.longest for client in clients), 1),
+            "engine": asdict(service.engine.counts),
+            "resident_mib": [size >> 20 for size in memory],
+            "same_greedy_answer": same,
+        }
+    )
     odd = {what: count for what, count in seen.items() if what not in {"200", "left", "400", "404", "429"}}
     assert not odd, odd
     assert seen["200"] > 0 and seen["left"] > 0 and seen["400"] > 0
+    assert same
+    grown = memory[-1] - memory[len(memory) // 2]
     assert grown < 64 * 2**20, f"{grown / 2**20:.0f} MiB more than halfway"
+
+
+def samples(seconds: float) -> list[int]:
+    """Bytes in memory, thirty times in that many seconds."""
+    found = []
+    for _ in range(30):
+        time.sleep(seconds / 30)
+        found.append(resident())
+    return found
+
+
+def record(found: dict[str, Any]) -> None:
+    if os.environ.get("KT_SOAK_RECORD"):
+        Path(os.environ["KT_SOAK_RECORD"]).write_text(json.dumps(found, indent=1) + "\n")

@@ -252,7 +252,7 @@ def create_app(service: Service, *, api_key: str | None = None, training: Traini
     app.add_api_route("/training", log, **looked)
     plain = app.openapi
     kinds: list[type[BaseModel]] = [ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter]
-    app.openapi = lambda: openapi.complete(plain(), kinds)
+    app.openapi = lambda: openapi.complete(plain(), kinds, service.registry.served)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _query)

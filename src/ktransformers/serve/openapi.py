@@ -51,12 +51,17 @@ def answers(*media: str) -> dict[int | str, dict[str, Any]]:
     return found | {status: {"description": words, "content": error} for status, words in ERRORS.items()}
 
 
-def complete(document: dict[str, Any], kinds: list[type[BaseModel]]) -> dict[str, Any]:
-    """FastAPI's document with the schemas that it refers to."""
+def complete(document: dict[str, Any], kinds: list[type[BaseModel]], served: str) -> dict[str, Any]:
+    """FastAPI's document with the schemas that it refers to. The base's name is spelled out, because whoever makes
+    requests from the document alone could not know it."""
     _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(made.get("$defs", {}))
     schemas["Error"] = ENVELOPE
+    for schema in schemas.values():
+        if "model" in schema.get("properties", {}):
+            names = [{"const": served, "description": "the base"}, {"type": "string", "description": "or BASE:ADAPTER"}]
+            schema["properties"]["model"] = {"title": "Model", "anyOf": names}
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI's own, which is a 400 here

@@ -49,7 +49,7 @@ class Common(Strict):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
@@ -80,8 +80,8 @@ class CompletionRequest(Common):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
-    best_of: int | None = None
-    suffix: str | None = None
+    best_of: Literal[1] | None = None  # no more answers than are returned
+    suffix: Annotated[str, Field(max_length=0)] | None = None  # no gaps are filled
 
 
 class Part(Open):

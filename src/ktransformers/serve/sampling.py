@@ -28,9 +28,14 @@ class Sampling:
     seed: int | None = None
 
     @property
+    def greedy(self) -> bool:
+        """Below 1e-5 the most likely token has all the probability that float32 can tell apart."""
+        return self.temperature < 1e-5
+
+    @property
     def plain(self) -> bool:
         """Greedy, and nothing changes the logits."""
-        return self.temperature == 0 and not self.penalises and not self.logit_bias
+        return self.greedy and not self.penalises and not self.logit_bias
 
     @property
     def penalises(self) -> bool:
@@ -74,7 +79,7 @@ def choose(
         logits[token] += bias
     if allowed is not None:
         logits.masked_fill_(~allowed, -torch.inf)
-    if sampling.temperature == 0:
+    if sampling.greedy:
         return int(logits.argmax())
     logits /= sampling.temperature
     order: Tensor | None = None
@@ -87,7 +92,9 @@ def choose(
         if order is None:
             shares, order = shares.sort(descending=True)
         before = shares.cumsum(-1) - shares
-        shares = shares.masked_fill(before >= sampling.top_p * shares.sum(), 0)
+        beyond = before >= sampling.top_p * shares.sum()
+        beyond[0] = False  # one is always left, however small top_p is
+        shares = shares.masked_fill(beyond, 0)
     picked = int(torch.multinomial(shares, 1, generator=draw))
     return picked if order is None else int(order[picked])
 

@@ -127,10 +127,6 @@ class Service:
         return Prompt(None, tuple(given) or (self._start(),))
 
     def completion(self, request: CompletionRequest, prompt: Prompt) -> Ask:
-        if request.suffix:
-            raise ApiError(400, "suffix: given text, expected none: this server fills no gaps", param="suffix")
-        if request.best_of is not None and request.best_of != (request.n or 1):
-            raise ApiError(400, f"best_of: given {request.best_of}, expected the value of n", param="best_of")
         wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         return self._ask(
             request,
