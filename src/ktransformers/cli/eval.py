@@ -33,7 +33,7 @@ BASE = "base"
 
 def evaluate(
     targets: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL|URL", help="A directory or a URL; runs with --compare.")
+        list[str] | None, typer.Argument(metavar="MODEL|URL", help="A directory, a name or a URL; runs with --compare.")
     ] = None,
     task: Annotated[
         list[str] | None, typer.Option(help="A task file, or the name of a task or suite; again for more.")
@@ -95,7 +95,9 @@ def evaluate(
             )
         runs = _remote(targets[0], served_model, wanted, base, tokenizer, key, batch_size)
     else:
-        runs = _local(Path(targets[0]), wanted, base, engine, dtype, device, batch_size)
+        from ktransformers.library import resolve
+
+        runs = _local(Path(resolve(targets[0])), wanted, base, engine, dtype, device, batch_size)
     results = _run(runs, tasks, out, judge, quiet=as_json)
     if len(results) > 1:
         _say(_compare(list(results), out), out, as_json)

@@ -11,8 +11,10 @@ import sys
 import typer
 
 from ktransformers.cli.chat import chat
+from ktransformers.cli.config import config
 from ktransformers.cli.convert import convert
 from ktransformers.cli.doctor import doctor
+from ktransformers.cli.download import download, verify
 from ktransformers.cli.eval import evaluate
 from ktransformers.cli.make import make, upcycle
 from ktransformers.cli.merge import merge
@@ -28,7 +30,6 @@ app = typer.Typer(
     name="kt",
     help="Run the experts of Mixture-of-Experts models on the CPU.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(chat)
@@ -44,6 +45,9 @@ app.command("eval")(evaluate)
 app.add_typer(model)
 model.command()(make)
 model.command()(upcycle)
+model.command()(download)
+model.command()(verify)
+app.add_typer(config)
 app.add_typer(sft)
 
 

@@ -103,7 +103,7 @@ def make(
 
 def upcycle(
     source: Annotated[
-        Path, typer.Argument(help="A dense Llama-class model: a .gguf file or a Hugging Face directory.")
+        str, typer.Argument(help="A dense Llama-class model: a .gguf file, a Hugging Face directory, or a name of one.")
     ],
     out: Out,
     family: Class = "mixtral",
@@ -117,5 +117,7 @@ def upcycle(
     as_json: Json = False,
 ) -> None:
     """Turn a dense model into a Mixture of Experts that computes the same, without training."""
+    from ktransformers.library import resolve
+
     recipe = recipe_of(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
-    build(source, out, recipe, as_json)
+    build(Path(resolve(source)), out, recipe, as_json)

@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from ktransformers.cli.model import names
+
 LITTLE = 0.9  # share of the delta below which rounding deserves a word
 
 
 def merge(
-    model: Annotated[Path, typer.Argument(metavar="BASE", help="The model's directory.")],
+    model: Annotated[str, typer.Argument(metavar="BASE", help="The model's directory or name.", autocompletion=names)],
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The adapter, in any dialect.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, or keep: the model's own.")] = "bfloat16",
@@ -22,12 +24,13 @@ def merge(
 ) -> None:
     """Fold an adapter into its model and write a complete model directory."""
     from ktransformers import adapters
+    from ktransformers.library import resolve
 
     def progress(done: int, shards: int) -> None:
         if sys.stderr.isatty():
             print(f"\rshard {done} of {shards}", end="" if done < shards else "\n", file=sys.stderr, flush=True)
 
-    done = adapters.merge(model, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
+    done = adapters.merge(Path(resolve(model)), adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
     if as_json:
         print(json.dumps(done.to_json(), indent=2))
         return

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktransformers.cli import ask
+
 if TYPE_CHECKING:
     from ktransformers.place import Candidate, Machine, ModelShape, Plan, Serving, Training
 
@@ -123,8 +125,8 @@ def _machine(name: str, gpu: str | None, ram: str | None, anew: bool) -> Machine
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A folder with config.json, a hub id or short name that is known.", show_default=False)
-    ],
+        str | None, typer.Argument(help="A folder with config.json, a name of `kt model list`, or a known hub id.")
+    ] = None,
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over those of --train's file.")
     ] = None,
@@ -141,13 +143,19 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what a model takes: memory by place, time, and the best plan that fits."""
+    from ktransformers.library import resolve
     from ktransformers.place import Serving, make_plan, open_shape, profiles
     from ktransformers.place.describe import plan_document
 
     if machine == "list":
-        for name, known in profiles().items():
-            print(f"{name:<16} {known.cpu.name}, {gigabytes(known.memory)}")
+        if as_json:
+            rates = {name: {"cpu": known.cpu.name, "memory": known.memory} for name, known in profiles().items()}
+            print(json.dumps(rates, indent=2))
+        else:
+            for name, known in profiles().items():
+                print(f"{name:<16} {known.cpu.name}, {gigabytes(known.memory)}")
         return
+    model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
     works = _works(train, words or [], serve, Serving(context, prompt, sequences), model)
     target = _machine(machine, gpu, ram, calibrate)

@@ -2,7 +2,7 @@
 
 A training output is an adapter and names its base; a training YAML names both; an inference YAML (`infer_backend:
 ktransformers`) has adapter_name_or_path. In each case the base is served and the adapter beside it, under the name of
-its directory. A model may be a directory, a hub id, or one of the short names below.
+its directory. A model may be a directory, a name of `kt model list`, a hub id, or one of the short names below.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktransformers import library
 from ktransformers.errors import InputError
 
 SHORT = {
@@ -43,8 +44,8 @@ def resolve(given: str) -> Target:
 
 
 def locate(given: str) -> Path:
-    """The directory of a model; one on the hub is fetched."""
-    path = Path(given).expanduser()
+    """The directory of a model, by path or by a name of this machine; one on the hub is fetched."""
+    path = Path(library.resolve(given)).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")

@@ -1,0 +1,264 @@
+"""`kt model download` against a hub on loopback, whole and cut off; `kt model verify` against every kind of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktransformers import library
+from ktransformers.checkpoint import hub as client
+from ktransformers.checkpoint.verify import Verified, beside, verify
+from ktransformers.errors import KTError
+from tests.cli.conftest import Call, model_files, safetensors, write_model
+from tests.cli.hub import COMMIT, Hub
+
+BIG = os.urandom(6 << 20)
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PAUSE", 0.01)
+    monkeypatch.setattr(client, "CHUNK", 1 << 16)
+
+
+def big_model() -> dict[str, bytes]:
+    return {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors": safetensors({"a": ("U8", [len(BIG)], BIG)}),
+    }
+
+
+def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"pytorch_model.bin": b"a pickle", "original/consolidated.00.pth": b"another", "docs/card.md": b"text"}
+    with Hub(model_files() | extra) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        listed = kt("model", "download", hub.repo, "--dry-run", "--json").json
+        assert "docs/card.md" in listed["files"] and not any("bin" in name or "pth" in name for name in listed["files"])
+        assert hub.asked == []
+        done = kt("model", "download", hub.repo, "--json").json
+        assert (done["name"], done["fetched"], done["kept"], done["revision"]) == ("tiny-moe", 6, 0, COMMIT)
+        assert done["check"]["whole"] and Path(done["path"]).is_relative_to(tmp_path / "xdg" / "data")
+        again = kt("model", "download", hub.repo, "--json").json
+        assert (again["fetched"], again["kept"]) == (0, 6)
+        assert {name for name, _ in hub.asked} == set(listed["files"])
+        online = kt("model", "verify", "tiny-moe", "--hub", "--json").json
+        assert online["whole"] and online["hashed"] == 6
+    place = Path(done["path"])
+    assert library.resolve("someone/tiny-moe") == library.resolve("tiny-moe") == str(place)
+    checked = kt("model", "verify", "tiny-moe", "--json").json  # the hashes are noted: no hub is needed
+    assert (checked["whole"], checked["hashed"], checked["unknown"]) == (True, 6, 0)
+    shard = place / "model-00002-of-00002.safetensors"
+    body = bytearray(shard.read_bytes())
+    body[-1] ^= 1
+    shard.write_bytes(body)
+    rotten = kt("model", "verify", "tiny-moe")
+    assert rotten.code == 1 and "its hash is not the one" in rotten.out and "damaged" in rotten.out
+    assert kt("model", "verify", "tiny-moe", "--no-hash").code == 0
+
+
+def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    files = big_model()
+    with Hub(files, cut=2 << 20, cuts=2) as hub:
+        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        seen: list[tuple[int, int]] = []
+        done = client.download(listing, tmp_path / "m", endpoint=hub.url, progress=lambda *news: seen.append(news))
+    ranges = [asked for name, asked in hub.asked if name == "model.safetensors"]
+    assert ranges[0] is None and len(ranges) == 3 and all(asked for asked in ranges[1:])
+    assert hub.sent < listing.size + (1 << 18)  # nothing is fetched twice but what was in flight
+    assert seen[-1] == (listing.size, listing.size) and done.fetched == 3
+    assert {name: (tmp_path / "m" / name).read_bytes() for name in files} == files
+    assert sorted(file.name for file in (tmp_path / "m").iterdir()) == sorted(files)  # no parts are left
+
+
+def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
+    """The first run is another process and is killed in the middle of the shard."""
+    target = tmp_path / "m"
+    code = (
+        "import sys; from pathlib import Path; from ktransformers.checkpoint import hub\n"
+        "hub.CHUNK, hub.PAUSE = 1 << 16, 60.0\n"
+        "listing = hub.select(hub.list_files(sys.argv[1], endpoint=sys.argv[2]))\n"
+        "hub.download(listing, Path(sys.argv[3]), endpoint=sys.argv[2])\n"
+    )
+    with Hub(big_model(), cut=4 << 20, cuts=1) as hub:
+        first = subprocess.Popen([sys.executable, "-c", code, hub.repo, hub.url, str(target)])
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not (hub.cuts == 0 and len(hub.asked) == 3):
+            time.sleep(0.05)
+        time.sleep(0.3)  # the part is on the disk, and the run waits to try again
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert hub.cuts == 0 and not (target / "model.safetensors").exists()
+        (part,) = (file for file in (target / client.PARTIAL).iterdir() if file.stat().st_size > 1 << 20)
+        had = part.stat().st_size
+        damaged = verify(target)
+        assert not damaged.whole and any("cut off" in finding.text for finding in damaged.findings)
+        hub.asked.clear()
+        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        done = client.download(listing, target, endpoint=hub.url)
+        assert ("model.safetensors", f"bytes={had}-") in hub.asked
+        assert done.resumed >= had >= 3 << 20
+        assert verify(target, listing.files).whole
+
+
+def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:
+    with Hub(big_model(), cut=1 << 20, cuts=1, ignores_ranges=True) as hub:
+        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        client.download(listing, tmp_path / "m", endpoint=hub.url)
+        assert verify(tmp_path / "m", listing.files).whole
+        hub.lies = {"model.safetensors": bytes(listing.files["model.safetensors"].size or 0)}
+        with pytest.raises(KTError, match=r"model\.safetensors: what arrived has another hash"):
+            client.download(listing, tmp_path / "n", endpoint=hub.url)
+        assert not (tmp_path / "n" / "model.safetensors").exists()
+        assert not list((tmp_path / "n" / client.PARTIAL).glob("*.part"))
+
+
+def test_files_beyond_plain_http_go_the_hubs_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PLAIN_LIMIT", 50)
+    with Hub(model_files()) as hub:
+        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        client.download(listing, tmp_path / "m", endpoint=hub.url)
+        assert verify(tmp_path / "m", listing.files).whole
+
+
+def test_refusals_before_anything_is_fetched(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "OWNER/NAME" in kt("model", "download", "just-a-name").error
+    assert "REPO" in kt("model", "download").error  # nobody can be asked here
+    assert "huggingface, modelscope" in kt("model", "download", "a/b", "--source", "elsewhere").error
+    with Hub({"a-Q4.gguf": b"1", "a-Q8.gguf": b"2"}) as hub:
+        kt("config", "set", "download.endpoint", hub.url)
+        assert "--include" in kt("model", "download", hub.repo).error
+        assert "no/such" in kt("model", "download", "no/such").error
+        hub.files = {"pytorch_model.bin": b"a pickle", "config.json": b"{}"}
+        assert "pickles" in kt("model", "download", hub.repo).error
+        hub.files = {"../escape.safetensors": b""}
+        assert "escape" in kt("model", "download", hub.repo).error
+        hub.files = model_files()
+        monkeypatch.setattr(client.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
+        assert "--local-dir" in kt("model", "download", hub.repo).error
+    assert hub.asked == [] and library.entries() == []
+
+
+def test_modelscope(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client is not a dependency; what is asked of it is."""
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    assert "pip install modelscope" in kt("model", "download", "a/b", "--source", "modelscope").error
+    calls: list[dict[str, Any]] = []
+
+    def snapshot_download(repo: str, **words: Any) -> str:
+        calls.append({"repo": repo, **words})
+        if repo == "a/none":
+            raise ValueError("no such model")
+        write_model(Path(words["local_dir"]))
+        return str(words["local_dir"])
+
+    monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(snapshot_download=snapshot_download))
+    kt("config", "set", "download.source", "modelscope")
+    kt("config", "set", "paths.downloads", str(tmp_path / "models"))
+    done = kt("model", "download", "a/b", "--revision", "v1", "--json").json
+    assert done["path"] == calls[0]["local_dir"] == str(tmp_path / "models" / "b")
+    assert calls[0]["revision"] == "v1" and "*.bin" in calls[0]["ignore_patterns"] and done["check"]["whole"]
+    assert library.get("b").source == "modelscope"
+    assert "no such model" in kt("model", "download", "a/none").error
+
+
+def texts(found: Verified) -> str:
+    return " | ".join(f"{finding.level} {finding.file}: {finding.text}" for finding in found.findings)
+
+
+def test_verify_finds_every_damage(tmp_path: Path) -> None:
+    place = write_model(tmp_path / "m")
+    first, second = (place / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    whole = {file: file.read_bytes() for file in (first, second)}
+    assert verify(place).findings == []
+
+    second.write_bytes(whole[second][:-7])
+    assert "7 bytes too short" in texts(verify(place))
+    second.write_bytes(whole[second] + b"tail")
+    assert "4 bytes too long" in texts(verify(place))
+    second.write_bytes(b"<html>a proxy's page</html>")
+    assert "error model-00002-of-00002.safetensors: a header that cannot be" in texts(verify(place))
+    second.write_bytes(b"")
+    assert "a header that cannot be" in texts(verify(place))
+    second.write_bytes(safetensors({"c": ("F32", [100], b"\2" * 100)}))
+    assert "its shape [100] does not" in texts(verify(place))
+    second.write_bytes(safetensors({"d": ("F8_E4M3", [100], b"\2" * 100)}))
+    found = texts(verify(place))
+    assert "1 tensors that the index puts here are not: c" in found and "warning model.safetensors.index.json" in found
+    second.unlink()
+    assert "the index names it, and it is missing" in texts(verify(place))
+    second.write_bytes(whole[second])
+    (place / "left-over.safetensors").write_bytes(whole[first])
+    left = verify(place)
+    assert left.whole and "the index does not name" in texts(left)
+    (place / "model.safetensors.index.json").write_text("{}")
+    assert "no index: KeyError" in texts(verify(place))
+    (place / "model.safetensors.index.json").unlink()
+    (place / "config.json").write_text("{")
+    (place / "tokenizer.json").unlink()
+    found = texts(verify(place))
+    assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: there is none" in found
+
+
+def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:
+    """What `hf download --local-dir` and the hub's cache leave."""
+    import hashlib
+
+    place = write_model(tmp_path / "m")
+    shard = place / "model-00001-of-00002.safetensors"
+    records = place / ".cache" / "huggingface" / "download"
+    records.mkdir(parents=True)
+    git = hashlib.sha1(b"blob 2\0{}").hexdigest()
+    (records / "tokenizer.json.metadata").write_text(f"{COMMIT}\n{git}\n1.0\n")
+    blob = tmp_path / "blobs" / hashlib.sha256(shard.read_bytes()).hexdigest()
+    blob.parent.mkdir()
+    shard.rename(blob)
+    shard.symlink_to(blob)
+    assert set(beside(place)) == {"tokenizer.json", shard.name}
+    found = verify(place)
+    assert (found.whole, found.hashed, found.unknown) == (True, 2, 1)
+    (place / "tokenizer.json").write_text("[]")
+    assert "tokenizer.json: its hash" in texts(verify(place))
+
+
+def test_hashes_noted_when_a_model_is_added(kt: Call, tmp_path: Path) -> None:
+    place = write_model(tmp_path / "m")
+    kt("model", "add", str(place), "--hash")
+    assert kt("model", "verify", "--json").json[0]["hashed"] == 5
+    (place / "tokenizer.json").write_text("[]")
+    assert kt("model", "verify", "m", "--json").code == 1
+    (place / "tokenizer.json").unlink()
+    assert "it is missing" in kt("model", "verify", "m").out
+    assert "--repo" in kt("model", "verify", "m", "--hub").error
+
+
+def test_gguf(kt: Call, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    import numpy
+
+    file = tmp_path / "small.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_tensor("token_embd.weight", numpy.ones((4, 32), dtype=numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert kt("model", "add", str(file), "--json").json["format"] == "gguf"
+    checked = kt("model", "verify", "small", "--json").json
+    assert (checked["whole"], checked["tensors"], checked["dtypes"]) == (True, 1, {"F32": 128})
+    file.write_bytes(file.read_bytes()[:-200])
+    assert kt("model", "verify", "small").code == 1
+    file.write_bytes(b"no model")
+    assert "no whole GGUF" in kt("model", "verify", "small").out
+    (tmp_path / "split-00001-of-00002.gguf").write_bytes(b"")
+    assert "a part of the model is missing" in texts(verify(tmp_path / "split-00001-of-00002.gguf"))
+    assert json.loads(kt("model", "list", "--json").out)[0]["name"] == "small"

@@ -1,0 +1,141 @@
+"""`kt model`: names of models, and how every verb that takes a model finds them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from ktransformers import library
+from ktransformers.errors import InputError
+from tests.cli.conftest import Call, write_model
+
+
+def test_add_list_info_edit_remove(kt: Call, tmp_path: Path) -> None:
+    assert kt("model", "list", "--json").json == []
+    place = write_model(tmp_path / "disk" / "Tiny MoE")
+    added = kt("model", "add", str(place), "--json").json
+    assert (added["name"], added["experts"], added["top_k"], added["format"]) == ("Tiny-MoE", 4, 2, "safetensors")
+    listed = kt("model", "list").out.splitlines()
+    assert listed[0].split() == ["NAME", "KIND", "SIZE", "PATH"]
+    assert "qwen3_moe, 4 experts, top 2" in listed[1] and str(place) in listed[1]
+    found = kt("model", "info", "tiny-moe", "--json").json  # names are found whatever their case
+    assert (found["tensors"], found["numbers"], found["dtypes"]) == (3, 134, {"BF16": 32, "F32": 2, "F8_E4M3": 100})
+    assert found["findings"] == []
+    edited = kt("model", "edit", "Tiny-MoE", "--name", "t", "--repo", "me/t", "--json").json
+    assert (edited["name"], edited["repo"], edited["path"]) == ("t", "me/t", str(place))
+    assert library.resolve("ME/T") == library.resolve("t") == str(place)
+    assert kt("model", "rm", "t", "--json").json == {"removed": "t", "path": str(place), "deleted": False}
+    assert (place / "config.json").is_file() and kt("model", "list", "--json").json == []
+
+
+def test_a_name_that_is_taken(kt: Call, tmp_path: Path) -> None:
+    first, second = write_model(tmp_path / "a" / "m"), write_model(tmp_path / "b" / "m")
+    assert kt("model", "add", str(first)).code == 0
+    refused = kt("model", "add", str(second))
+    assert refused.code == 1 and "--name" in refused.error and str(first) in refused.error
+    assert kt("model", "add", str(second), "--name", "no/slash").code == 1
+    assert kt("model", "add", str(second), "--name", "m2").code == 0
+    assert [entry.name for entry in library.entries()] == ["m", "m2"]
+    assert "config.json" in kt("model", "add", str(tmp_path)).error
+
+
+def test_files_are_deleted_only_with_consent(kt: Call, tmp_path: Path) -> None:
+    place = write_model(tmp_path / "m")
+    kt("model", "add", str(place))
+    refused = kt("model", "rm", "m", "--files")
+    assert refused.code == 1 and "--yes" in refused.error and place.is_dir() and library.entries()
+    assert kt("model", "rm", "m", "--files", "--yes").code == 0
+    assert not place.exists() and library.entries() == []
+
+
+def test_a_model_that_is_gone(kt: Call, tmp_path: Path) -> None:
+    place = write_model(tmp_path / "m")
+    kt("model", "add", str(place))
+    place.rename(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"m, registered at .*gone.*kt model rm m"):
+        library.resolve("m")
+    assert "gone" in kt("model", "list").out
+    assert kt("model", "refresh", "--json").json == {"removed": ["m"]}
+    assert kt("model", "refresh", "--json").json == {"removed": []}
+
+
+def test_folders_of_models(kt: Call, tmp_path: Path) -> None:
+    place = write_model(tmp_path / "models" / "owner" / "deep-moe")
+    write_model(tmp_path / "models" / "flat-moe")
+    write_model(tmp_path / "models" / ".trash" / "old")
+    assert library.resolve("deep-moe") == "deep-moe"
+    assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]
+    assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]  # once
+    assert library.resolve("Deep-MoE") == str(place)
+    assert [one["name"] for one in kt("model", "list", "--json").json] == ["deep-moe", "flat-moe"]
+    assert library.complete("de") == ["deep-moe"]
+    assert kt("model", "path-remove", str(tmp_path / "models"), "--json").json == []
+    assert kt("model", "path-remove", str(tmp_path / "models")).code == 1
+    assert "exists" in kt("model", "path-add", str(tmp_path / "nowhere")).error
+
+
+def test_scan(kt: Call, tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    snapshot = root / "hub" / "models--Owner--Name" / "snapshots" / "abc"
+    write_model(snapshot)
+    write_model(root / "a" / "moe")
+    write_model(root / "a" / "moe" / "checkpoint-5")  # inside a model: not one of its own
+    write_model(root / "b" / "moe")
+    for part in (1, 2):
+        (root / f"big-0000{part}-of-00002.gguf").write_bytes(b"GGUF")
+    assert "5 found" not in kt("model", "scan", str(root), "--dry-run").out
+    assert library.entries() == []
+    done = kt("model", "scan", str(root), "--json").json
+    assert {one["name"] for one in done["added"]} == {"Name", "moe", "b-moe", "big"} and len(done["found"]) == 4
+    assert library.find("owner/name") is not None  # the cache's folder says which id it is
+    assert library.facts(library.get("big").path).bytes == 8
+    assert kt("model", "scan", str(root), "--json").json["added"] == []
+    assert kt("model", "scan", str(root), "--min-size", "1", "--json").json["found"] == []
+    assert "path-add" in kt("model", "scan").error
+
+
+def test_what_exists_wins_over_a_name(kt: Call, tmp_path: Path) -> None:
+    kt("model", "add", str(write_model(tmp_path / "disk" / "m")))
+    (tmp_path / "m").mkdir()
+    assert library.resolve("m") == "m"
+    assert library.resolve("owner/unknown") == "owner/unknown" and library.resolve("") == ""
+
+
+def test_two_commands_at_once_lose_nothing(kt: Call, tmp_path: Path) -> None:
+    places = [write_model(tmp_path / "disk" / f"m{number}") for number in range(8)]
+    threads = [threading.Thread(target=library.add, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [entry.path for entry in library.entries()] == places
+
+
+def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
+    file = library.registry_file()
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    assert "damaged" in kt("model", "list").error and library.complete("m") == []
+    file.write_text(json.dumps({"version": 99, "models": []}))
+    assert "version 99" in kt("model", "list").error
+
+
+def test_verbs_find_models_by_name(kt: Call, tmp_path: Path) -> None:
+    from ktransformers.serve.target import resolve
+    from ktransformers.train.resolve import read_settings
+
+    place = write_model(tmp_path / "disk" / "some folder")
+    kt("model", "add", str(place), "--name", "neko")
+    target = resolve("neko")
+    assert target.model == place and target.name == "neko"
+    assert "num_hidden_layers" in kt("plan", "neko").error  # it was found, and is no whole model
+    assert "MODEL" in kt("plan").error
+    words = {"output_dir": str(tmp_path / "out"), "dataset": "identity"}
+    settings = read_settings({"model_name_or_path": "neko", **words})
+    assert settings.model.model_name_or_path == str(place)  # so that the adapter names a base that PEFT finds
+    refused = kt("eval", "neko", "--task", "persona", "--engine", "nonsense")
+    assert "nonsense" in refused.error
+    assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(place)
