@@ -85,9 +85,9 @@ def test_missing_and_misshapen(tmp_path: Path) -> None:
         verify(write(tmp_path, missing))
     with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight: given shape \[8, 6\], expected \[6, 8\]"):
         verify(write(tmp_path, tensors | {name: torch.zeros(8, 6)}))
-    with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight: given dtype F8_E4M3, expected BF16"):
+    with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight: given F8_E4M3 \[6, 8\], expected BF16"):
         verify(write(tmp_path, tensors | {name: torch.zeros(6, 8).to(torch.float8_e4m3fn)}))
-    with pytest.raises(InputError, match=r"up_proj\.weight_scale_inv: given a tensor that these experts have no use"):
+    with pytest.raises(InputError, match=r"up_proj\.weight_scale_inv: given a tensor that this format has no use"):
         verify(write(tmp_path, tensors | {f"{name}_scale_inv": torch.ones(1)}))
     with pytest.raises(InputError, match=r"experts\.2\.\w+\.weight: given expert 2, expected 2 experts"):
         verify(write(tmp_path, tensors), ExpertShape(2, 8, 6))

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from ktransformers.checkpoint.encoded import Encoded, decode, encode
 from ktransformers.checkpoint.experts import ExpertShape, Piece, check, read
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.shards import Shards
 
-__all__ = ["ExpertShape", "ExpertTensors", "Piece", "Shards", "check", "find_experts", "locate", "read"]
+__all__ = [
+    "Encoded",
+    "ExpertShape",
+    "ExpertTensors",
+    "Piece",
+    "Shards",
+    "check",
+    "decode",
+    "encode",
+    "find_experts",
+    "locate",
+    "read",
+]

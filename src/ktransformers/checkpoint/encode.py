@@ -2,8 +2,8 @@
 
 int4 tries a few scales for each group and keeps the one with the least squared error: the largest number on 7 or on -8,
 and both a little smaller, which cuts the tail and serves the rest. The scale is rounded to its stored dtype before
-anything is divided by it. Work goes over some rows at a time, so that intermediates stay in the cache and memory is that
-of the result. GGUF's older types go through the `gguf` package; it has no encoder for the K and IQ types.
+anything is divided by it. Work goes over some rows at a time, so that memory is that of the result and little more.
+GGUF's older types go through the `gguf` package; it has no encoder for the K and IQ types.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _fp8(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: f
     groups = _groups(numbers, found.span)
     largest = _largest(groups)
     if found.row_span > 1:  # rows of this strip begin with a block
-        largest = torch.stack([part.amax(0) for part in largest.split(BLOCK)])
+        largest = torch.stack([part.amax(0) for part in torch.split(largest, BLOCK)])
     scale = largest / FP8_MAX
     scales.copy_(scale if found.span else scale[:, 0])
     if found.row_span > 1:

@@ -1,9 +1,9 @@
 """`Encoded`: matrices `[E, N, K]` in the very bytes of a release, and what those bytes mean as float32 numbers.
 
 A format is a string (`int4:32`, `fp8:128x128`, `q4_k`; docs/formats.md has the table). Codes are rows of bytes
-`[E, N, bytes]`, scales lie beside them; only the last dimension has to be contiguous, so gate and up may be views of one
-tensor. `decode` is the definition that everything else is held against: plain, not fast. GGUF's blocks it hands to the
-`gguf` package, which is an optional extra. Four-bit codes lie two in a byte, the even column in the low half.
+`[E, N, bytes]`, scales lie beside them; only the last dimension has to be contiguous, so gate and up may be views of
+one tensor. `decode` is the definition that everything else is held against: plain, not fast. GGUF's blocks it hands to
+the `gguf` package, which is an optional extra. Four-bit codes lie two in a byte, the even column in the low half.
 """
 
 from __future__ import annotations

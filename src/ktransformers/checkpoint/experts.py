@@ -1,22 +1,29 @@
-"""The experts of one layer from a checkpoint: first checked by the headers, then read in pieces that can be packed.
+"""The experts of one layer from a safetensors checkpoint: first checked by the headers, then read in pieces that can be
+packed.
 
 A piece of the per-expert layout is one expert, of the fused layout the whole layer; both are maps of the file, so no
 more than what is being packed is touched at a time. Fused tensors lie as the model's own parameters do (transposed or
-not, interleaved or not); per-expert ones are ordinary linear layers, output-major.
+not, interleaved or not); per-expert ones are ordinary linear layers, output-major. Quantised matrices come as
+`Encoded`, always output-major and with gate and up apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.layout import ExpertTensors
+from ktransformers.checkpoint.encoded import BLOCK, Encoded
+from ktransformers.checkpoint.layout import ExpertTensors, parts
+from ktransformers.checkpoint.matrix import ACTIVATIONS, CODES, FLOATS, Matrix, recognise
+from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.errors import InputError
 
-DTYPES = ("BF16", "F16", "F32")
+DTYPES = FLOATS
 
 
 @dataclass(frozen=True)
@@ -28,14 +35,17 @@ class ExpertShape:
     biased: bool = False
     transposed: bool = False  # of fused tensors: [E, H, 2I] and [E, I, H]
 
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of gate, up and down."""
+        inner = (self.intermediate, self.hidden)
+        found = {"gate": inner, "up": inner} if self.gated else {"up": inner}
+        return found | {"down": (self.hidden, self.intermediate)}
+
     def single(self) -> dict[str, tuple[int, ...]]:
         """Role -> shape of one expert's own tensors."""
-        wide, narrow = self.intermediate, self.hidden
-        inner = ("gate", "up") if self.gated else ("up",)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(inner, (wide, narrow))
-        shapes["down"] = (narrow, wide)
+        shapes: dict[str, tuple[int, ...]] = dict(self.matrices())
         if self.biased:
-            shapes |= {f"{role}_bias": (wide,) for role in inner} | {"down_bias": (narrow,)}
+            shapes |= {f"{role}_bias": (rows,) for role, (rows, _) in self.matrices().items()}
         return shapes
 
     def fused(self) -> dict[str, tuple[int, ...]]:
@@ -52,49 +62,208 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors by role: of one expert, or of all from `first_expert` on where `fused`."""
+    """Tensors by role: of one expert, or of all from `first_expert` on. `fused`: they lie as the model's parameters."""
 
     first_expert: int
     fused: bool
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | Encoded]
 
 
-def check(shards: Shards, tensors: ExpertTensors, shape: ExpertShape) -> None:
-    """Every tensor is there, has its shape and a dtype that can be packed; an error names the one that is not."""
+Formats = dict[str, str]  # of gate, up and down; "bf16" for plain numbers of any float dtype
+
+
+def check(
+    shards: Shards,
+    tensors: ExpertTensors,
+    shape: ExpertShape,
+    quantisation: Quantisation = NONE,
+    interleaved: bool = False,
+) -> Formats:
+    """Every tensor is there and has its shape and dtype; an error names the one that is not. The formats found.
+
+    `interleaved`: rows of gate and up in turns in fused tensors.
+    """
     if tensors.fused and tensors.single:
         names = f"{next(iter(tensors.fused.values()))} and {next(iter(tensors.single[min(tensors.single)].values()))}"
         raise InputError(tensors.root, f"two layouts, {names}", "experts fused or one by one")
     if tensors.fused:
-        _check_roles(shards, f"{tensors.root}.experts", tensors.fused, shape.fused())
-        return
+        return _check_fused(shards, tensors, shape, interleaved)
     beyond = sorted(set(tensors.single) - set(range(shape.num_experts)))
     if beyond:
         name = next(iter(tensors.single[beyond[0]].values()))
         raise InputError(name, f"expert {beyond[0]}", f"{shape.num_experts} experts, as config.json says")
+    formats: Formats = {}
     for expert in range(shape.num_experts):
-        _check_roles(shards, f"{tensors.root}.experts.{expert}", tensors.single.get(expert, {}), shape.single())
+        for role, matrix in _single(shards, tensors, shape, expert, quantisation).items():
+            if formats.setdefault(role, matrix.spec) != matrix.spec:
+                name = next(iter(parts(tensors.single[expert])[role].values()))
+                raise InputError(name, matrix.spec, f"{formats[role]}, as the experts before it")
+    return formats
 
 
-def read(shards: Shards, tensors: ExpertTensors, shape: ExpertShape) -> Iterator[Piece]:
+def read(
+    shards: Shards,
+    tensors: ExpertTensors,
+    shape: ExpertShape,
+    quantisation: Quantisation = NONE,
+    interleaved: bool = False,
+) -> Iterator[Piece]:
     """The layer in pieces, in the order of experts; drop each before taking the next."""
     if tensors.fused:
-        yield Piece(0, True, {role: shards.read(tensors.fused[role]) for role in shape.fused()})
+        yield from _read_fused(shards, tensors, shape, interleaved)
         return
     for expert in range(shape.num_experts):
         names = tensors.single[expert]
-        yield Piece(expert, False, {role: shards.read(names[role]) for role in shape.single()})
+        found: dict[str, Tensor | Encoded] = {
+            role: matrix.build(shards.read)
+            for role, matrix in _single(shards, tensors, shape, expert, quantisation).items()
+        }
+        found |= {role: shards.read(names[role]) for role in shape.single() if role.endswith("_bias")}
+        yield Piece(expert, False, found)
 
 
-def _check_roles(shards: Shards, place: str, names: Mapping[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
-    for role, shape in shapes.items():
-        name = names.get(role)
-        if name is None:
-            raise InputError(f"{place}: {role}", "no such tensor in the checkpoint", f"one of shape {list(shape)}")
-        if shards.shape(name) != shape:
-            raise InputError(name, f"shape {list(shards.shape(name))}", f"{list(shape)}, as config.json says")
-        if shards.dtype(name) not in DTYPES:
-            raise InputError(
-                name, f"dtype {shards.dtype(name)}", " or ".join(DTYPES), "quantised experts are not read yet"
-            )
-    for role in sorted(set(names) - set(shapes)):
-        raise InputError(names[role], f"a tensor that these experts have no use for ({role})", ", ".join(shapes))
+def _single(
+    shards: Shards, tensors: ExpertTensors, shape: ExpertShape, expert: int, quantisation: Quantisation
+) -> dict[str, Matrix]:
+    """One expert's matrices, unread; biases are checked on the way."""
+    place, own = f"{tensors.root}.experts.{expert}", parts(tensors.single.get(expert, {}))
+    found = {}
+    for role, (rows, columns) in shape.matrices().items():
+        endings = dict(own.pop(role, {}))
+        bias = endings.pop("bias", None)
+        if shape.biased:
+            _check_bias(shards, f"{place}: {role}_bias", bias, (rows,))
+        elif bias is not None:
+            raise _useless(bias, f"{role}_bias", shape.single())
+        if not any(ending in endings for ending in CODES):
+            raise InputError(f"{place}: {role}", "no such tensor in the checkpoint", f"one of shape {[rows, columns]}")
+        found[role] = recognise({key: shards.part(name) for key, name in endings.items()}, rows, columns, quantisation)
+    for role, endings in own.items():
+        raise _useless(next(iter(endings.values())), role, shape.single())
+    return found
+
+
+def _check_bias(shards: Shards, place: str, name: str | None, shape: tuple[int, ...]) -> None:
+    if name is None:
+        raise InputError(place, "no such tensor in the checkpoint", f"one of shape {list(shape)}")
+    part = shards.part(name)
+    if part.shape != shape:
+        raise InputError(name, f"shape {list(part.shape)}", f"{list(shape)}, as config.json says")
+    if part.dtype not in DTYPES:
+        raise InputError(name, f"dtype {part.dtype}", " or ".join(DTYPES))
+
+
+def _useless(name: str, role: str, shapes: Mapping[str, object]) -> InputError:
+    return InputError(name, f"a tensor that these experts have no use for ({role})", ", ".join(shapes))
+
+
+def _check_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool) -> Formats:
+    place, own, shapes = f"{tensors.root}.experts", parts(tensors.fused), shape.fused()
+    formats: Formats = {}
+    for role, size in shapes.items():
+        if role.endswith("_bias"):
+            _check_bias(shards, f"{place}: {role}", tensors.fused.get(role), size)
+            continue
+        endings = {key: name for key, name in own.get(role, {}).items() if key not in ACTIVATIONS and key != "bias"}
+        if not any(ending in endings for ending in CODES):
+            raise InputError(f"{place}: {role}", "no such tensor in the checkpoint", f"one of shape {list(size)}")
+        spec = _fused_spec(shards, endings, size, shape.transposed)
+        if role == "gate_up":
+            mixed = spec == "fp8:128x128" and (interleaved or shape.intermediate % BLOCK)  # blocks with rows of both
+            formats |= dict.fromkeys(("gate", "up"), "fp8:1x128" if mixed else spec)
+        else:
+            formats[role] = spec
+    for role in sorted(tensors.fused):
+        matrix = "gate_up" if role.startswith("gate_up") else role.partition("_")[0]
+        if matrix not in shapes or (role.endswith("_bias") and role not in shapes):
+            raise _useless(tensors.fused[role], role, shapes)
+    return formats
+
+
+def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...], transposed: bool) -> str:
+    experts, rows, columns = (size[0], size[2], size[1]) if transposed else size
+    if "blocks" in endings:
+        blocks = shards.part(endings["blocks"])
+        if "scales" not in endings:
+            raise InputError(blocks.name, "no scales beside it", "blocks and their scales")
+        scales = shards.part(endings["scales"])
+        if columns % 32 or (blocks.dtype, blocks.shape) != ("U8", (experts, rows, columns // 32, 16)):
+            raise blocks.refuse(f"U8 [{experts}, {rows}, {columns // 32}, 16]: 32 columns of e2m1 in 16 bytes")
+        if (scales.dtype, scales.shape) != ("U8", (experts, rows, columns // 32)):
+            raise scales.refuse(f"U8 [{experts}, {rows}, {columns // 32}]")
+        return "mxfp4"
+    weight = shards.part(endings["weight"])
+    if weight.shape != size:
+        raise InputError(weight.name, f"shape {list(weight.shape)}", f"{list(size)}, as config.json says")
+    scale = next((shards.part(endings[key]) for key in ("scale_inv", "scale") if key in endings), None)
+    if weight.dtype in FLOATS:
+        if scale is not None:
+            raise _useless(scale.name, "scale", {"weight": 0})
+        return "bf16"
+    if weight.dtype != "F8_E4M3" or scale is None:
+        raise InputError(weight.name, f"dtype {weight.dtype}", f"{' or '.join(FLOATS)}, or F8_E4M3 with scales")
+    grid = (experts, *(math.ceil(side / BLOCK) for side in size[1:]))
+    if scale.dtype not in FLOATS or scale.shape != grid:
+        raise scale.refuse(f"floats {list(grid)}, one for each block of 128 x 128")
+    return "fp8:128x128"
+
+
+def _read_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool) -> Iterator[Piece]:
+    formats = _check_fused(shards, tensors, shape, interleaved)
+    shapes = shape.fused()
+    if set(formats.values()) == {"bf16"}:
+        yield Piece(0, True, {role: shards.read(tensors.fused[role]) for role in shapes})
+        return
+    for expert in range(shape.num_experts):
+        found: dict[str, Tensor | Encoded] = {}
+        for role, endings in parts(tensors.fused).items():
+            whole = _fused_matrix(shards, endings, expert, shape.transposed)
+            bias = shards.read(endings["bias"])[expert] if "bias" in endings else None
+            if role == "gate_up":
+                found |= _halves(whole, formats["gate"], interleaved)
+                if bias is not None:
+                    ways = _split(bias, interleaved)
+                    found |= {"gate_bias": ways[0].contiguous(), "up_bias": ways[1].contiguous()}
+            else:
+                found[role] = whole
+                if bias is not None:
+                    found[f"{role}_bias"] = bias
+        yield Piece(expert, False, found)
+
+
+def _fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, transposed: bool) -> Tensor | Encoded:
+    """One expert, output-major."""
+    if "blocks" in endings:
+        name = endings["blocks"]
+        codes = shards.read(name)[expert].flatten(1)
+        scales = shards.read(endings["scales"])[expert]
+        return Encoded("mxfp4", codes[None], scales[None], columns=2 * codes.shape[1], name=name)
+    name = endings["weight"]
+    weight = shards.read(name)[expert]
+    if weight.is_floating_point() and weight.element_size() > 1:
+        return weight.T if transposed else weight
+    scales = shards.read(endings.get("scale_inv") or endings["scale"])[expert].float()
+    codes = weight.view(torch.uint8)
+    codes, scales = (codes.T.contiguous(), scales.T.contiguous()) if transposed else (codes, scales)
+    return Encoded("fp8:128x128", codes[None], scales[None], columns=codes.shape[1], name=name)
+
+
+def _split(tensor: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up along the first dimension."""
+    half = len(tensor) // 2
+    return (tensor[0::2], tensor[1::2]) if interleaved else (tensor[:half], tensor[half:])
+
+
+def _halves(whole: Tensor | Encoded, spec: str, interleaved: bool) -> dict[str, Tensor | Encoded]:
+    if isinstance(whole, Tensor):
+        ways = _split(whole, interleaved)
+        return {"gate": ways[0], "up": ways[1]}
+    assert whole.scales is not None
+    codes, scales = whole.codes[0], whole.scales[0]
+    if spec == "fp8:1x128":
+        scales = scales.repeat_interleave(BLOCK, 0)[: len(codes)]
+    pairs = zip(("gate", "up"), _split(codes, interleaved), _split(scales, interleaved), strict=True)
+    return {
+        role: Encoded(spec, code[None], scale[None], columns=whole.columns, name=whole.name)
+        for role, code, scale in pairs
+    }

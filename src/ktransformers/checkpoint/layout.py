@@ -25,6 +25,14 @@ FUSED = {
     ".experts.gate_up_proj_bias": "gate_up_bias",
     ".experts.up_proj_bias": "up_bias",
     ".experts.down_proj_bias": "down_bias",
+    ".experts.gate_up_proj_blocks": "gate_up_blocks",  # gpt-oss in mxfp4
+    ".experts.gate_up_proj_scales": "gate_up_scales",
+    ".experts.down_proj_blocks": "down_blocks",
+    ".experts.down_proj_scales": "down_scales",
+    ".experts.gate_up_proj_scale_inv": "gate_up_scale_inv",  # fp8 as transformers saves it
+    ".experts.down_proj_scale_inv": "down_scale_inv",
+    ".experts.gate_up_proj_scale": "gate_up_scale",
+    ".experts.down_proj_scale": "down_scale",
     ".block_sparse_moe.input_linear.weight": "gate_up",  # granitemoe
     ".block_sparse_moe.output_linear.weight": "down",
     ".experts.fc1.weight": "gate_up",  # aria
@@ -36,7 +44,8 @@ PLACE = re.compile(r"(?:(?P<outer>.*)\.)?layers\.(?P<layer>\d+)(?:\.(?P<block>.*
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """Names of one layer's expert tensors by role (gate, up, down, gate_up, and each with `_bias`)."""
+    """Names of one layer's expert tensors by role: gate, up, down or gate_up, each alone for the weight itself and with
+    an ending for what lies beside it (`gate_bias`, `up_weight_scale_inv`, `down_qweight`, `gate_up_blocks`)."""
 
     root: str  # what stands before "experts"
     fused: Mapping[str, str]  # role -> name
@@ -57,6 +66,16 @@ def find_experts(names: Iterable[str]) -> list[ExpertTensors]:
             if name.endswith(suffix):
                 fused.setdefault(name.removesuffix(suffix), {})[role] = name
     return [ExpertTensors(root, fused.get(root, {}), single.get(root, {})) for root in {**fused, **single}]
+
+
+def parts(roles: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Matrix -> ending -> name, with "weight" for the ending of the weight itself."""
+    found: dict[str, dict[str, str]] = {}
+    for role, name in roles.items():
+        matrix = "gate_up" if role.startswith("gate_up") else role.partition("_")[0]
+        ending = role.removeprefix(matrix).removeprefix("_") or "weight"
+        found.setdefault(matrix, {})[ending] = name
+    return found
 
 
 def _place(path: str) -> tuple[str, int, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ktransformers.checkpoint.matrix import Part
 from ktransformers.errors import InputError
 
 SINGLE = "model.safetensors"
@@ -25,6 +26,7 @@ class Shards:
     def __init__(self, files: Iterable[str | Path]) -> None:
         self._open: dict[Path, Any] = {}  # safe_open, whose methods are not annotated
         self._home: dict[str, Path] = {}
+        self._parts: dict[str, Part] = {}
         for file in map(Path, files):
             if file.suffix != ".safetensors":
                 raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
@@ -63,12 +65,19 @@ class Shards:
     def file(self, name: str) -> Path:
         return self._home[name]
 
+    def part(self, name: str) -> Part:
+        """What the header says of it."""
+        if name not in self._parts:
+            about = self._handle(self._home[name]).get_slice(name)
+            self._parts[name] = Part(name, str(about.get_dtype()), tuple(about.get_shape()))
+        return self._parts[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(self._home[name]).get_slice(name).get_shape())
+        return self.part(name).shape
 
     def dtype(self, name: str) -> str:
         """As the file spells it: BF16, F16, F32, F8_E4M3, U8, ..."""
-        return str(self._handle(self._home[name]).get_slice(name).get_dtype())
+        return self.part(name).dtype
 
     def read(self, name: str) -> Tensor:
         """The tensor in mapped memory: read it, do not write to it."""

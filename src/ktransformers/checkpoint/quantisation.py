@@ -1,0 +1,81 @@
+"""What config.json says about how a checkpoint is quantised: whether it can be read at all, and what names do not tell.
+
+The tensors themselves say which format they have (`matrix.py`); the configuration is asked for what changes the meaning
+of the same names (GPTQ's order of columns and its zeros, asymmetric compressed tensors) and is otherwise only held
+against the list of methods that are known. An unknown method is refused by name, because its tensors may look like
+another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktransformers.errors import InputError
+
+METHODS = ("fp8", "compressed-tensors", "gptq", "mxfp4", "mxfp8", "nvfp4", "modelopt", "fbgemm_fp8")
+FORMATS = {  # of compressed-tensors
+    "pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    method: str = ""  # empty: config.json says nothing
+    gptq_zero: int = 7  # as it lies in the file: the first format of GPTQ stores one less than it means
+
+
+NONE = Quantisation()
+
+
+def describe(words: Mapping[str, Any]) -> str:
+    """'fp8' (weight_block_size [128, 128]): the method, and what tells its kinds apart."""
+    details = [
+        f"{key} {words[key]}"
+        for key in ("format", "fmt", "bits", "group_size", "weight_block_size")
+        if words.get(key) is not None
+    ]
+    return f"{words.get('quant_method', 'an unnamed method')!r}" + (f" ({', '.join(details)})" if details else "")
+
+
+def accept(where: str, words: Mapping[str, Any] | None) -> Quantisation:
+    """Of config.json's `quantization_config`; `where` is for errors."""
+    if words is None:
+        return NONE
+    method = words.get("quant_method")
+    given = f"a checkpoint quantised with {describe(words)}"
+    if method not in METHODS:
+        raise InputError(where, given, "one of " + ", ".join(METHODS), "take another release of the model")
+    for wrong, expected in _oddities(str(method), words):
+        raise InputError(where, f"{given} and {wrong}", expected, "take another release of the model")
+    return Quantisation(str(method), 8 if words.get("checkpoint_format") == "gptq_v2" else 7)
+
+
+def _oddities(method: str, words: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(what cannot be read, what could be)."""
+    if method == "gptq":
+        if words.get("bits") != 4:
+            yield f"bits {words.get('bits')}", "bits 4"
+        if words.get("desc_act"):
+            yield "desc_act true (columns in order of activation)", "desc_act false"
+        if words.get("sym") is False:
+            yield "sym false", "symmetric weights"
+        form = words.get("checkpoint_format", "gptq")
+        if form not in ("gptq", "gptq_v2"):
+            yield f"checkpoint_format {form!r}", "'gptq' or 'gptq_v2'"
+    if method == "fp8" and words.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        yield f"fmt {words['fmt']!r}", "'e4m3'"
+    if method == "compressed-tensors":
+        if words.get("format", "dense") not in FORMATS:
+            yield f"format {words['format']!r}", "one of " + ", ".join(sorted(FORMATS))
+        groups = words.get("config_groups")
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if not isinstance(weights, Mapping):
+                continue
+            if weights.get("symmetric") is False:
+                yield "symmetric false", "symmetric weights"
+            if weights.get("actorder") in ("group", "GROUP", True):
+                yield f"actorder {weights['actorder']!r}", "columns in their own order"
