@@ -1,0 +1,170 @@
+"""The one-pass decoder in Triton: a program takes 16 outputs by 128 of K of one expert from packed bytes to bf16.
+
+Codes are read as 32-bit words (16-bit for bf16), of which a tile's 512 values share a few, so that the loads of a warp
+fall into one or two lines; headers are read through views of the same buffer in their own types. Formats are told
+apart by a number at compile time. K-quants are left to torch (`decode_plain`): their value is a product and a
+difference, and the compiler may fuse the two into another number.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktransformers.place.gpu.layout import TILE_BYTES, Format, Matrix
+
+COLUMNS = 128  # of K that a program takes
+# How codes become numbers, and how the scale is written.
+BF16, INT8, INT4, E4M3, E2M1 = (tl.constexpr(number) for number in range(5))
+FLOAT, E8M0, NESTED = (tl.constexpr(number) for number in range(3))
+KINDS = {
+    "bf16": (BF16, FLOAT),
+    "int8": (INT8, FLOAT),
+    "int4": (INT4, FLOAT),
+    "fp8": (E4M3, FLOAT),
+    "mxfp8": (E4M3, E8M0),
+    "mxfp4": (E2M1, E8M0),
+    "nvfp4": (E2M1, NESTED),
+    "q8_0": (INT8, FLOAT),
+    "q4_0": (INT4, FLOAT),
+}
+SCALES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
+
+
+@triton.jit
+def _from_e4m3(code):
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    value = tl.where((code & 127) == 127, float("nan"), value)
+    return tl.where((code & 128) != 0, -value, value)
+
+
+@triton.jit
+def _from_e2m1(code):
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
+    return tl.where((code & 8) != 0, -value, value)
+
+
+@triton.jit
+def _from_e8m0(code):
+    bits = code.to(tl.int32)
+    bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode(
+    words,  # the buffer as int32, or int16 for bf16
+    scales,  # the buffer in the type of the scales
+    factors,  # and as float32
+    slots,
+    out,
+    expert_bytes,
+    block_bytes,
+    strip_at,  # of this half, within the block
+    codes_at,  # within the strip
+    spans_at,
+    block_rows,
+    first_row,  # of this half in the output
+    half_rows,  # rows of this half, all blocks together
+    columns,
+    out_rows,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    place, block, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    slot = tl.load(slots + place).to(tl.int64)
+    base = slot * expert_bytes + block.to(tl.int64) * block_bytes + strip_at
+    n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = k < columns
+    tile, step = k // 32, (k % 32) // 2
+    if CODE == BF16:
+        at = base // 2 + tile * 1024 + step * 32 + n * 2 + k % 2
+        value = tl.load(words + at, mask=inside & (n < 16), other=0).to(tl.bfloat16, bitcast=True)
+    else:
+        bit = step * BITS
+        at = (base + codes_at) // 4 + tile * (16 * BITS) + (bit // 32) * 32 + n * 2 + k % 2
+        code = (tl.load(words + at, mask=inside & (n < 16), other=0) >> (bit % 32)) & ((1 << BITS) - 1)
+        if CODE == INT8:
+            number = tl.where(code > 127, code - 256, code).to(tl.float32)
+        elif CODE == INT4:
+            number = (code - 8).to(tl.float32)
+        elif CODE == E4M3:
+            number = _from_e4m3(code)
+        else:
+            number = _from_e2m1(code)
+        entry = n if ENTRIES == 16 else n * 0
+        span = k // SPAN if SPAN > 0 else k * 0
+        if SCALE == NESTED:
+            sub = span * 32 + ((k % SPAN) // 16) * 16
+            inner = tl.load(scales + base + spans_at + sub + n, mask=inside & (n < 16), other=0)
+            scale = _from_e4m3(inner.to(tl.int32)) * tl.load(factors + base // 4)
+        else:
+            where = (base + spans_at) // SCALE_BYTES + span * ENTRIES + entry
+            raw = tl.load(scales + where, mask=inside & (n < 16), other=0)
+            scale = _from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
+        value = (number * scale).to(tl.bfloat16)
+    row = block * block_rows + n
+    target = out + (place * out_rows + first_row + row) * columns + k
+    tl.store(target, value, mask=inside & (row < half_rows))
+
+
+def _kind(form: Format) -> tuple[Any, Any] | None:
+    return KINDS.get(form.spec.partition(":")[0])
+
+
+def knows(matrix: Matrix) -> bool:
+    return all(_kind(form) is not None for form in matrix.formats)
+
+
+def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
+    """As `decode.decode` says. The last half block may hold fewer rows than a whole one."""
+    flat = packed.view(-1)
+    for half in range(2):
+        form = matrix.formats[half]
+        kind = _kind(form)
+        assert kind is not None
+        strip = matrix.strip(half)
+        field = (form.fields or form.row)[0] if not matrix.plain else None
+        scales = flat.view(SCALES[field.kind]) if field is not None else flat
+        first = half * matrix.half_rows
+        rows = matrix.rows if matrix.paired else matrix.rows - first
+        grid = (-(-matrix.columns // COLUMNS), matrix.blocks, slots.shape[0])
+        launch: Any = _decode[grid]
+        launch(
+            flat.view(torch.int16 if matrix.plain else torch.int32),
+            scales,
+            flat if matrix.plain else flat.view(torch.float32),
+            slots,
+            out,
+            matrix.expert_bytes,
+            matrix.block_bytes,
+            half * TILE_BYTES if matrix.plain else matrix.strip_at(half),
+            0 if matrix.plain else strip.codes_at,
+            0 if matrix.plain else strip.row_bytes if form.span else 0,
+            matrix.block_rows,
+            first,
+            rows,
+            matrix.columns,
+            matrix.out_rows,
+            CODE=kind[0],
+            SCALE=kind[1],
+            BITS=form.bits,
+            SPAN=form.span,
+            ENTRIES=1 if field is not None and field.shared else 16,
+            SCALE_BYTES=scales.element_size(),
+            WIDTH=COLUMNS,
+        )
