@@ -1,0 +1,311 @@
+"""Models of real layer shapes for `train_e2e.py`, made in memory from random numbers, and the three ways to train one.
+
+`kt` has its experts in host memory, computed by the CPU, and the rest on the device; `gpu` is the stock model wholly on
+the device; `fsdp` is the stock model under torch's FSDP2 with `CPUOffloadPolicy`, whose parameters lie in pinned host
+memory and come to the device a layer at a time. All three get the same LoRA by stock PEFT, the same checkpointing and
+the same optimizer; nothing is written to disk.
+
+The surprising decision: the experts of all layers hold the same numbers. One layer of random bytes is made and every
+layer is packed or copied from it, because 30 GB of fresh random numbers take longer than the measurement; the speed of
+a product does not depend on the numbers, and the routers differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+VARIANTS = ("kt", "gpu", "fsdp")
+POOL = 4_000_037  # random numbers that all weights are taken from; a prime
+CARDS = Path(__file__).resolve().parents[1] / "src" / "ktransformers" / "place" / "models"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how; `published` are figures to print beside ours."""
+
+    name: str
+    config: dict[str, Any]
+    attention: tuple[str, ...]  # the linear modules that get LoRA, besides the routed experts
+    layers: int
+    vocabulary: int
+    length: int = 512  # of a sequence
+    rank: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    tokens: tuple[int, ...] = (512, 2048, 8192)  # of a step
+    accumulate: tuple[int, ...] = (1,)  # steps are measured in one piece, and cut into so many
+    variants: tuple[str, ...] = VARIANTS
+    loss_rows: int = 0  # rows of logits that exist at a time; 0: all, as in the stock model
+    published: tuple[str, ...] = ()
+
+
+def _card(name: str) -> dict[str, Any]:
+    """The shapes of a model that ships with the planner."""
+    words: dict[str, Any] = json.loads((CARDS / f"{name}.json").read_text())["config"]
+    return {key: value for key, value in words.items() if key != "torch_dtype"}
+
+
+def _tiny(model_type: str) -> dict[str, Any]:
+    """Everything small, for tests."""
+    return {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if model_type == "deepseek_v2" else 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+
+
+_QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LATENT = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_ROUTED = {
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+}
+
+
+@functools.cache
+def recipes() -> dict[str, Recipe]:
+    """By name. The vocabulary of the first is small on purpose: an output layer is the same work for everybody."""
+    return {
+        recipe.name: recipe
+        for recipe in (
+            Recipe("qwen3-30b", {**_card("qwen3-30b-a3b"), "norm_topk_prob": True}, _QKVO, layers=8, vocabulary=4096),
+            Recipe(
+                "dsv2-lite",
+                {**_card("deepseek-v2-lite"), **_ROUTED},
+                _LATENT,
+                layers=27,
+                vocabulary=102400,
+                alpha=32,
+                dropout=0.1,
+                tokens=(8192,),
+                accumulate=(16, 1),
+                variants=("kt",),
+                loss_rows=1024,
+                published=("530.38 tokens/s, 6.08 GB GPU", "227.6 tokens/s, 30 GB host"),
+            ),
+            Recipe("tiny", _tiny("qwen3_moe"), _QKVO, layers=2, vocabulary=128, length=32, tokens=(32, 64)),
+            Recipe(
+                "tiny-latent",
+                {**_tiny("deepseek_v2"), **_ROUTED},
+                _LATENT,
+                layers=2,
+                vocabulary=128,
+                length=32,
+                alpha=32,
+                dropout=0.1,
+                tokens=(64,),
+                accumulate=(2, 1),
+                variants=("kt",),
+                loss_rows=24,
+                published=("1 token/s",),
+            ),
+        )
+    }
+
+
+def _blank(recipe: Recipe, device: torch.device, experts: str) -> Any:
+    """The stock model in bf16, its memory not yet written to."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    words = {**recipe.config, "num_hidden_layers": recipe.layers, "vocab_size": recipe.vocabulary}
+    config = AutoConfig.for_model(words.pop("model_type"), **words, use_cache=False, pad_token_id=None)
+    with no_init_weights(), torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation=experts)
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def _scatter(parameter: torch.Tensor, pool: torch.Tensor, start: int) -> None:
+    """Normal numbers from the pool, again and again; its length is no multiple of a row's, so rows differ."""
+    flat = parameter.view(-1)
+    place = 0
+    while place < flat.numel():
+        piece = pool[start : start + flat.numel() - place]
+        flat[place : place + piece.numel()] = piece
+        place, start = place + piece.numel(), 0
+    parameter.mul_(parameter.shape[-1] ** -0.5)
+
+
+def _fill(model: nn.Module, device: torch.device) -> None:
+    """Norms 1, other vectors 0, matrices normal; those of a layer's experts from the first layer's."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    pool = torch.randn(POOL, generator=generator, device=device).to(torch.bfloat16)
+    made: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for place, (name, parameter) in enumerate(model.named_parameters()):
+            role = name.rpartition(".")[2]
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if role == "weight" else 0.0)
+            elif not _is_expert(name) or role not in made:
+                _scatter(parameter, pool, place * 997 % POOL)
+                made[role] = parameter
+            elif parameter.data_ptr() != made[role].data_ptr():
+                parameter.copy_(made[role])
+
+
+def _share_experts(model: nn.Module) -> None:
+    """Every layer's experts become views of the first layer's, so that packing needs one layer of memory, not all."""
+    first: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if _is_expert(name):
+            parameter.data = first.setdefault(name.rpartition(".")[2], parameter.data)
+
+
+def _adapt(model: Any, recipe: Recipe) -> Any:
+    """Stock PEFT on attention and routed experts; adapters in float32, as PEFT makes them for a bf16 model."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    peft = get_peft_model(
+        model,
+        LoraConfig(
+            r=recipe.rank,
+            lora_alpha=recipe.alpha,
+            target_modules=list(recipe.attention),
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        ),
+    )
+    if recipe.dropout:  # PEFT refuses it in the configuration, because it knows none on parameters
+        for layer in peft.modules():
+            drops = getattr(layer, "lora_dropout", None)
+            if isinstance(drops, torch.nn.ModuleDict) and "default" in drops and not hasattr(layer, "parameter_name"):
+                drops["default"] = torch.nn.Dropout(recipe.dropout)
+    return peft
+
+
+def _keep_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    ours = getattr(operator, "namespace", "") == "ktransformers"
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint(peft: Any, retain: bool) -> None:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if retain:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_experts)
+    peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    peft.enable_input_require_grads()
+
+
+def _build_kt(recipe: Recipe, device: torch.device, activation: str) -> Any:
+    import torch
+
+    from ktransformers.nn import attach, set_lora_dropout
+
+    host = torch.device("cpu")
+    model = _blank(recipe, host, "eager")
+    _share_experts(model)
+    _fill(model, host)
+    attach(model, free=True)
+    model.to(device)
+    peft = _adapt(model, recipe)
+    if recipe.dropout:
+        set_lora_dropout(peft, recipe.dropout)
+    _checkpoint(peft, activation == "retain")
+    return peft
+
+
+def _build_gpu(recipe: Recipe, device: torch.device, activation: str) -> Any:
+    model = _blank(recipe, device, "grouped_mm")
+    _fill(model, device)
+    peft = _adapt(model, recipe)
+    _checkpoint(peft, False)
+    return peft
+
+
+def _build_fsdp(recipe: Recipe, device: torch.device, activation: str) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    host = torch.device("cpu")
+    model = _blank(recipe, host, "grouped_mm")
+    _fill(model, host)
+    peft = _adapt(model, recipe)
+    _checkpoint(peft, False)
+    mesh = init_device_mesh(device.type, (1,))
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=offload)
+    fully_shard(peft, mesh=mesh, offload_policy=offload)
+    return peft
+
+
+BUILD = {"kt": _build_kt, "gpu": _build_gpu, "fsdp": _build_fsdp}
+
+
+def build(variant: str, recipe: Recipe, device: torch.device, activation: str) -> Any:
+    """A PEFT model in training mode, ready for a step on `device`."""
+    return BUILD[variant](recipe, device, activation).train()
+
+
+def loss_of(peft: Any, batch: torch.Tensor, rows: int) -> torch.Tensor:
+    """The mean cross entropy of the next token; with `rows`, so many rows of logits exist at a time."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if not rows:
+        whole: torch.Tensor = peft(input_ids=batch, labels=batch).loss
+        return whole
+    stock = peft.get_base_model()
+    hidden = stock.model(input_ids=batch).last_hidden_state[:, :-1].flatten(0, 1)
+    wanted = batch[:, 1:].flatten()
+
+    def part(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(stock.lm_head(states).float(), labels, reduction="sum")
+
+    parts = [
+        checkpoint(part, states, labels, use_reentrant=False)
+        for states, labels in zip(hidden.split(rows), wanted.split(rows), strict=True)
+    ]
+    return torch.stack(parts).sum() / wanted.numel()  # type: ignore[arg-type]
+
+
+def expert_layers(peft: Any) -> list[nn.Module]:
+    """What computes the routed experts of each layer, PEFT's part of it included."""
+    blocks = (layer.mlp for layer in peft.get_base_model().model.layers)
+    return [block.experts for block in blocks if hasattr(block, "experts")]
+
+
+def attention_layers(peft: Any) -> list[nn.Module]:
+    return [layer.self_attn for layer in peft.get_base_model().model.layers]

@@ -1,0 +1,378 @@
+"""Whole training steps of a model with LoRA on attention and experts: ours beside what a user would do without us.
+
+    python bench/train_e2e.py --models qwen3-30b --tokens 512,2048,8192 --json e2e.json
+
+A step is forward, backward (non-reentrant checkpointing) and AdamW on random tokens in sequences of 512, under bf16
+autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on the CPU; `gpu`, the stock model wholly
+on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. Each variant runs in a process of its own, so that no
+peak is another's. The seconds are the median of steps that nothing interrupts; where they go is told by one more step,
+in which the device is waited for at every border. Without a GPU everything runs on the CPU (for tests).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from e2e_models import VARIANTS, Recipe, attention_layers, build, expert_layers, loss_of, recipes
+from timing import Table, Watch, describe_machine, print_last_line, save, spread
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+POLICIES = ("cpu", "stream", "auto")
+PLACE = "KT_PLACE"  # how the child learns the policy
+PARTS = ("experts_forward", "experts_backward", "experts_again", "attention", "optimizer", "rest")
+GIB = 1 << 30
+PROBE = 64 << 20  # bytes of pinned memory, to see whether RSS counts them
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in words(text)]
+
+    known = recipes()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=words, default=["qwen3-30b", "dsv2-lite"], help=f"of {', '.join(known)}")
+    parser.add_argument("--variants", type=words, default=[], help=f"of {', '.join(VARIANTS)}; default: the model's")
+    parser.add_argument("--tokens", type=numbers, default=[], help="of a step; default: the model's")
+    parser.add_argument("--accumulate", type=numbers, default=[], help="pieces that a step is cut into")
+    parser.add_argument("--layers", type=int, default=0, help="of the model; default: the recipe's")
+    parser.add_argument("--policy", choices=POLICIES, default="cpu", help="where `kt` computes experts")
+    parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
+    parser.add_argument("--seconds-per-cell", type=float, default=6.0, help="of timed steps, three of them at least")
+    parser.add_argument("--longest", type=float, default=400.0, help="seconds that a variant's process may take")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name in args.models:
+        if name not in known:
+            parser.error(f"--models: no model {name!r}; there are {', '.join(known)}")
+    for name in args.variants:
+        if name not in VARIANTS:
+            parser.error(f"--variants: no variant {name!r}; there are {', '.join(VARIANTS)}")
+    for name in args.models:
+        length = known[name].length
+        if any(tokens < length or tokens % length for tokens in args.tokens):
+            parser.error(f"--tokens: {name} has sequences of {length}, so expected multiples of {length}")
+    if args.policy != "cpu":
+        from ktransformers.env import VARIABLES
+
+        if PLACE not in {variable.name for variable in VARIABLES}:
+            parser.error(f"--policy: this build computes experts on the CPU alone ({PLACE} is not known to it)")
+    return args
+
+
+def host_bytes(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class Peaks:
+    """Memory of this process since `reset`. The driver maps pinned memory in a way that RSS may not count; whether it
+    does is tried once, and where it does not, what torch's pinned allocator holds is added."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._gpu = device.type == "cuda"
+        self._uncounted = False
+        if self._gpu:
+            before = host_bytes("VmRSS")
+            probe = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True).fill_(1)
+            self._uncounted = host_bytes("VmRSS") - before < PROBE // 2
+            del probe  # the allocator keeps it for what is pinned later
+
+    def reset(self) -> None:
+        import torch
+
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        if self._gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def _pinned(self) -> int:
+        import torch
+
+        if not self._gpu or not self._uncounted:
+            return 0
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+    def read(self) -> dict[str, float]:
+        import torch
+
+        gpu = self._gpu
+        return {
+            "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if gpu else 0.0,
+            "gpu_reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0,
+            "host_peak_gib": (host_bytes("VmHWM") + self._pinned()) / GIB,
+            "host_pinned_apart_gib": self._pinned() / GIB,
+        }
+
+
+class Clock:
+    """Seconds between borders that hooks set around modules, in both directions; waits for the device at each.
+
+    A module's input passes through a view of its own, whose gradient is complete when the module's backward has ended;
+    that of the output is complete when it begins. What runs again under checkpointing is told apart by a flag.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.in_backward = False
+        self._handles: list[Any] = []
+        self._begun = 0.0
+
+    def now(self) -> float:
+        self._wait()
+        return time.perf_counter()
+
+    def add(self, part: str, begun: float) -> None:
+        self.seconds[part] += self.now() - begun
+
+    def watch(self, module: nn.Module, forward: str, again: str, backward: str) -> None:
+        import torch
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if torch.is_grad_enabled() and hidden.requires_grad:
+                hidden = hidden.view_as(hidden)
+                hidden.register_hook(lambda gradient: self.add(backward, self._begun))
+            self._begun = self.now()
+            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.add(again if self.in_backward else forward, self._begun)
+            self._begun = self.now()  # what runs again does so inside a backward that had begun
+            first = output[0] if isinstance(output, tuple) else output
+            if first is not None and first.requires_grad:  # None: recomputation has all it needs, and stopped
+                first.register_hook(self._start)
+
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _start(self, gradient: torch.Tensor) -> None:
+        self._begun = self.now()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class Trainer:
+    """One model in training: steps of a count of tokens, cut into pieces."""
+
+    def __init__(self, variant: str, recipe: Recipe, activation: str) -> None:
+        import torch
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.recipe = recipe
+        self.peaks = Peaks(self.device)
+        begun = time.perf_counter()
+        self.model = build(variant, recipe, self.device, activation)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.built = {
+            "build_s": time.perf_counter() - begun,
+            "build_host_peak_gib": self.peaks.read()["host_peak_gib"],
+            "trained_parameters": sum(parameter.numel() for parameter in trained),
+            "torch_threads": torch.get_num_threads(),
+        }
+        self._generator = torch.Generator().manual_seed(1)
+
+    def batches(self, tokens: int, pieces: int) -> list[torch.Tensor]:
+        import torch
+
+        rows = tokens // self.recipe.length
+        made = torch.randint(self.recipe.vocabulary, (rows, self.recipe.length), generator=self._generator)
+        return list(made.to(self.device).chunk(pieces))
+
+    def step(self, batches: list[torch.Tensor], clock: Clock | None = None) -> float:
+        """The loss; the optimizer has moved when it is back."""
+        import torch
+
+        total = 0.0
+        for batch in batches:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                loss = loss_of(self.model, batch, self.recipe.loss_rows) / len(batches)
+            if clock:
+                clock.in_backward = True
+            loss.backward()
+            if clock:
+                clock.in_backward = False
+            total += loss.item()
+        begun = clock.now() if clock else 0.0
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if clock:
+            clock.add("optimizer", begun)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return total
+
+    def measure(self, tokens: int, pieces: int, seconds: float) -> dict[str, Any]:
+        batches = self.batches(tokens, pieces)
+        losses = [self.step(batches)]
+        self.peaks.reset()
+        losses.append(self.step(batches))
+        taken: list[float] = []
+        watch = Watch()
+        while len(taken) < 3 or sum(taken) < seconds:
+            begun = time.perf_counter()
+            losses.append(self.step(batches))
+            taken.append(time.perf_counter() - begun)
+        foreign = watch.foreign()
+        peaks = self.peaks.read()
+        whole, parts = self.profile(batches)
+        step_s = statistics.median(taken)
+        cell = {"tokens": tokens, "pieces": pieces, "step_s": step_s, "tokens_per_s": tokens / step_s}
+        return {
+            **cell,
+            **peaks,
+            "reps": len(taken),
+            "spread": spread(taken),
+            "foreign": foreign,
+            "losses": [losses[0], losses[-1]],
+            "profiled_s": whole,
+            "parts": parts,
+        }
+
+    def profile(self, batches: list[torch.Tensor]) -> tuple[float, dict[str, float]]:
+        """One step by the clock: seconds in all, and of each part."""
+        clock = Clock(self.device)
+        for module in expert_layers(self.model):
+            clock.watch(module, "experts_forward", "experts_again", "experts_backward")
+        for module in attention_layers(self.model):
+            clock.watch(module, "attention", "attention", "attention")
+        begun = clock.now()
+        self.step(batches, clock)
+        whole = clock.now() - begun
+        clock.close()
+        clock.seconds["rest"] = whole - sum(clock.seconds.values())
+        return whole, clock.seconds
+
+
+def child(args: argparse.Namespace, recipe: Recipe) -> int:
+    """Measures one variant; every cell is a line of JSON."""
+    import warnings
+
+    import torch
+
+    warnings.filterwarnings("ignore")
+    (variant,) = args.variants
+    trainer = Trainer(variant, recipe, args.activation)
+    for tokens in args.tokens:
+        for pieces in args.accumulate:
+            if pieces <= tokens // recipe.length:
+                cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
+                print(json.dumps({**cell, **trainer.built}), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+class Bench:
+    """The parent: starts a process for each variant, prints a row for each of its cells."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        self.args = args
+        self.failed = False
+        machine = describe_machine()
+        machine["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine, "models": {}, "cells": []}
+        print(f"{machine['cpu']}: {machine['cpus']} CPUs; GPU: {machine['gpu'] or 'none'}")
+        heads = ["model", "variant", "tokens", "pieces", "s/step", "tokens/s", "GPU GiB", "host GiB"]
+        heads += ["fwd", "bwd", "again", "attn", "optim", "rest"]
+        self.table = Table(heads, [10, 7, 6, 6, 8, 8, 7, 8, 7, 7, 7, 7, 7, 7])
+
+    def note(self, text: str) -> None:
+        self.failed = True
+        self.document.setdefault("notes", []).append(text)
+        print(f"    ! {text}", flush=True)
+
+    def add(self, cell: dict[str, Any]) -> None:
+        self.document["cells"].append(cell)
+        row = [cell["model"], cell["variant"], str(cell["tokens"]), str(cell["pieces"])]
+        row += [f"{cell['step_s']:.3f}", f"{cell['tokens_per_s']:.0f}"]
+        row += [f"{cell['gpu_peak_gib']:.2f}", f"{cell['host_peak_gib']:.2f}"]
+        row += [f"{cell['parts'][part]:.3f}" for part in PARTS]
+        self.table.row(row)
+        if self.args.json:
+            save(self.document, self.args.json)
+
+    def run(self) -> None:
+        for name in self.args.models:
+            recipe = recipes()[name]
+            layers = self.args.layers or recipe.layers
+            facts = {**dataclasses.asdict(recipe), "layers": layers, "activation": self.args.activation}
+            self.document["models"][name] = {key: value for key, value in facts.items() if key != "config"}
+            for variant in self.args.variants or recipe.variants:
+                self.measure(recipe, layers, variant)
+            for words in recipe.published:
+                print(f"    {name}, published for KTransformers: {words}", flush=True)
+
+    def measure(self, recipe: Recipe, layers: int, variant: str) -> None:
+        def commas(numbers: Any) -> str:
+            return ",".join(map(str, numbers))
+
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", "--models", recipe.name]
+        command += ["--variants", variant, "--layers", str(layers), "--activation", self.args.activation]
+        command += ["--tokens", commas(self.args.tokens or recipe.tokens), "--policy", self.args.policy]
+        command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
+        command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
+        env = {**os.environ, **({PLACE: self.args.policy} if self.args.policy != "cpu" else {})}
+        named = {"model": recipe.name, "variant": variant, "layers": layers, "policy": self.args.policy}
+        with tempfile.TemporaryFile("w+") as complaints:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=env)
+            assert process.stdout is not None
+            stop = threading.Timer(self.args.longest, process.kill)
+            stop.start()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    self.add({**named, **json.loads(line)})
+            status = process.wait()
+            stop.cancel()
+            if status:
+                complaints.seek(0)
+                sys.stderr.write(complaints.read())
+                why = (
+                    f"stopped after {self.args.longest:.0f} s" if status == -signal.SIGKILL else f"exit status {status}"
+                )
+                self.note(f"{recipe.name}, {variant}: {why}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.child:
+        recipe = dataclasses.replace(recipes()[args.models[0]], layers=args.layers)
+        return child(args, recipe)
+    bench = Bench(args)
+    bench.run()
+    print_last_line(bench.document)
+    return 1 if bench.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The bench of whole steps runs on the CPU alone with tiny shapes, prints a table and ends with the JSON document.
+
+No speed is judged. What must hold: the three variants train the same model (their losses agree), the parts of a step
+add up to it, and the recipes have the shapes of the models that they are named after.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+PARTS = {"experts_forward", "experts_backward", "experts_again", "attention", "optimizer", "rest"}
+
+
+def run_bench(*options: str, status: int = 0) -> tuple[list[str], dict[str, Any]]:
+    """Lines of the table, and the document of the last line."""
+    command = [sys.executable, str(BENCH / "train_e2e.py"), "--seconds-per-cell", "0.05", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    *table, last = done.stdout.splitlines()
+    return table, json.loads(last)
+
+
+def check(cell: dict[str, Any]) -> None:
+    assert 0 < cell["step_s"] < math.inf and cell["reps"] >= 3
+    assert cell["tokens_per_s"] == pytest.approx(cell["tokens"] / cell["step_s"], rel=1e-4)
+    assert cell["parts"].keys() == PARTS
+    assert sum(cell["parts"].values()) == pytest.approx(cell["profiled_s"], rel=1e-3)
+    assert cell["parts"]["rest"] > 0, "parts overlap"
+    assert cell["parts"]["experts_forward"] > 0 and cell["parts"]["experts_backward"] > 0
+    assert 0.05 < cell["host_peak_gib"] < 8 and cell["gpu_peak_gib"] >= 0
+
+
+def test_variants_train_the_same_model(tmp_path: Path) -> None:
+    table, document = run_bench("--models", "tiny", "--tokens", "64", "--json", str(tmp_path / "e2e.json"))
+    assert document == json.loads((tmp_path / "e2e.json").read_text())
+    assert document["bench"] == "train_e2e" and "notes" not in document
+    cells = {cell["variant"]: cell for cell in document["cells"]}
+    assert list(cells) == ["kt", "gpu", "fsdp"]
+    for cell in cells.values():
+        check(cell)
+        assert cell["losses"] == pytest.approx(cells["gpu"]["losses"], rel=5e-3)
+        assert cell["losses"][1] < cell["losses"][0]
+        assert cell["trained_parameters"] == cells["kt"]["trained_parameters"]
+    # Rank 8 on q, k, v, o and on gate_up and down of eight experts, in two layers.
+    attention = 8 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))
+    assert cells["kt"]["trained_parameters"] == 2 * (attention + 8 * 8 * ((64 + 64) + (32 + 64)))
+    assert [line.split()[1] for line in table if line.startswith("tiny ")] == list(cells)
+
+
+def test_the_headline_recipe_in_small() -> None:
+    """Latent attention, dropout, a dense first layer, a loss in pieces, accumulation."""
+    table, document = run_bench("--models", "tiny-latent", "--activation", "recompute")
+    assert [(cell["tokens"], cell["pieces"]) for cell in document["cells"]] == [(64, 2), (64, 1)]
+    for cell in document["cells"]:
+        check(cell)
+        assert cell["parts"]["experts_again"] > 0
+    assert document["models"]["tiny-latent"]["activation"] == "recompute"
+    assert any("published" in line and "1 token/s" in line for line in table)
+
+
+def test_recipes_have_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import e2e_models
+    import torch
+
+    for name, (layers, experts, gate_up) in {
+        "qwen3-30b": (8, 128, (128, 1536, 2048)),
+        "dsv2-lite": (27, 64, (64, 2816, 2048)),
+    }.items():
+        recipe = e2e_models.recipes()[name]
+        model = e2e_models._blank(recipe, torch.device("meta"), "eager")
+        found = [p for parameter, p in model.named_parameters() if parameter.endswith("experts.gate_up_proj")]
+        assert len(model.model.layers) == layers
+        assert {tuple(p.shape) for p in found} == {gate_up} and found[0].shape[0] == experts
+        assert recipe.rank == 8 and recipe.length == 512
+    lite = sum(p.numel() for p in model.parameters())
+    assert 15.6e9 < lite < 15.8e9  # as published
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--models", "huge"], ["huge", "qwen3-30b"]),
+        (["--variants", "zero3"], ["zero3", "fsdp"]),
+        (["--tokens", "500"], ["multiples of 512"]),
+    ],
+)
+def test_wrong_options_are_explained(options: list[str], words: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(BENCH / "train_e2e.py"), *options], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words)
