@@ -44,7 +44,8 @@ double PyPool::rate(const std::string& what, double seconds, int64_t threads, co
 
 PyExperts::PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
                      const std::string& activation, double limit, double alpha, const std::string& isa,
-                     const std::string& precision) {
+                     const std::string& precision, const std::string& gate_format, const std::string& up_format,
+                     const std::string& down_format) {
   LayerShape shape{in_range("num_experts", num_experts, 1, 1 << 16), in_range("hidden", hidden, 1, 1 << 20),
                    in_range("intermediate", intermediate, 1, 1 << 20), gated};
   Gate gate{word_of<Activation>("activation", activation, {"silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"}), gated,
@@ -55,9 +56,21 @@ PyExperts::PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, in
   if (oai && !gated) refuse_value("gated", "False", "True with activation \"swiglu_oai\"");
   if (oai ? !(alpha > 0) || std::isinf(alpha) : alpha != 0)
     refuse_value("alpha", std::to_string(alpha), oai ? "more than 0" : "0 unless activation is \"swiglu_oai\"");
+  LayerFormats formats{format_of("gate_format", gate_format), format_of("up_format", up_format),
+                       format_of("down_format", down_format)};
+  if (gated && formats.gate.is_tiles() != formats.up.is_tiles())
+    refuse_value("gate_format", gate_format, "a format of the same kind as up's, " + up_format,
+                 "bf16 for both, or for neither");
   const KernelTable& table = table_for(isa, word_of<Precision>("precision", precision, {"bf16", "f32", "f64"}));
   nb::gil_scoped_release released;
-  experts = std::make_shared<Experts>(shape, gate, table, pool.engine);
+  experts = std::make_shared<Experts>(shape, gate, table, pool.engine, formats);
+}
+
+// Of codes, the first of three.
+static int64_t experts_in(nb::handle three) {
+  if (!nb::isinstance<nb::sequence>(three) || nb::len(three) != 3)
+    refuse_type("up", "no encoded matrix", "(codes, scales, tensor scale)");
+  return (int64_t)nb::cast<nb::ndarray<>>(three[0]).shape(0);
 }
 
 void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias,
@@ -81,11 +94,18 @@ void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle d
     }
     return SourceMatrix{{a.data(), dtype_of(a), a.stride(1), dims == 3 ? a.stride(2) : 0}, a.stride(0)};
   };
+  auto take_matrix = [&](const char* name, nb::handle given, const Format& format, int64_t rows, int64_t columns,
+                         const char* meaning) {
+    if (format.is_tiles() || given.is_none()) return take(name, given, 3, rows, columns, meaning);
+    if (!layer.count) layer.count = in_range("number of experts in up", experts_in(given), 1, s.experts);
+    return released_of(name, given, format, layer.count, rows, columns, alive);
+  };
   if (up.is_none()) refuse_type("up", "None", "a tensor");
   if (down.is_none()) refuse_type("down", "None", "a tensor");
-  layer.up = take("up", up, 3, s.intermediate, s.hidden, "experts, intermediate, hidden");
-  layer.gate = take("gate", gate, 3, s.intermediate, s.hidden, "experts, intermediate, hidden");
-  layer.down = take("down", down, 3, s.hidden, s.intermediate, "experts, hidden, intermediate");
+  const LayerFormats& formats = experts->weights().formats();
+  layer.up = take_matrix("up", up, formats.up, s.intermediate, s.hidden, "experts, intermediate, hidden");
+  layer.gate = take_matrix("gate", gate, formats.gate, s.intermediate, s.hidden, "experts, intermediate, hidden");
+  layer.down = take_matrix("down", down, formats.down, s.hidden, s.intermediate, "experts, hidden, intermediate");
   layer.gate_bias = take("gate_bias", gate_bias, 2, s.intermediate, 0, "experts, intermediate");
   layer.up_bias = take("up_bias", up_bias, 2, s.intermediate, 0, "experts, intermediate");
   layer.down_bias = take("down_bias", down_bias, 2, s.hidden, 0, "experts, hidden");

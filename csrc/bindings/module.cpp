@@ -94,9 +94,43 @@ NB_MODULE(_core, m) {
 
   nb::class_<PyExperts>(m, "Experts")
       .def(nb::init<const PyPool&, int64_t, int64_t, int64_t, bool, const std::string&, double, double,
-                    const std::string&, const std::string&>(),
+                    const std::string&, const std::string&, const std::string&, const std::string&,
+                    const std::string&>(),
            "pool"_a, "num_experts"_a, "hidden"_a, "intermediate"_a, "gated"_a = true, "activation"_a = "silu",
-           "limit"_a = 0.0, "alpha"_a = 0.0, "isa"_a = "", "precision"_a = "bf16")
+           "limit"_a = 0.0, "alpha"_a = 0.0, "isa"_a = "", "precision"_a = "bf16", "gate_format"_a = "bf16",
+           "up_format"_a = "bf16", "down_format"_a = "bf16")
+      .def("adopt", &PyExperts::adopt, "gate_up"_a, "down"_a, "gate_up_bias"_a.none() = nb::none(),
+           "down_bias"_a.none() = nb::none())
+      .def("memory", [](nb::handle self) { return nb::cast<const PyExperts&>(self).memory(self); })
+      .def("decode", &PyExperts::decode, "matrix"_a, "expert"_a, "out"_a)
+      .def("layout",
+           [](const PyExperts& e) {
+             nb::dict all;
+             auto put = [&](const char* name, const BlockStore& store) {
+               nb::dict d;
+               d["blocks"] = store.blocks();
+               d["k_tiles"] = store.k_tiles();
+               d["block_bytes"] = store.block_bytes();
+               if (const Encoding* how = store.encoding()) {
+                 nb::list strips;
+                 for (const Strip& s : how->strip) {
+                   nb::dict strip;
+                   strip["headers"] = s.headers;
+                   strip["codes"] = s.codes;
+                   strip["bytes"] = s.bytes;
+                   strip["span_tiles"] = s.span_tiles;
+                   strip["span_bytes"] = s.span_bytes;
+                   strip["tile_bytes"] = s.tile_bytes;
+                   strips.append(strip);
+                 }
+                 d["strips"] = strips;
+               }
+               all[name] = d;
+             };
+             put("gate_up", e.experts->weights().up());
+             put("down", e.experts->weights().down());
+             return all;
+           })
       .def("pack", &PyExperts::pack, "first_expert"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
            "gate_bias"_a.none() = nb::none(), "up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
       .def("forward", &PyExperts::forward, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),

@@ -71,10 +71,13 @@ struct PyCall {
 
 struct PyExperts {
   std::shared_ptr<Experts> experts;
+  std::vector<Array> adopted;  // memory that the experts lie in
 
   PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
             const std::string& activation, double limit, double alpha, const std::string& isa,
-            const std::string& precision);
+            const std::string& precision, const std::string& gate_format, const std::string& up_format,
+            const std::string& down_format);
+  // A matrix is a tensor, or where its format is not bf16 the three of (codes, scales or None, tensor scale or None).
   void pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias, nb::handle up_bias,
             nb::handle down_bias);
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
@@ -84,6 +87,10 @@ struct PyExperts {
   void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,
                 nb::handle grad_weights, nb::handle skip, nb::handle keep, nb::handle adapter, nb::handle adapters,
                 nb::handle factors, double dropout, int64_t seed) const;
+  // formats.cpp
+  void adopt(nb::handle up, nb::handle down, nb::handle up_bias, nb::handle down_bias);
+  nb::dict memory(nb::handle self) const;  // packed bytes and biases; views of them where they lie in order
+  void decode(const std::string& matrix, int64_t expert, nb::handle out) const;
   PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                   nb::handle skip, nb::handle adapters) const;
 
@@ -93,6 +100,10 @@ struct PyExperts {
   char* bind_keep(nb::handle keep, Bound& bound) const;
   LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, Bound& bound) const;
 };
+
+Format format_of(const char* name, const std::string& text);
+SourceMatrix released_of(const char* name, nb::handle three, const Format& format, int64_t experts, int64_t rows,
+                         int64_t columns, std::vector<Array>& alive);
 
 const KernelTable& table_for(const std::string& isa, Precision precision = Precision::bf16);
 

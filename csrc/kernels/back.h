@@ -136,6 +136,26 @@ inline void turn_plain(const Transpose& t) {
   }
 }
 
+// Encoded blocks are decoded on the way, one k tile of one block at a time.
+template <class Isa, class Turn>
+inline void turn_encoded(const Transpose& t, const Turn& turn) {
+  alignas(64) char tiles[2 * Isa::tile_bytes];
+  const Encoding& e = *t.how;
+  for (int i = 0; i < t.count; i++) {
+    const char* block = t.in + (int64_t)i * (int64_t)t.in_stride;
+    for (int half = 0; half < 2 && i + kTurnAhead < t.count; half++) {
+      const Strip& s = e.strip[half];
+      const char* strip = block + kTurnAhead * (int64_t)t.in_stride + (half ? e.strip[0].bytes : 0);
+      const char *header = strip + s.headers + t.k_tile / s.span_tiles * s.span_bytes,
+                 *codes = strip + s.codes + t.k_tile * s.tile_bytes;
+      for (int at = 0; at < s.span_bytes; at += 64) __builtin_prefetch(header + at, 0, 2);
+      for (int at = 0; at < s.tile_bytes; at += 64) __builtin_prefetch(codes + at, 0, 2);
+    }
+    decode_block<Isa>(e, block, t.k_tile, 1, tiles);
+    turn({tiles, 0, 1, t.out + (int64_t)i * 2 * Isa::tile_bytes, nullptr, 0});
+  }
+}
+
 // The activation and its slope at g.
 template <class V, Activation A>
 inline V slope(V g, double alpha) {

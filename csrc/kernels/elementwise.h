@@ -19,6 +19,7 @@ struct Vec {
   typedef double f64 __attribute__((vector_size(W * 8)));
   typedef int32_t i32 __attribute__((vector_size(W * 4)));
   typedef uint32_t u32 __attribute__((vector_size(W * 4)));
+  typedef uint8_t u8 __attribute__((vector_size(W)));
   typedef uint16_t u16 __attribute__((vector_size(W * 2)));
   typedef uint16_t pairs __attribute__((vector_size(W * 4)));
   typedef uint64_t u64 __attribute__((vector_size(W * 4)));

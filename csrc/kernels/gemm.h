@@ -11,6 +11,7 @@
 #pragma once
 
 #include "kernels/elementwise.h"
+#include "kernels/formats.h"
 #include "kernels/pack.h"
 
 namespace kt {
@@ -34,6 +35,14 @@ inline Ahead share(const char* next, int pass, int passes, int k_tiles, int tile
   int all = 2 * tile_bytes / 64, lines = (all + passes - 1) / passes;
   if (!next || pass * lines >= all) return kNothingAhead;
   return {next + (int64_t)pass * lines * 64 * k_tiles, lines};
+}
+
+// The same for an encoded block of `bytes`.
+inline Ahead share_encoded(const char* next, int pass, int passes, int k_tiles, int64_t bytes) {
+  int lines = (int)ceil_div(bytes, 64ll * passes * k_tiles);
+  int64_t first = (int64_t)pass * lines * 64 * k_tiles;
+  if (!next || first >= bytes) return kNothingAhead;
+  return {next + first, lines};
 }
 
 // What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
@@ -155,12 +164,20 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
     p.rows = u.tiling.rows;
     const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : after;
     if (turned) next = nullptr;
+    const Encoding* how = nullptr;
+    if constexpr (requires { u.coded; }) how = u.coded.how;
+    if constexpr (requires { u.coded; })
+      if (how) {
+        decode_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
+        p.s.b = u.coded.decoded;
+      }
     for (int pass = 0; pass < passes; pass++) {
       p.tile = pass * kPassTiles;
       p.extras = u.extras;
       p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
       p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
-      p.ahead = share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
+      p.ahead = how ? share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
+                    : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
       if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
       Isa::multiply(p, unfinished);

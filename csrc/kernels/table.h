@@ -7,6 +7,7 @@
 // numbers that come one by one (routing weights, limits) cross it as double, which holds both.
 #pragma once
 
+#include "kernels/format.h"
 #include "types.h"
 
 namespace kt {
@@ -23,6 +24,14 @@ struct Stretch {
   size_t a_tile;  // bytes from one token tile to the next
   const char* b;  // weight block at the first k tile of this stretch
   int32_t k_tiles;
+};
+
+// Where a product reads encoded blocks: `base.b` is then a block's first byte, and k tiles from `k0` on are decoded
+// into `decoded` [k_tiles][2 tiles], block by block. `how` null: blocks are tiles.
+struct Coded {
+  const Encoding* how;
+  int32_t k0;
+  char* decoded;
 };
 
 // A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)
@@ -66,6 +75,7 @@ struct Up {
   Tiling tiling;
   int32_t live;
   Stretch base;        // b: block `block0`, all of K or a chunk of it
+  Coded coded;         // the blocks of base
   size_t block_bytes;  // from one block to the next
   int32_t block0, block1;
   const Extra* extra;  // [extras]
@@ -97,6 +107,7 @@ struct Down {
   Tiling tiling;
   int32_t live;
   Stretch base;
+  Coded coded;
   size_t block_bytes;
   int32_t block0, block1;
   const Extra* extra;  // in the first chunk
@@ -119,10 +130,20 @@ struct Down {
 // Blocks of a stored matrix turned around: out is one block of the transposed matrix, whose 32 outputs are the k tile
 // that `in` points to, and whose contraction runs over the outputs of `count` stored blocks.
 struct Transpose {
-  const char* in;    // [2 tiles] of the first block at that k tile
+  const char* in;    // [2 tiles] of the first block at that k tile; the block itself where it is encoded
   size_t in_stride;  // from one stored block to the next
   int32_t count;
-  char* out;  // [count][2 tiles]
+  char* out;            // [count][2 tiles]
+  const Encoding* how;  // null: tiles
+  int32_t k_tile;       // of encoded blocks
+};
+
+// k tiles of one encoded block, as [count][2 tiles].
+struct Decode {
+  const Encoding* how;
+  const char* block;
+  int32_t k0, count;
+  char* out;
 };
 
 // The way back through down and the activation, for blocks [block0, block1) of 32 intermediate columns each: the
@@ -216,6 +237,7 @@ struct KernelTable {
   void (*up)(const Up&);
   void (*down)(const Down&);
   void (*pack)(const Pack&);
+  void (*decode)(const Decode&);
   void (*transpose)(const Transpose&);
   void (*back)(const Back&);
   void (*outer)(const Outer&);

@@ -40,8 +40,8 @@ void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int3
   for (int g = 0; g < store.parts(); g++) {
     int32_t from = std::max(first, store.begin(g)), to = std::min(first + count, store.end(g));
     if (from >= to) continue;
-    experts_.kernels().transpose(
-        {store.at(expert, from, k_tile), store.block_bytes(), to - from, out + store.k_bytes(from - first)});
+    experts_.kernels().transpose({store.at(expert, from, k_tile), store.block_bytes(), to - from,
+                                  out + store.k_bytes(from - first), store.encoding(), k_tile});
   }
 }
 

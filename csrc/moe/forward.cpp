@@ -57,8 +57,9 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
       down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
-                   b + store.k_bytes(k), now};
-      const char* then = down.last ? after : b + store.k_bytes(k + now);
+                   b + store.offset(k), now};
+      down.coded = {store.encoding(), k, slice + plan_.decoded_at};
+      const char* then = down.last ? after : b + store.offset(k + now);
       down.next = tile + tiles == whole.tiles ? then : nullptr;
       experts_.kernels().down(down);
     });

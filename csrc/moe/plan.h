@@ -71,8 +71,9 @@ struct Plan {
   std::vector<std::vector<Lane>> lanes;  // [groups]
   // The workspace: panels between units and lanes, running sums, then one slice per thread.
   int64_t sums_at, threads_at, total_bytes;
-  // A slice: gathered panel, partial sums, scratch; backward also the kept rows of a unit and transposed blocks.
-  int64_t panel_bytes, partial_bytes, scratch_at, keep_at, turned_at;
+  // A slice: gathered panel, partial sums, scratch, a decoded block; backward also the kept rows of a unit and
+  // transposed blocks.
+  int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, turned_at;
   // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
   int64_t rank_at, rank_sums_at, rank_turned_at, thin_at, thread_bytes;
 };

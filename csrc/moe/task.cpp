@@ -11,8 +11,9 @@ namespace kt {
 
 constexpr int64_t kFetchWaiting = 256 << 10;  // bytes of weights that a waiting thread brings into L2
 
-Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine)
-    : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, kernels, engine_->pool) {}
+Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine,
+                 const LayerFormats& formats)
+    : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, formats, kernels, engine_->pool) {}
 
 Task::Task(const Experts& experts, const Batch& batch, Adapters adapters, Direction direction)
     : experts_(experts), batch_(batch), adapters_(std::move(adapters)), direction_(direction) {
@@ -213,13 +214,14 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     gather.k_tiles = now;
     kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
-    up.base = {slice, tile_bytes, b + store.k_bytes(k), now};
+    up.base = {slice, tile_bytes, b + store.offset(k), now};
+    up.coded = {store.encoding(), k, slice + plan_.decoded_at};
     up.first = k == 0;
     up.last = k + now == k_tiles;
     if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
     up.extra = extras.data();
     up.extras = up.last ? (int32_t)extras.size() : 0;
-    up.next = !up.last ? b + store.k_bytes(k + now) : next ? first_read(*next) : nullptr;
+    up.next = !up.last ? b + store.offset(k + now) : next ? first_read(*next) : nullptr;
     kernels.up(up);
   }
 }

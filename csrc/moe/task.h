@@ -27,7 +27,8 @@ struct Engine {
 
 class Experts {
  public:
-  Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine);
+  Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine,
+          const LayerFormats& formats = {});
 
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }

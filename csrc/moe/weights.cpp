@@ -38,16 +38,23 @@ BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t
       block_bytes_(block_distance(k_tiles, tile_bytes)),
       first_{0, blocks} {
   part_.emplace_back((size_t)experts * (size_t)blocks * block_bytes_);
+  base_.push_back(part_[0].data());
 }
 
 BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes, int32_t step,
-                       const Pool& pool)
+                       const Pool& pool, const Format (&half)[2])
     : blocks_(blocks), k_tiles_(k_tiles), tile_bytes_(tile_bytes), block_bytes_(block_distance(k_tiles, tile_bytes)) {
+  if (!half[0].is_tiles()) {
+    encoding_.emplace(half[0], half[1], k_tiles);
+    block_bytes_ = (size_t)encoding_->block_bytes();
+  }
   int groups = pool.groups();
   for (int g = 0; g <= groups; g++) first_.push_back((int32_t)((int64_t)(blocks / step) * g / groups) * step);
   first_.back() = blocks;
-  for (int g = 0; g < groups; g++)
+  for (int g = 0; g < groups; g++) {
     part_.emplace_back((size_t)experts * (size_t)(end(g) - begin(g)) * block_bytes_, pool.node_of(g));
+    base_.push_back(part_.back().data());
+  }
 }
 
 int BlockStore::group_of(int32_t block) const {
@@ -59,7 +66,7 @@ int BlockStore::group_of(int32_t block) const {
 const char* BlockStore::at(int32_t expert, int32_t block) const {
   int g = group_of(block);
   size_t index = (size_t)expert * (size_t)(end(g) - begin(g)) + (size_t)(block - begin(g));
-  return part_[g].data() + index * block_bytes_;
+  return base_[(size_t)g] + index * block_bytes_;
 }
 
 size_t BlockStore::bytes() const {
@@ -116,17 +123,29 @@ class PackJob : public Job {
     p.k = shape_.hidden;
     p.k_tiles = up_.k_tiles();
     p.out = up_.at(source_.first + expert, block);
-    kernels_.pack(p);
+    pack_block(p, shape_.gated ? source_.gate : source_.up, source_.up, expert, up_.encoding());
   }
 
   void pack_down(int32_t expert, int32_t block) {
     Source down = of_expert(source_.down, expert);
-    kernels_.pack({{down, down},
-                   {block * kBlockN, block * kBlockN + kTileN},
-                   shape_.hidden,
-                   shape_.intermediate,
-                   down_.k_tiles(),
-                   down_.at(source_.first + expert, block)});
+    Pack p{{down, down},    {block * kBlockN, block * kBlockN + kTileN}, shape_.hidden, shape_.intermediate,
+           down_.k_tiles(), down_.at(source_.first + expert, block)};
+    pack_block(p, source_.down, source_.down, expert, down_.encoding());
+  }
+
+  void pack_block(const Pack& p, const SourceMatrix& first, const SourceMatrix& second, int32_t expert,
+                  const Encoding* encoding) {
+    if (!encoding) return kernels_.pack(p);
+    char* strip = p.out;
+    for (int half = 0; half < 2; half++) {
+      const SourceMatrix& m = half ? second : first;
+      Released r = m.released;
+      r.codes += expert * m.codes_stride;
+      if (r.scales) r.scales += expert * m.scales_stride;
+      if (r.tensor) r.tensor += expert;
+      pack_strip(encoding->format[half], r, p.n0[half], p.n_valid, p.k, p.k_tiles, strip);
+      strip += encoding->strip[half].bytes;
+    }
   }
 
   const SourceLayer& source_;
@@ -145,14 +164,15 @@ Real bias_at(const SourceMatrix& m, int32_t expert, int32_t n) {
 }
 }  // namespace
 
-Weights::Weights(const LayerShape& shape, const KernelTable& kernels, Pool& pool)
+Weights::Weights(const LayerShape& shape, const LayerFormats& formats, const KernelTable& kernels, Pool& pool)
     : shape_(shape),
+      formats_(formats),
       kernels_(kernels),
       pool_(pool),
       up_(shape.experts, up_blocks(shape), (int32_t)ceil_div(shape.hidden, kTileK), kernels.tile_bytes,
-          shape.gated ? 2 : 1, pool),
+          shape.gated ? 2 : 1, pool, {shape.gated ? formats.gate : formats.up, formats.up}),
       down_(shape.experts, (int32_t)ceil_div(shape.hidden, kBlockN), (int32_t)ceil_div(shape.intermediate, kTileK),
-            kernels.tile_bytes, 1, pool),
+            kernels.tile_bytes, 1, pool, {formats.down, formats.down}),
       present_((size_t)shape.experts) {}
 
 void Weights::pack(const SourceLayer& source) {

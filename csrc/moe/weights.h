@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,11 @@ namespace kt {
 struct LayerShape {
   int32_t experts, hidden, intermediate;
   bool gated;
+};
+
+// What each matrix is stored in; `gate` is not looked at where there is none.
+struct LayerFormats {
+  Format gate, up, down;
 };
 
 // Either one packs or any number of calls read.
@@ -38,33 +44,47 @@ class Readers {
 class BlockStore {
  public:
   BlockStore() = default;
-  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes, int32_t step, const Pool& pool);
+  // `half`: the formats of a block's halves; both are tiles, or neither.
+  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes, int32_t step, const Pool& pool,
+             const Format (&half)[2]);
   BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes);  // all in one place
 
   const char* at(int32_t expert, int32_t block) const;
-  const char* at(int32_t expert, int32_t block, int32_t k_tile) const { return at(expert, block) + k_bytes(k_tile); }
+  // Where a product from that k tile on begins to read: encoded blocks are named by their first byte.
+  const char* at(int32_t expert, int32_t block, int32_t k_tile) const { return at(expert, block) + offset(k_tile); }
+  size_t offset(int32_t k_tile) const { return encoding() ? 0 : k_bytes(k_tile); }
   char* at(int32_t expert, int32_t block) { return const_cast<char*>(std::as_const(*this).at(expert, block)); }
   int32_t blocks() const { return blocks_; }
   int32_t k_tiles() const { return k_tiles_; }
   size_t block_bytes() const { return block_bytes_; }
-  size_t k_bytes(int32_t k_tiles) const { return (size_t)k_tiles * 2 * (size_t)tile_bytes_; }  // that many of a block
+  size_t k_bytes(int32_t k_tiles) const { return (size_t)k_tiles * 2 * (size_t)tile_bytes_; }  // as tiles
+  const Encoding* encoding() const { return encoding_ ? &*encoding_ : nullptr; }               // null: tiles
   size_t bytes() const;
-  int32_t begin(int group) const { return first_[group]; }  // blocks [begin, end) live with this group
+  // Blocks that lie elsewhere, in the order [experts][blocks]; used there if all belong to one group, else copied.
+  void adopt(const char* from, int32_t experts);
+  void copy_to(char* to, int32_t experts) const;                           // in that order
+  const char* whole() const { return parts() == 1 ? base_[0] : nullptr; }  // where they lie in that order already
+  int32_t begin(int group) const { return first_[group]; }                 // blocks [begin, end) live with this group
   int32_t end(int group) const { return first_[group + 1]; }
   int group_of(int32_t block) const;
-  int parts() const { return (int)part_.size(); }
+  int parts() const { return (int)base_.size(); }
 
  private:
   int32_t blocks_ = 0, k_tiles_ = 0, tile_bytes_ = 0;
   size_t block_bytes_ = 0;
-  std::vector<int32_t> first_;  // [groups + 1]
-  std::vector<Buffer> part_;    // [groups], each [experts][blocks of the group][block_bytes]
+  std::optional<Encoding> encoding_;
+  std::vector<int32_t> first_;     // [groups + 1]
+  std::vector<Buffer> part_;       // [groups], each [experts][blocks of the group][block_bytes]; empty: adopted
+  std::vector<const char*> base_;  // [groups] where those begin
 };
 
 // Experts [first, first + count) as the caller has them; expert e of the call at data + e * expert_stride elements.
 struct SourceMatrix {
   Source source;  // of the call's expert 0; data null: absent
   int64_t expert_stride;
+  // Instead, for a matrix that is stored in a format of its own; strides in bytes.
+  Released released = {};
+  int64_t codes_stride = 0, scales_stride = 0;
 };
 
 struct SourceLayer {
@@ -81,18 +101,28 @@ auto with_sums_of(const KernelTable& kernels, Act&& act) {
 
 class Weights {
  public:
-  Weights(const LayerShape& shape, const KernelTable& kernels, Pool& pool);
+  Weights(const LayerShape& shape, const LayerFormats& formats, const KernelTable& kernels, Pool& pool);
 
   // In parallel on the pool; experts may arrive in any order and number of calls, from several threads. Throws
   // std::runtime_error while a call reads the weights.
   void pack(const SourceLayer& source);
   int32_t first_missing() const;  // -1: every expert has arrived
 
+  // Instead of packing: what gate_up and down of another store of this shape hold. It must outlive this one.
+  void adopt(const char* up, const char* down);
+  void adopt_biases(const char* up, const char* down);  // as up_bias and down_bias give them, for all experts; or null
+  // Rows of one matrix of an expert, decoded: [N][K] in bf16, or in the precision's own type.
+  enum class Matrix : uint8_t { gate, up, down };
+  void decode(Matrix matrix, int32_t expert, char* out) const;
+  int64_t rows_of(Matrix m) const { return m == Matrix::down ? shape_.hidden : shape_.intermediate; }
+  int64_t columns_of(Matrix m) const { return m == Matrix::down ? shape_.intermediate : shape_.hidden; }
+
   // A call reads the weights from enter() to leave(). Throws std::runtime_error while they are packed or incomplete.
   void enter() const;
   void leave() const { readers_.leave(); }
 
   const LayerShape& shape() const { return shape_; }
+  const LayerFormats& formats() const { return formats_; }
   const BlockStore& up() const { return up_; }
   const BlockStore& down() const { return down_; }
   // In the type of the kernels' sums.
@@ -108,6 +138,7 @@ class Weights {
   std::mutex packing_;
   Readers readers_;
   LayerShape shape_;
+  LayerFormats formats_;
   const KernelTable& kernels_;
   Pool& pool_;
   BlockStore up_, down_;

@@ -36,6 +36,9 @@ def machine() -> Machine: ...
 def host_callbacks() -> HostCallbacks:
     """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
 
+# Codes, scales or None, tensor scale or None.
+Released = tuple[Array, Array | None, Array | None]
+
 class Pool:
     def __init__(self, threads: int = 0, groups: int = 0, spin_us: int = 50, pin: bool = True) -> None: ...
     @property
@@ -69,19 +72,29 @@ class Experts:
         alpha: float = 0.0,
         isa: str = "",
         precision: str = "bf16",
+        gate_format: str = "bf16",
+        up_format: str = "bf16",
+        down_format: str = "bf16",
     ) -> None:
         """Weights are rounded to `precision` ("bf16", "f32" or "f64") and computed with in it: bf16 with f32 sums,
         the others as they are. Tensors may be of any float dtype, float64 among them, whatever the precision."""
     def pack(
         self,
         first_expert: int,
-        gate: Array | None,
-        up: Array,
-        down: Array,
+        gate: Array | Released | None,
+        up: Array | Released,
+        down: Array | Released,
         gate_bias: Array | None = None,
         up_bias: Array | None = None,
         down_bias: Array | None = None,
     ) -> None: ...
+    def adopt(
+        self, gate_up: Array, down: Array, gate_up_bias: Array | None = None, down_bias: Array | None = None
+    ) -> None: ...
+    def memory(self) -> dict[str, Any]:
+        """numpy arrays: "gate_up" and "down" in bytes, and the biases that there are."""
+    def decode(self, matrix: str, expert: int, out: Array) -> None: ...
+    def layout(self) -> dict[str, Any]: ...
     def forward(
         self,
         hidden: Array,

@@ -3,7 +3,8 @@
 Shapes: E experts, H hidden, I intermediate, T tokens, k experts per token. Sources are gate and up `[E, I, H]` and down
 `[E, H, I]`, or `gate_up` that holds both as transformers' experts do; `transposed` and `interleaved` are the contract's
 `is_transposed` and `not is_concatenated`. All of these become strided views of what was given: the core reads any
-strides, so nothing is copied but into the packed tiles. Gradients do not pass through here.
+strides, so nothing is copied but into the packed tiles. A matrix may instead come as it was released, an `Encoded` in
+one of the formats of docs/formats.md: its bits are sorted, never expanded. Gradients do not pass through here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,12 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.errors import InputError
+from ktransformers.nn.given import formats_of, halves_of_encoded, halves_of_tensor, matrices_of, refuse, vectors_of
 
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Of the order of bytes in `ExpertStore.memory`; docs/formats.md describes it.
+LAYOUT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,19 @@ class ExpertStore:
         pool: _core.Pool | None = None,
         isa: str | None = None,
         precision: str = "bf16",
+        formats: str | Mapping[str, str] = "bf16",
     ) -> None:
         """`limit` > 0 clamps gate from above and up to +-limit; `alpha` belongs to activation "swiglu_oai".
 
         `precision` is what weights are packed in: "bf16", or one of the exact kinds "f32" and "f64", in which
         activations and sums are kept too. Without `isa` the best variant that has it is taken. Sources, hidden states,
         results, LoRA and gradients may be of any float dtype, float64 among them, with any precision.
+
+        `formats` says what "gate", "up" and "down" are stored in, one word for all or one each; what is not "bf16"
+        stays in its released bits and is decoded to `precision` where it is used.
         """
         self.gated = gated
+        self.formats = formats_of(formats, gated)
         self._experts = _core.Experts(
             pool if pool is not None else default_pool(),
             num_experts,
@@ -110,6 +119,9 @@ class ExpertStore:
             alpha,
             isa or "",
             precision,
+            self.formats.get("gate", self.formats["up"]),
+            self.formats["up"],
+            self.formats["down"],
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStore:
@@ -150,10 +162,10 @@ class ExpertStore:
     def pack(
         self,
         *,
-        down: Tensor,
-        gate: Tensor | None = None,
-        up: Tensor | None = None,
-        gate_up: Tensor | None = None,
+        down: Tensor | Encoded,
+        gate: Tensor | Encoded | None = None,
+        up: Tensor | Encoded | None = None,
+        gate_up: Tensor | Encoded | None = None,
         gate_bias: Tensor | None = None,
         up_bias: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
@@ -165,39 +177,87 @@ class ExpertStore:
         """Experts from `first_expert` on: matrices of one expert, or of several with a dimension in front.
 
         Give `gate` and `up`, or `gate_up` with the rows of gate before those of up (`interleaved`: in turns). With
-        `transposed` every matrix lies input-major: gate_up `[E, H, 2I]`, down `[E, I, H]`.
+        `transposed` every matrix lies input-major: gate_up `[E, H, 2I]`, down `[E, I, H]`. An `Encoded` lies
+        output-major always, and is of the format that this store has for the matrix.
         """
         wide, narrow = self.intermediate_size, self.hidden_size
         if gate_up is not None:
-            _refuse("gate", gate, "None beside gate_up")
-            _refuse("up", up, "None beside gate_up")
-            gate, up = _halves(_matrices("gate_up", gate_up, 2 * wide, narrow, transposed), interleaved)
-        else:
-            gate = None if gate is None else _matrices("gate", gate, wide, narrow, transposed)
-            up = None if up is None else _matrices("up", up, wide, narrow, transposed)
+            refuse("gate", gate, "None beside gate_up")
+            refuse("up", up, "None beside gate_up")
+            if isinstance(gate_up, Encoded):
+                gate, up = halves_of_encoded(gate_up, interleaved)
+            else:
+                fused = matrices_of("gate_up", gate_up, 2 * wide, narrow, transposed)
+                gate, up = halves_of_tensor(fused, interleaved)
         if gate_up_bias is not None:
-            _refuse("gate_bias", gate_bias, "None beside gate_up_bias")
-            _refuse("up_bias", up_bias, "None beside gate_up_bias")
-            gate_bias, up_bias = _halves(_vectors("gate_up_bias", gate_up_bias, 2 * wide), interleaved)
+            refuse("gate_bias", gate_bias, "None beside gate_up_bias")
+            refuse("up_bias", up_bias, "None beside gate_up_bias")
+            gate_bias, up_bias = halves_of_tensor(vectors_of("gate_up_bias", gate_up_bias, 2 * wide), interleaved)
         else:
-            gate_bias = None if gate_bias is None else _vectors("gate_bias", gate_bias, wide)
-            up_bias = None if up_bias is None else _vectors("up_bias", up_bias, wide)
+            gate_bias = None if gate_bias is None else vectors_of("gate_bias", gate_bias, wide)
+            up_bias = None if up_bias is None else vectors_of("up_bias", up_bias, wide)
         if up is None:
             raise InputError("up", None, "a tensor", "give gate and up, or gate_up" if self.gated else "")
         if self.gated and gate is None:
             raise InputError("gate", None, "a tensor: these experts are gated", "give gate and up, or gate_up")
         if not self.gated:
             word = "gate" if gate_up is None else "gate_up"
-            _refuse(word, gate, "None: these experts have no gate")
+            refuse(word, gate, "None: these experts have no gate")
         self._experts.pack(
             first_expert,
-            gate,
-            up,
-            _matrices("down", down, narrow, wide, transposed),
+            None if gate is None else self._given("gate", gate, wide, narrow, transposed and gate_up is None),
+            self._given("up", up, wide, narrow, transposed and gate_up is None),
+            self._given("down", down, narrow, wide, transposed),
             gate_bias,
             up_bias,
-            None if down_bias is None else _vectors("down_bias", down_bias, narrow),
+            None if down_bias is None else vectors_of("down_bias", down_bias, narrow),
         )
+
+    def _given(self, name: str, matrix: Tensor | Encoded, rows: int, columns: int, transposed: bool) -> Any:
+        """What the core takes for a matrix: a view of the tensor, or the three parts of an encoded one."""
+        stored = self.formats[name]
+        if isinstance(matrix, Encoded):
+            if matrix.format != stored:
+                raise InputError(name, f"format {matrix.format}", stored, "make the store with these formats")
+            if (matrix.rows, matrix.columns) != (rows, columns):
+                raise InputError(name, f"{matrix.rows} rows of {matrix.columns}", f"{rows} rows of {columns}")
+            return matrix.codes, matrix.scales, matrix.tensor_scale
+        if stored != "bf16":
+            raise InputError(name, "a tensor", f"an Encoded of format {stored}", "see checkpoint.encoded.encode")
+        return matrices_of(name, matrix, rows, columns, transposed)
+
+    def decode(self, matrix: str, expert: int) -> Tensor:
+        """`[N, K]` of "gate", "up" or "down" as it is multiplied: in bfloat16, or in the precision's own dtype."""
+        dtype = {"bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}[self.precision]
+        shape = (self.hidden_size, self.intermediate_size)
+        out = torch.empty(shape if matrix == "down" else shape[::-1], dtype=dtype)
+        self._experts.decode(matrix, expert, out)
+        return out
+
+    def memory(self) -> dict[str, Tensor]:
+        """The packed bytes, "gate_up" and "down", and the biases where there are any ("gate_up_bias", "down_bias").
+
+        They are views that keep the store alive; on several NUMA nodes, copies in the order of a single one.
+        """
+        return {name: torch.from_numpy(array) for name, array in self._experts.memory().items()}
+
+    def adopt(
+        self,
+        *,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """Instead of `pack`: what `memory` gave for a store of the same shape, formats and `LAYOUT_VERSION`.
+
+        On one NUMA node the tensors are used where they lie, a mapped file among them, and kept alive.
+        """
+        self._experts.adopt(gate_up, down, gate_up_bias, down_bias)
+
+    def layout(self) -> dict[str, Any]:
+        """Where things are in `memory()`: blocks, their bytes, and the strips of encoded ones."""
+        return self._experts.layout()
 
     def forward(
         self,
@@ -334,48 +394,3 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _flat_adapter(adapter: Tensor | None) -> Tensor | None:
     return adapter.reshape(-1) if adapter is not None and adapter.dim() > 1 else adapter
-
-
-def _refuse(name: str, given: Tensor | None, expected: str) -> None:
-    if given is not None:
-        raise InputError(name, "a tensor", expected)
-
-
-def _source(name: str, tensor: Tensor, dims: int) -> Tensor:
-    """The tensor with the dimension of experts in front, where it can be packed from."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: given a {type(tensor).__name__}, expected a torch tensor")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{name}: given a tensor on {tensor.device}, expected one in CPU memory; copy it with .cpu()")
-    if tensor.dtype not in SOURCE_DTYPES:
-        words = ", ".join(str(dtype) for dtype in SOURCE_DTYPES)
-        raise TypeError(f"{name}: given a tensor of {tensor.dtype}, expected {words}; convert it with .to()")
-    tensor = tensor.detach()
-    return tensor.unsqueeze(0) if tensor.dim() == dims - 1 else tensor
-
-
-def _matrices(name: str, tensor: Tensor, rows: int, columns: int, transposed: bool) -> Tensor:
-    """`[experts, rows, columns]` from what the checkpoint has."""
-    shape = (columns, rows) if transposed else (rows, columns)
-    found = _source(name, tensor, 3)
-    if found.dim() != 3 or found.shape[1:] != shape:
-        expected = f"[experts, {shape[0]}, {shape[1]}] or one of them"
-        fits = found.dim() == 3 and found.shape[1:] == shape[::-1]
-        remedy = f"it fits with transposed={not transposed}" if fits else ""
-        raise InputError(name, f"shape {list(tensor.shape)}", expected, remedy)
-    return found.transpose(1, 2) if transposed else found
-
-
-def _vectors(name: str, tensor: Tensor, size: int) -> Tensor:
-    found = _source(name, tensor, 2)
-    if found.dim() != 2 or found.shape[1] != size:
-        raise InputError(name, f"shape {list(tensor.shape)}", f"[experts, {size}] or one of them")
-    return found
-
-
-def _halves(fused: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up from their common tensor, cut along dimension 1."""
-    if interleaved:
-        return fused[:, 0::2], fused[:, 1::2]
-    half = fused.shape[1] // 2
-    return fused[:, :half], fused[:, half:]

@@ -1,0 +1,200 @@
+"""Experts in the bytes of their release: what is decoded equals an independent decoder bit for bit, and every call
+gives the bits that the same numbers give when they are packed as bf16."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ktransformers import _core
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, encode
+from ktransformers.errors import InputError
+from ktransformers.nn import ExpertStore
+
+ISAS = [info["name"] for info in _core.variants() if info["native"] or info["emulated"]]
+PLAIN = ["int8", "int4:32", "int4:64:f16", "int4:128:f32", "int4:0", "fp8:128x128", "fp8:1x128", "fp8:row"]
+PLAIN += ["mxfp8", "mxfp4", "nvfp4"]
+# Where GGUF's blocks keep their halves (scales that must be ordinary numbers).
+HALVES = {
+    "q8_0": [0], "q4_0": [0], "q4_1": [0, 2], "q5_0": [0], "q5_1": [0, 2], "q2_k": [80, 82], "q3_k": [108],
+    "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208], "iq4_nl": [0], "iq4_xs": [0],
+}  # fmt: skip
+FORMATS = [*PLAIN, *HALVES]
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 512, 256
+
+
+def random_encoded(format: str, rows: int, columns: int, seed: int) -> Encoded:
+    random = np.random.default_rng(seed)
+    if format in HALVES:
+        values, size = GGUF_BLOCKS[format]
+        blocks = random.integers(0, 256, (EXPERTS, rows, columns // values, size), dtype=np.uint8)
+        for at in HALVES[format]:
+            scale = (random.standard_normal(blocks.shape[:3]) * 0.01).astype(np.float16)
+            blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+        return Encoded(format, torch.from_numpy(blocks.reshape(EXPERTS, rows, -1)), None, columns=columns)
+    numbers = torch.from_numpy(random.standard_normal((EXPERTS, rows, columns), dtype=np.float32))
+    return encode(numbers * 0.1, format)
+
+
+def random_layer(formats: dict[str, str]) -> dict[str, Encoded]:
+    shapes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+    return {name: random_encoded(formats[name], *shapes[name], seed) for seed, name in enumerate(shapes)}
+
+
+def stores(formats: str | dict[str, str], isa: str, precision: str = "bf16") -> tuple[ExpertStore, ExpertStore]:
+    """A store of random released bytes, and one of the numbers that they stand for."""
+    if isinstance(formats, str):
+        formats = dict.fromkeys(("gate", "up", "down"), formats)
+    layer = random_layer(formats)
+    store = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, isa=isa, precision=precision, formats=formats)
+    store.pack(**layer)
+    plain = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, isa=isa, precision=precision)
+    plain.pack(**{name: decode(matrix) for name, matrix in layer.items()})
+    return store, plain
+
+
+def bits(tensor: Tensor) -> Tensor:
+    size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    # A zero's sign is nobody's business.
+    return torch.where(tensor == 0, torch.zeros_like(tensor), tensor).view(size)
+
+
+def batch(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    weights, ids = torch.randn(tokens, EXPERTS, generator=generator).softmax(-1).topk(2)
+    return hidden, ids, weights
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_call_gives_the_bits_of_the_decoded_numbers(isa: str, format: str) -> None:
+    store, plain = stores(format, isa)
+    for matrix in ("gate", "up", "down"):
+        assert torch.equal(bits(store.decode(matrix, 1)), bits(plain.decode(matrix, 1))), matrix
+    for tokens in (1, 37):
+        hidden, ids, weights = batch(tokens)
+        assert torch.equal(store.forward(hidden, ids, weights), plain.forward(hidden, ids, weights))
+        grad = torch.randn(tokens, HIDDEN).bfloat16()
+        for found, expected in zip(
+            store.backward(grad, hidden, ids, weights), plain.backward(grad, hidden, ids, weights), strict=True
+        ):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_decoding_agrees_with_the_definition(format: str) -> None:
+    store, _ = stores(format, "generic", "f32")
+    layer = random_layer(dict.fromkeys(("gate", "up", "down"), format))
+    for matrix, encoded in layer.items():
+        for expert, values in enumerate(decode(encoded)):
+            assert torch.equal(bits(store.decode(matrix, expert)), bits(values)), (matrix, expert)
+
+
+def test_formats_may_differ_between_matrices() -> None:
+    store, plain = stores({"gate": "q4_k", "up": "q5_k", "down": "q6_k"}, "generic")
+    hidden, ids, weights = batch(9)
+    assert torch.equal(store.forward(hidden, ids, weights), plain.forward(hidden, ids, weights))
+
+
+def test_gradients_by_differences() -> None:
+    """In double, on encoded weights: the slope of forward is what backward says."""
+    store, _ = stores({"gate": "int4:32", "up": "mxfp4", "down": "q4_k"}, "generic", "f64")
+    hidden, ids, weights = batch(5)
+    hidden, weights = hidden.double(), weights.double()
+    grad = torch.randn(5, HIDDEN, dtype=torch.float64)
+    grad_hidden, grad_weights = store.backward(grad, hidden, ids, weights)
+    direction, step = torch.randn_like(hidden), 1e-6
+
+    def value(shift: float) -> Tensor:
+        return (store.forward(hidden + shift * direction, ids, weights) * grad).sum()
+
+    slope = (value(step) - value(-step)) / (2 * step)
+    assert torch.allclose(slope, (grad_hidden * direction).sum(), rtol=1e-6)
+    turn = torch.randn_like(weights)
+    slope = (store.forward(hidden, ids, weights + turn) - store.forward(hidden, ids, weights)).mul(grad).sum()
+    assert torch.allclose(slope, (grad_weights * turn).sum(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("format", ["int4:32", "fp8:128x128", "q6_k", "bf16"])
+def test_memory_moves_from_store_to_store(format: str) -> None:
+    store = stores("int8", "generic")[1] if format == "bf16" else stores(format, "generic")[0]
+    other = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, isa="generic", formats=format)
+    memory = {name: tensor.clone() for name, tensor in store.memory().items()}
+    other.adopt(**memory)
+    hidden, ids, weights = batch(7)
+    assert torch.equal(other.forward(hidden, ids, weights), store.forward(hidden, ids, weights))
+    assert other.packed_bytes == store.packed_bytes
+    if format != "bf16":
+        layer = random_layer(dict.fromkeys(("gate", "up", "down"), format))
+        assert store.packed_bytes <= 1.02 * sum(matrix.bytes for matrix in layer.values())
+
+
+def test_groups_of_threads_hold_their_slices() -> None:
+    layer = random_layer(dict.fromkeys(("gate", "up", "down"), "int4:32"))
+    results, memories = [], []
+    for groups in (1, 2):
+        pool = _core.Pool(threads=2, groups=groups, pin=False)
+        store = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, pool=pool, isa="generic", formats="int4:32")
+        store.pack(**layer)
+        again = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, pool=pool, isa="generic", formats="int4:32")
+        memories.append(store.memory())
+        again.adopt(**memories[-1])
+        results += [store.forward(*batch(11)), again.forward(*batch(11))]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert all(torch.equal(memories[0][name], memories[1][name]) for name in memories[0])
+
+
+def test_odd_sizes() -> None:
+    """Rows that fill no strip, columns that fill no span."""
+    experts, hidden, intermediate = 2, 96, 50
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(experts, intermediate, hidden, generator=generator) for _ in range(2))
+    down = torch.randn(experts, hidden, intermediate, generator=generator)
+    layer = {"gate": encode(gate, "int4:64"), "up": encode(up, "fp8:1x128"), "down": encode(down, "int8")}
+    formats = {name: matrix.format for name, matrix in layer.items()}
+    store = ExpertStore(experts, hidden, intermediate, isa="generic", formats=formats)
+    store.pack(**layer)
+    plain = ExpertStore(experts, hidden, intermediate, isa="generic")
+    plain.pack(**{name: decode(matrix) for name, matrix in layer.items()})
+    x = torch.randn(6, hidden, generator=generator)
+    ids = torch.randint(0, experts, (6, 1), generator=generator)
+    weights = torch.ones(6, 1)
+    assert torch.equal(store.forward(x, ids, weights), plain.forward(x, ids, weights))
+
+
+def test_fused_gate_up() -> None:
+    fused = encode(torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), "mxfp4")
+    down = encode(torch.randn(EXPERTS, HIDDEN, INTERMEDIATE), "mxfp4")
+    values = decode(fused)
+    for interleaved in (False, True):
+        store = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, isa="generic", formats="mxfp4")
+        store.pack(gate_up=fused, down=down, interleaved=interleaved)
+        gate = values[:, 0::2] if interleaved else values[:, :INTERMEDIATE]
+        assert torch.equal(store.decode("gate", 2).float(), gate[2])
+
+
+def test_refusals() -> None:
+    def make(**settings: object) -> ExpertStore:
+        return ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, **settings)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="int4:33"):
+        make(formats="int4:33")
+    with pytest.raises(ValueError, match="one of bf16, int8"):
+        make(formats="q9_k")
+    with pytest.raises(ValueError, match="same kind"):
+        make(formats={"gate": "bf16", "up": "int8", "down": "int8"})
+    with pytest.raises(InputError, match="formats"):
+        make(formats={"gate": "int8", "down": "int8"})
+    layer = random_layer(dict.fromkeys(("gate", "up", "down"), "int8"))
+    with pytest.raises(InputError, match="format int8"):
+        make(formats="int4:32").pack(**layer)
+    with pytest.raises(InputError, match="an Encoded of format int8"):
+        make(formats="int8").pack(**{**layer, "down": decode(layer["down"])})
+    store = make(formats="int8")
+    store.pack(**layer)
+    short = {name: tensor[:-64] for name, tensor in store.memory().items()}
+    with pytest.raises(ValueError, match="bytes of packed blocks"):
+        make(formats="int8").adopt(**short)
