@@ -1,0 +1,159 @@
+"""Room on the GPU for packed experts: slots of one size, filled over PCIe, found again by layer and expert.
+
+A slot keeps its expert until the room is wanted, so what a layer's recomputation fetched its backward finds, and what
+was fetched ahead is there when the layer is called. Two events guard a slot: `ready`, behind the copy that fills it,
+for those who decode it; and `read`, behind the last decoding, for the next copy into it. The copy stream and the
+computing stream never wait for each other otherwise. On a CPU, for tests, copies are plain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktransformers.place.gpu.layout import Geometry
+from ktransformers.place.gpu.pinned import Registered, Stages
+
+
+@dataclass(frozen=True)
+class Source:
+    """The packed bytes of a layer in host memory."""
+
+    first: Tensor  # uint8 [E, bytes]
+    down: Tensor
+
+
+Key = tuple[int, int]  # layer, expert
+
+
+class Slots:
+    def __init__(self, geometry: Geometry, count: int, device: torch.device, registered: Registered | None) -> None:
+        """`registered` None: everything is staged."""
+        self.device, self.count = device, count
+        self.first = torch.empty(count, geometry.first.expert_bytes, dtype=torch.uint8, device=device)
+        self.down = torch.empty(count, geometry.down.expert_bytes, dtype=torch.uint8, device=device)
+        self.expert_bytes = geometry.expert_bytes
+        self.copied_bytes = 0
+        self.link_free = 0.0  # when the copies queued so far will have ended, by the clock
+        self.link_rate = 0.0  # bytes a second; 0: not known
+        self._registered = registered
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._stages: Stages | None = None
+        self._slot: dict[Key, int] = {}
+        self._owner: list[Key | None] = [None] * count
+        self._ready: list[torch.cuda.Event | None] = [None] * count
+        self._read: list[torch.cuda.Event | None] = [None] * count
+        self._used = [0] * count
+        self._clock = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.first.numel() + self.down.numel()
+
+    def backlog(self) -> float:
+        """Seconds until the link is free, about."""
+        return max(0.0, self.link_free - time.perf_counter())
+
+    def present(self, layer: int) -> frozenset[int]:
+        """Experts of a layer that are here or on their way."""
+        return frozenset(expert for owner, expert in self._slot if owner == layer)
+
+    def direct(self, source: Source) -> bool:
+        """Whether copies from there need no staging; decides it when first asked."""
+        if not self._cuda or self._registered is None:
+            return False
+        return self._registered.take(source.first) and self._registered.take(source.down)
+
+    def touch(self, layer: int, experts: Iterable[int]) -> None:
+        """These are wanted soon: they are given up after all others."""
+        self._clock += 1
+        for expert in experts:
+            slot = self._slot.get((layer, expert))
+            if slot is not None:
+                self._used[slot] = self._clock
+
+    def fetch(self, layer: int, source: Source, experts: Sequence[int], keep: frozenset[Key] = frozenset()) -> list[int]:
+        """Slots of these experts; those that are missing are put on their way, in place of the longest unused that
+        nobody in `keep` owns. As many as there is room for."""
+        self._clock += 1
+        wanted = {(layer, expert) for expert in experts}
+        missing = [expert for expert in experts if (layer, expert) not in self._slot]
+        free = [slot for slot in range(self.count) if self._owner[slot] not in wanted and self._owner[slot] not in keep]
+        free.sort(key=lambda slot: self._used[slot])
+        filled = list(zip(missing, free, strict=False))
+        for expert, slot in filled:
+            owner = self._owner[slot]
+            if owner is not None:
+                del self._slot[owner]
+            self._owner[slot] = (layer, expert)
+            self._slot[layer, expert] = slot
+        self._copy(source, filled)
+        found = [self._slot[layer, expert] for expert in experts if (layer, expert) in self._slot]
+        for slot in found:
+            self._used[slot] = self._clock
+        return found
+
+    def _copy(self, source: Source, filled: Sequence[tuple[int, int]]) -> None:
+        if not filled:
+            return
+        self.copied_bytes += len(filled) * self.expert_bytes
+        if self._stream is None:
+            for expert, slot in filled:
+                self.first[slot].copy_(source.first[expert])
+                self.down[slot].copy_(source.down[expert])
+            return
+        direct = self.direct(source)
+        with torch.cuda.stream(self._stream):
+            for event in {id(e): e for _, slot in filled if (e := self._read[slot]) is not None}.values():
+                self._stream.wait_event(event)
+            for expert, slot, count in runs(filled):
+                for buffer, bytes_ in ((self.first, source.first), (self.down, source.down)):
+                    target, origin = buffer[slot : slot + count], bytes_[expert : expert + count]
+                    if direct:
+                        target.copy_(origin, non_blocking=True)
+                    else:
+                        self._stage(target.view(-1), origin.view(-1))
+            arrived = self._stream.record_event()
+        for _, slot in filled:
+            self._ready[slot], self._read[slot] = arrived, None
+        if self.link_rate:
+            self.link_free = max(time.perf_counter(), self.link_free) + len(filled) * self.expert_bytes / self.link_rate
+
+    def _stage(self, target: Tensor, source: Tensor) -> None:
+        if self._stages is None:
+            self._stages = Stages()
+        self._stages.copy(target, source)
+
+    def await_ready(self, slots: Sequence[int]) -> None:
+        """The current stream waits until these are filled."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self.device)
+        for event in {id(e): e for slot in slots if (e := self._ready[slot]) is not None}.values():
+            current.wait_event(event)
+
+    def done_reading(self, slots: Sequence[int]) -> None:
+        """What the current stream was given so far is all that reads these."""
+        if self._stream is None:
+            return
+        event = torch.cuda.current_stream(self.device).record_event()
+        for slot in slots:
+            self._read[slot] = event
+
+
+def runs(filled: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(expert, slot) pairs as (first expert, first slot, count) where both go up by one."""
+    found: list[tuple[int, int, int]] = []
+    for expert, slot in filled:
+        if found:
+            first, at, count = found[-1]
+            if (expert, slot) == (first + count, at + count):
+                found[-1] = (first, at, count + 1)
+                continue
+        found.append((expert, slot, 1))
+    return found

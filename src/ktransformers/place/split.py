@@ -1,0 +1,120 @@
+"""Who computes which expert of one layer for one batch: a pure function of token counts and seconds.
+
+Experts whose weights are on the GPU stay there. Of the others the hottest are streamed and the rest computed by the
+CPU, so many that the later of the two sides ends as early as possible. Streaming costs the same for every expert and
+the CPU's time grows with rows, so for any number of streamed experts the hottest are the right ones, and trying every
+number is enough. Both sides draw on the same memory: together they cannot end before it has delivered all bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+POLICIES = ("auto", "cpu", "stream", "resident")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one layer on one machine, for one direction."""
+
+    cpu_call: float  # a call, with its copies of hidden states down and results up
+    cpu_token: float  # the same copies, by token
+    cpu_expert: float  # reading one expert
+    cpu_row: float  # multiplying one (token, expert) pair
+    link_expert: float  # one expert over PCIe
+    memory_expert: float  # one expert out of DRAM, when nothing else goes on
+    gpu_call: float  # launches, and what the last group takes after its bytes have arrived
+    gpu_expert: float  # decoding one expert
+    gpu_row: float
+    sum: float = 1.6  # how reading and multiplying add up on the CPU: 1 after each other, infinity together
+
+    def cpu(self, experts: float, rows: float, tokens: float) -> float:
+        if not experts:
+            return 0.0
+        reading, multiplying = experts * self.cpu_expert, rows * self.cpu_row
+        together: float = (reading**self.sum + multiplying**self.sum) ** (1 / self.sum)
+        return self.cpu_call + tokens * self.cpu_token + together
+
+    def gpu(self, streamed: float, there: float, rows: float, backlog: float = 0.0) -> float:
+        if not streamed and not there:
+            return 0.0
+        crossing = backlog + streamed * self.link_expert if streamed else 0.0
+        return self.gpu_call + max(crossing, (streamed + there) * self.gpu_expert + rows * self.gpu_row)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Expert numbers; those without tokens are in none of them."""
+
+    there: tuple[int, ...]  # on the GPU already
+    streamed: tuple[int, ...]  # the hottest first
+    cpu: tuple[int, ...]
+    seconds: float  # what the costs say
+    cpu_seconds: float
+
+
+def seconds(costs: Costs, counts: NDArray[np.int64], tokens: int, split: Split, backlog: float = 0.0) -> float:
+    """What a given split takes."""
+    rows = float(counts[list(split.there + split.streamed)].sum())
+    gpu = costs.gpu(len(split.streamed), len(split.there), rows, backlog)
+    cpu = costs.cpu(len(split.cpu), float(counts[list(split.cpu)].sum()), tokens)
+    memory = (len(split.streamed) + len(split.cpu)) * costs.memory_expert
+    return max(gpu, cpu, memory)
+
+
+def split(
+    counts: Sequence[int] | NDArray[np.int64],
+    tokens: int,
+    costs: Costs,
+    *,
+    there: frozenset[int] = frozenset(),
+    backlog: float = 0.0,
+    policy: str = "auto",
+) -> Split:
+    """`counts` [E]: rows of each; `there`: on the GPU or on the way; `backlog`: seconds until the link is free."""
+    rows = np.asarray(counts, dtype=np.int64)
+    active = np.flatnonzero(rows)
+    if policy == "cpu":
+        return _made(costs, rows, tokens, (), (), tuple(active.tolist()), backlog)
+    here = tuple(expert for expert in active.tolist() if expert in there)
+    rest = np.array([expert for expert in active.tolist() if expert not in there], dtype=np.int64)
+    hottest = rest[np.argsort(-rows[rest], kind="stable")]
+    if policy == "stream":
+        return _made(costs, rows, tokens, here, tuple(hottest.tolist()), (), backlog)
+    if policy == "resident" or not len(hottest):
+        return _made(costs, rows, tokens, here, (), tuple(sorted(hottest.tolist())), backlog)
+    number = _best(costs, rows[hottest], len(here), float(rows[list(here)].sum()), tokens, backlog)
+    streamed, cpu = hottest[:number].tolist(), sorted(hottest[number:].tolist())
+    return _made(costs, rows, tokens, here, tuple(streamed), tuple(cpu), backlog)
+
+
+def _best(costs: Costs, hottest: NDArray[np.int64], here: int, here_rows: float, tokens: int, backlog: float) -> int:
+    """How many of the hottest to stream."""
+    count = len(hottest)
+    streamed = np.arange(count + 1)
+    moved = np.concatenate(([0], np.cumsum(hottest))).astype(np.float64)
+    left, left_rows = count - streamed, moved[-1] - moved
+    together = ((left * costs.cpu_expert) ** costs.sum + (left_rows * costs.cpu_row) ** costs.sum) ** (1 / costs.sum)
+    cpu = np.where(left > 0, costs.cpu_call + tokens * costs.cpu_token + together, 0.0)
+    crossing = np.where(streamed > 0, backlog + streamed * costs.link_expert, 0.0)
+    work = (streamed + here) * costs.gpu_expert + (moved + here_rows) * costs.gpu_row
+    gpu = np.where(streamed + here > 0, costs.gpu_call + np.maximum(crossing, work), 0.0)
+    return int(np.argmin(np.maximum(np.maximum(cpu, gpu), count * costs.memory_expert)))
+
+
+def _made(
+    costs: Costs,
+    rows: NDArray[np.int64],
+    tokens: int,
+    there: tuple[int, ...],
+    streamed: tuple[int, ...],
+    cpu: tuple[int, ...],
+    backlog: float,
+) -> Split:
+    cpu_seconds = costs.cpu(len(cpu), float(rows[list(cpu)].sum()), tokens)
+    found = Split(there, streamed, cpu, 0.0, cpu_seconds)
+    return Split(there, streamed, cpu, seconds(costs, rows, tokens, found, backlog), cpu_seconds)
