@@ -37,7 +37,8 @@ BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t
       tile_bytes_(tile_bytes),
       block_bytes_(block_distance(k_tiles, tile_bytes)),
       first_{0, blocks} {
-  part_.emplace_back((size_t)experts * (size_t)blocks * block_bytes_);
+  bytes_ = (size_t)experts * (size_t)blocks * block_bytes_;
+  part_.emplace_back(bytes_);
   base_.push_back(part_[0].data());
 }
 
@@ -48,6 +49,7 @@ BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t
     encoding_.emplace(half[0], half[1], k_tiles);
     block_bytes_ = (size_t)encoding_->block_bytes();
   }
+  bytes_ = (size_t)experts * (size_t)blocks * block_bytes_;
   int groups = pool.groups();
   for (int g = 0; g <= groups; g++) first_.push_back((int32_t)((int64_t)(blocks / step) * g / groups) * step);
   first_.back() = blocks;
@@ -67,12 +69,6 @@ const char* BlockStore::at(int32_t expert, int32_t block) const {
   int g = group_of(block);
   size_t index = (size_t)expert * (size_t)(end(g) - begin(g)) + (size_t)(block - begin(g));
   return base_[(size_t)g] + index * block_bytes_;
-}
-
-size_t BlockStore::bytes() const {
-  size_t sum = 0;
-  for (const Buffer& b : part_) sum += b.size();
-  return sum;
 }
 
 namespace {

@@ -59,7 +59,7 @@ class BlockStore {
   size_t block_bytes() const { return block_bytes_; }
   size_t k_bytes(int32_t k_tiles) const { return (size_t)k_tiles * 2 * (size_t)tile_bytes_; }  // as tiles
   const Encoding* encoding() const { return encoding_ ? &*encoding_ : nullptr; }               // null: tiles
-  size_t bytes() const;
+  size_t bytes() const { return bytes_; }
   // Blocks that lie elsewhere, in the order [experts][blocks]; used there if all belong to one group, else copied.
   void adopt(const char* from, int32_t experts);
   void copy_to(char* to, int32_t experts) const;                           // in that order
@@ -71,7 +71,7 @@ class BlockStore {
 
  private:
   int32_t blocks_ = 0, k_tiles_ = 0, tile_bytes_ = 0;
-  size_t block_bytes_ = 0;
+  size_t block_bytes_ = 0, bytes_ = 0;
   std::optional<Encoding> encoding_;
   std::vector<int32_t> first_;     // [groups + 1]
   std::vector<Buffer> part_;       // [groups], each [experts][blocks of the group][block_bytes]; empty: adopted

@@ -72,7 +72,7 @@ TEST(plan_covers_everything_once) {
         auto engine = engine_of(threads, groups);
         for (LayerShape shape :
              {LayerShape{4, 1, 1, true}, {4, 96, 40, true}, {4, 130, 33, false}, {4, 5200, 100, true}}) {
-          Weights weights(shape, *kernels, engine->pool);
+          Weights weights(shape, {}, *kernels, engine->pool);
           for (const auto& counts : routings)
             for (int64_t l2 : {128 << 10, 2 << 20}) {
               Routing routing = rows_of(counts);
@@ -89,7 +89,7 @@ TEST(plan_covers_everything_once) {
 TEST(plan_keeps_every_thread_busy_with_few_tokens) {
   // Eight experts of one token each on 16 threads: a lane and several units for everybody.
   auto engine = engine_of(16);
-  Weights weights({8, 2048, 768, true}, kernels(), engine->pool);
+  Weights weights({8, 2048, 768, true}, {}, kernels(), engine->pool);
   Plan plan;
   make_plan(rows_of({1, 1, 1, 1, 1, 1, 1, 1}), {weights, kernels(), {}, 16, 1}, 1, {512 << 10, 256 << 10},
             Direction::forward, plan);
@@ -100,7 +100,7 @@ TEST(plan_keeps_every_thread_busy_with_few_tokens) {
 TEST(plan_down_chunk_depends_on_the_layer_alone) {
   // Sums are formed chunk by chunk, so a token's bits would change with its batch otherwise.
   auto engine = engine_of(2);
-  Weights weights({2, 32, 9000, true}, kernels(), engine->pool);
+  Weights weights({2, 32, 9000, true}, {}, kernels(), engine->pool);
   Plan one, many;
   make_plan(rows_of({1, 0}), {weights, kernels(), {}, 2, 1}, 1, {512 << 10, 256 << 10}, Direction::forward, one);
   make_plan(rows_of({900, 3}), {weights, kernels(), {}, 2, 1}, 900, {512 << 10, 256 << 10}, Direction::forward, many);
