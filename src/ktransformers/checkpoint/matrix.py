@@ -89,6 +89,19 @@ def recognise(parts: Mapping[str, Part], rows: int, columns: int, quantisation: 
     raise weight.refuse(f"codes of [{rows}, {columns}]: F8_E4M3 or I8 of that shape, or U8 of half the columns")
 
 
+def dimensions(parts: Mapping[str, Part]) -> tuple[int, int]:
+    """Rows and columns of a quantised matrix, where nothing but its parts says them."""
+    if "qweight" in parts:
+        return parts["qweight"].shape[1], parts["qweight"].shape[0] * 8
+    codes = parts.get("weight_packed") or parts["weight"]
+    rows, across = codes.shape
+    scale = next((parts[key] for key in ("weight_scale_inv", "weight_scale", "scale") if key in parts), None)
+    paired = scale is not None and scale.dtype in ("U8", "F8_E8M0") and scale.shape[1:] == (across // 16,)
+    if codes.dtype == "U8" or (codes.dtype == "I8" and paired):
+        return rows, across * 2
+    return rows, across * 8 if codes.dtype == "I32" else across
+
+
 def _only(own: Mapping[str, Part], known: tuple[str, ...]) -> None:
     for ending in sorted(set(own) - set(known)):
         raise InputError(own[ending].name, f"a tensor that this format has no use for ({ending})", ", ".join(known))

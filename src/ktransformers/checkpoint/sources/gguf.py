@@ -1,0 +1,226 @@
+"""A source of GGUF: one file, a split set, or a directory with either; types may differ from tensor to tensor.
+
+Experts are views of the mapped file, block for block as they lie; both the stacked tensors (`ffn_gate_exps`) and the
+older ones of single experts (`ffn_gate.7`) are read. MXFP4 alone is rearranged, because its blocks hold the scale between
+the codes and pair column j with j + 16. All other tensors are decoded by the `gguf` package when they are asked for, and
+go by their Hugging Face names (`gguf_names.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, nibbles, pair_nibbles
+from ktransformers.checkpoint.experts import ExpertShape, Formats, Piece
+from ktransformers.checkpoint.layout import PLACE
+from ktransformers.checkpoint.sources.gguf_config import config_of
+from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
+from ktransformers.checkpoint.sources.gguf_names import (
+    NAME,
+    OLD,
+    family_of,
+    hugging_face,
+    is_expert,
+    is_left_out,
+    join_kv,
+    unpermute,
+)
+from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
+from ktransformers.errors import InputError
+
+SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """The files of one model; none where there is no GGUF."""
+    if path.is_file() and path.suffix == ".gguf":
+        found = SPLIT.fullmatch(path.name)
+        return [path] if found is None else _parts(path.parent, found["stem"], int(found["count"]))
+    files = [file for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")]
+    sets = {SPLIT.sub(r"\g<stem>-of-\g<count>", file.name): file for file in files}
+    if len(sets) > 1:
+        names = ", ".join(file.name for file in sets.values())
+        raise InputError(str(path), f"several models ({names})", "one", "name the file itself")
+    return gguf_files(files[0]) if files else []
+
+
+def _parts(directory: Path, stem: str, count: int) -> list[Path]:
+    files = [directory / f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
+    for file in files:
+        if not file.is_file():
+            raise InputError(str(file), "no such file", f"all {count} parts of {stem}", "download it anew")
+    return files
+
+
+class GGUFSource:
+    quantised = True  # as stock transformers sees it, whatever the types
+
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        self.path = path
+        self._files = files
+        self._maps: dict[Path, Tensor] = {}
+        self._tensors: dict[str, GGUFTensor] = {}
+        self._fields: dict[str, Any] = {}
+        for file in files:
+            header = read_header(file)
+            self._fields = header.fields | self._fields
+            for tensor in header.tensors:
+                if tensor.name in self._tensors:
+                    first = self._tensors[tensor.name].file.name
+                    raise InputError(tensor.name, f"it in {first} and in {file.name}", "it in one file")
+                self._tensors[tensor.name] = tensor
+        expected = int(self._fields.get("split.tensors.count", len(self._tensors)))
+        if expected != len(self._tensors):
+            raise InputError(str(path), f"{len(self._tensors)} tensors", f"{expected}, as the first part says")
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self._files)
+
+    @property
+    def expert_roots(self) -> list[str]:
+        numbers = {int(name.split(".")[1]) for name in self._tensors if is_expert(name)}
+        return [f"model.layers.{number}.mlp" for number in sorted(numbers)]
+
+    def config(self) -> dict[str, Any] | None:
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        return config_of(str(self.path), self._fields, shapes)
+
+    def layer(self, module: str, shape: ExpertShape, interleaved: bool = False) -> LayerSource:
+        place = PLACE.fullmatch(module)
+        number = int(place["layer"]) if place else -1
+        formats: Formats = {}
+        used: list[GGUFTensor] = []
+        for role, size in shape.matrices().items():
+            found = self._expert_tensors(module, number, role, shape.num_experts, size)
+            formats[role] = _spec(found[0])
+            for tensor in found:
+                if _spec(tensor) != formats[role]:
+                    raise InputError(tensor.name, tensor.kind, f"{formats[role]}, as the experts before it")
+            used += found
+            bias = self._tensors.get(f"blk.{number}.ffn_{role}_exps.bias")
+            if shape.biased != (bias is not None):
+                given = "no bias" if bias is None else "a bias"
+                raise InputError(f"blk.{number}.ffn_{role}_exps", given, "as the model has it")
+            if bias is not None and (bias.shape != (shape.num_experts, size[0]) or bias.kind not in FLOATS):
+                expected = f"floats {[shape.num_experts, size[0]]}"
+                raise InputError(bias.name, f"{bias.kind} {list(bias.shape)}", expected)
+
+        def pieces() -> Iterator[Piece]:
+            return self._pieces(number, shape)
+
+        return LayerSource(formats, sum(tensor.bytes for tensor in used), pieces)
+
+    def _expert_tensors(
+        self, module: str, number: int, role: str, experts: int, size: tuple[int, int]
+    ) -> list[GGUFTensor]:
+        stacked = f"blk.{number}.ffn_{role}_exps.weight"
+        names = (
+            [stacked] if stacked in self._tensors else [f"blk.{number}.ffn_{role}.{e}.weight" for e in range(experts)]
+        )
+        for name in names:
+            if name not in self._tensors:
+                raise InputError(module, f"neither {stacked} nor {name} in {self.path}", "its experts")
+            expected = (experts, *size) if name == stacked else size
+            given = self._tensors[name].shape
+            if given != expected:
+                raise InputError(name, f"shape {list(given)}", f"{list(expected)}, as the configuration says")
+        return [self._tensors[name] for name in names]
+
+    def _pieces(self, number: int, shape: ExpertShape) -> Iterator[Piece]:
+        """One expert at a time."""
+        for expert in range(shape.num_experts):
+            tensors: dict[str, Tensor | Encoded] = {}
+            for role in shape.matrices():
+                stacked = self._tensors.get(f"blk.{number}.ffn_{role}_exps.weight")
+                alone = self._tensors.get(f"blk.{number}.ffn_{role}.{expert}.weight")
+                tensors[role] = self._matrix(stacked, expert) if stacked else self._matrix(alone, 0)
+                bias = self._tensors.get(f"blk.{number}.ffn_{role}_exps.bias")
+                if bias is not None:
+                    tensors[f"{role}_bias"] = self._numbers(bias)[expert]
+            yield Piece(expert, False, tensors)
+
+    def _matrix(self, tensor: GGUFTensor | None, expert: int) -> Tensor | Encoded:
+        assert tensor is not None
+        rows, columns = tensor.shape[-2:]
+        if tensor.kind in FLOATS:
+            return self._numbers(tensor).reshape(-1, rows, columns)[expert]
+        data = self._bytes(tensor).reshape(*(tensor.shape[:-1] if len(tensor.shape) == 3 else (1, rows)), -1)
+        return _encoded(tensor, data[expert][None], columns)
+
+    def rest(self) -> list[PlainTensor]:
+        family = family_of(str(self.path), str(self._fields.get("general.architecture")))
+        heads = {"attn_q": self._heads("head_count"), "attn_k": self._heads("head_count_kv")} if family.permuted else {}
+        found = []
+        for name, tensor in self._tensors.items():
+            leaf = match["leaf"] if (match := NAME.fullmatch(name)) else ""
+            if is_expert(name) or is_left_out(name) or leaf == "attn_v_b":
+                continue
+            found.append(self._plain(hugging_face(name, family), tensor, leaf, heads.get(leaf)))
+        return found
+
+    def release(self) -> None:
+        self._maps.clear()
+
+    def _heads(self, key: str) -> int:
+        architecture = self._fields["general.architecture"]
+        found = self._fields.get(f"{architecture}.attention.{key}") or self._fields.get(
+            f"{architecture}.attention.head_count"
+        )
+        return int(found) if found else 1
+
+    def _plain(self, name: str, tensor: GGUFTensor, leaf: str, heads: int | None) -> PlainTensor:
+        dtype, shape = FLOATS.get(tensor.kind, torch.bfloat16), tensor.shape
+        values = self._tensors.get(tensor.name.replace("attn_k_b", "attn_v_b")) if leaf == "attn_k_b" else None
+        if leaf == "ffn_gate_inp_shexp" and len(shape) == 1:
+            shape = (1, *shape)
+        if values is not None:
+            shape = (tensor.shape[0] * (tensor.shape[2] + values.shape[1]), tensor.shape[1])
+
+        def read() -> Tensor:
+            numbers = self._numbers(tensor).to(dtype)
+            if values is not None:
+                numbers = join_kv(numbers, self._numbers(values).to(dtype))
+            elif heads is not None:
+                numbers = unpermute(numbers, heads)
+            return numbers.reshape(shape)
+
+        return PlainTensor(name, dtype, shape, read)
+
+    def _numbers(self, tensor: GGUFTensor) -> Tensor:
+        data = self._bytes(tensor)
+        if tensor.kind in FLOATS:
+            return data.view(FLOATS[tensor.kind]).reshape(tensor.shape)
+        columns = tensor.shape[-1]
+        rows = torch.Size(tensor.shape[:-1]).numel()
+        found = _encoded(tensor, data.reshape(1, rows, -1), columns)
+        return decode(found).reshape(tensor.shape)
+
+    def _bytes(self, tensor: GGUFTensor) -> Tensor:
+        if tensor.file not in self._maps:
+            size = tensor.file.stat().st_size
+            self._maps[tensor.file] = torch.from_file(str(tensor.file), shared=False, size=size, dtype=torch.uint8)
+        return self._maps[tensor.file][tensor.offset : tensor.offset + tensor.bytes]
+
+
+def _spec(tensor: GGUFTensor) -> str:
+    return "bf16" if tensor.kind in FLOATS else tensor.kind
+
+
+def _encoded(tensor: GGUFTensor, data: Tensor, columns: int) -> Encoded:
+    """`[E, N, bytes]` of blocks."""
+    if tensor.kind in GGUF_BLOCKS:
+        return Encoded(tensor.kind, data, None, columns=columns, name=tensor.name)
+    if tensor.kind != "mxfp4":
+        raise InputError(tensor.name, f"type {tensor.kind}", "floats or one of " + ", ".join(GGUF_BLOCKS))
+    blocks = data.unflatten(-1, (-1, 17))
+    low_then_high = nibbles(blocks[..., 1:]).unflatten(-1, (16, 2)).transpose(-1, -2).flatten(-2)
+    codes = pair_nibbles(low_then_high).flatten(-2)
+    return Encoded("mxfp4", codes, blocks[..., 0].contiguous(), columns=columns, name=tensor.name)

@@ -1,0 +1,178 @@
+"""config.json from the keys of a GGUF file, for the families where these say enough.
+
+Numbers that GGUF keeps in float32 are rounded to the seven digits that they were written with. What a file does not say
+and the model needs (scaled RoPE of an unknown kind, DeepSeek-V3's groups of experts in older files) is asked for in the
+form of the model's own config.json beside the file, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ktransformers.errors import InputError
+
+BESIDE = "put the model's config.json beside the file"
+
+
+class Keys:
+    """Keys under the architecture's name."""
+
+    def __init__(self, path: str, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.path, self.fields, self.shapes = path, fields, shapes
+        self.architecture = str(fields.get("general.architecture"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.fields.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        found = self.get(key)
+        if found is None:
+            raise InputError(self.path, f"no {self.architecture}.{key} in it", "what the model needs", BESIDE)
+        return found
+
+    def number(self, key: str) -> float:
+        return float(f"{self.need(key):.7g}")
+
+    def rows(self, leaf: str) -> int:
+        """Of the first layer that has this tensor."""
+        for name, shape in self.shapes.items():
+            if name.startswith("blk.") and name.endswith(f".{leaf}.weight"):
+                return shape[-2]
+        raise InputError(self.path, f"no {leaf} in it", "a Mixture of Experts", BESIDE)
+
+
+def config_of(path: str, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    keys = Keys(path, fields, shapes)
+    family = _FAMILIES.get(keys.architecture)
+    if family is None:
+        raise InputError(path, f"architecture {keys.architecture!r}", "one of " + ", ".join(_FAMILIES), BESIDE)
+    if "rope_freqs.weight" in shapes:
+        raise InputError(path, "frequency factors of RoPE (rope_freqs.weight)", "plain RoPE", BESIDE)
+    heads = int(keys.need("attention.head_count"))
+    hidden = int(keys.need("embedding_length"))
+    words: dict[str, Any] = {
+        "vocab_size": shapes["token_embd.weight"][0],
+        "hidden_size": hidden,
+        "num_hidden_layers": int(keys.need("block_count")) - int(keys.get("nextn_predict_layers", 0)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(keys.get("attention.head_count_kv", heads)),
+        "hidden_act": "silu",
+        "max_position_embeddings": int(keys.need("context_length")),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": float(keys.get("rope.freq_base", 10000.0)),
+        "num_experts_per_tok": int(keys.need("expert_used_count")),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "dtype": "bfloat16",
+    }
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        found = fields.get(f"tokenizer.ggml.{name}_token_id")
+        words[f"{key}_token_id"] = None if found is None else int(found)
+    return words | family(keys, words)
+
+
+def _experts(keys: Keys) -> int:
+    return int(keys.need("expert_count"))
+
+
+def _plain_rope(keys: Keys) -> None:
+    kind = keys.get("rope.scaling.type", "none")
+    if kind != "none":
+        raise InputError(keys.path, f"RoPE scaled by {kind!r}", "plain RoPE", BESIDE)
+
+
+def _head(keys: Keys, words: Mapping[str, Any]) -> int:
+    return int(keys.get("attention.key_length", words["hidden_size"] // words["num_attention_heads"]))
+
+
+def _mixtral(keys: Keys, words: Mapping[str, Any]) -> dict[str, Any]:
+    _plain_rope(keys)
+    return {
+        "model_type": "mixtral",
+        "head_dim": _head(keys, words),
+        "intermediate_size": int(keys.need("feed_forward_length")),
+        "num_local_experts": _experts(keys),
+        "sliding_window": None,
+    }
+
+
+def _qwen2(keys: Keys, words: Mapping[str, Any]) -> dict[str, Any]:
+    _plain_rope(keys)
+    return {
+        "model_type": "qwen2_moe",
+        "intermediate_size": int(keys.get("feed_forward_length", 0)) or keys.rows("ffn_gate_exps"),
+        "moe_intermediate_size": int(keys.get("expert_feed_forward_length", 0)) or keys.rows("ffn_gate_exps"),
+        "shared_expert_intermediate_size": keys.rows("ffn_gate_shexp"),
+        "num_experts": _experts(keys),
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    }
+
+
+def _qwen3(keys: Keys, words: Mapping[str, Any]) -> dict[str, Any]:
+    _plain_rope(keys)
+    inner = int(keys.get("expert_feed_forward_length", 0)) or keys.rows("ffn_gate_exps")
+    return {
+        "model_type": "qwen3_moe",
+        "head_dim": _head(keys, words),
+        "intermediate_size": int(keys.get("feed_forward_length", 0)) or inner,
+        "moe_intermediate_size": inner,
+        "num_experts": _experts(keys),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _deepseek(keys: Keys, words: Mapping[str, Any]) -> dict[str, Any]:
+    rope = int(keys.need("rope.dimension_count"))
+    third = int(keys.get("expert_gating_func", 1)) == 2  # sigmoid
+    groups = keys.get("expert_group_count")
+    if third and groups is None:
+        raise InputError(keys.path, "no deepseek2.expert_group_count in it", "groups of experts", BESIDE)
+    groups = int(groups or 1)
+    key_length = int(keys.get("attention.key_length_mla", 0) or keys.need("attention.key_length"))
+    found = {
+        "model_type": "deepseek_v3" if third else "deepseek_v2",
+        "num_key_value_heads": words["num_attention_heads"],
+        "head_dim": rope,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": key_length - rope,
+        "v_head_dim": int(keys.get("attention.value_length_mla", 0) or keys.need("attention.value_length")),
+        "q_lora_rank": int(keys.get("attention.q_lora_rank", 0)) or None,
+        "kv_lora_rank": int(keys.need("attention.kv_lora_rank")),
+        "intermediate_size": int(keys.need("feed_forward_length")),
+        "moe_intermediate_size": int(keys.need("expert_feed_forward_length")),
+        "n_routed_experts": _experts(keys),
+        "n_shared_experts": int(keys.need("expert_shared_count")),
+        "first_k_dense_replace": int(keys.get("leading_dense_block_count", 0)),
+        "routed_scaling_factor": keys.number("expert_weights_scale") if keys.get("expert_weights_scale") else 1.0,
+        "norm_topk_prob": bool(keys.get("expert_weights_norm", False)),
+        "n_group": groups,
+        "topk_group": int(keys.get("expert_group_used_count", 1)),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+    if keys.get("rope.scaling.type", "none") == "none":
+        return found
+    if keys.get("rope.scaling.type") != "yarn":
+        _plain_rope(keys)
+    scale = float(f"{keys.get('rope.scaling.yarn_log_multiplier', 0.1) * 10:.6g}")
+    return found | {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": float(keys.need("rope.scaling.factor")),
+            "original_max_position_embeddings": int(keys.need("rope.scaling.original_context_length")),
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": scale,
+            "mscale_all_dim": scale,
+        }
+    }
+
+
+_FAMILIES: dict[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]] = {
+    "llama": _mixtral,
+    "qwen2moe": _qwen2,
+    "qwen3moe": _qwen3,
+    "deepseek2": _deepseek,
+}

@@ -1,0 +1,141 @@
+"""A source of safetensors: a released directory, plain or quantised, and the merged files of kt-kernel's converter.
+
+Tensors are grouped by what stands before their ending (`matrix.py`); a group with codes in it is one matrix, everything
+else is plain. The converter of kt-kernel writes Hugging Face names in other words (`blk.3.` for `model.layers.3.`, the
+leading `model.` dropped); these are put back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint.encoded import Encoded, decode
+from ktransformers.checkpoint.experts import ExpertShape, Piece, check, read
+from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
+from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, Part, dimensions, recognise
+from ktransformers.checkpoint.quantisation import NONE, Quantisation
+from ktransformers.checkpoint.shards import Shards
+from ktransformers.checkpoint.sources.kt_kernel import MERGED, KTLayers
+from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
+from ktransformers.errors import InputError
+
+SCALES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
+CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
+
+
+class SafetensorsSource:
+    def __init__(self, path: Path, files: Iterable[str | Path], quantisation: Quantisation = NONE) -> None:
+        self.path = path
+        self._shards = Shards.of_directory(path) if not files else Shards(files)
+        self._quantisation = quantisation
+        merged = {name: found for name in self._shards.names if (found := MERGED.fullmatch(name))}
+        self._converted = KTLayers.of_merged(self._shards, merged) if merged else None
+        self._layers = find_experts(self._shards.names)
+        self._experts = {name for tensors in self._layers for name in names_of(tensors)} | set(merged)
+        self._bases = _bases(self._shards, (name for name in self._shards.names if name not in self._experts))
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({self._shards.file(name) for name in self._shards.names})
+
+    @property
+    def expert_roots(self) -> list[str]:
+        if self._converted is not None:
+            return self._converted.roots
+        return [tensors.root for tensors in self._layers]
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self._bases) or self._converted is not None
+
+    def config(self) -> dict[str, Any] | None:
+        return None
+
+    def layer(self, module: str, shape: ExpertShape, interleaved: bool = False) -> LayerSource:
+        if self._converted is not None:
+            return self._converted.layer(module, shape)
+        shards, tensors = self._shards, locate(self._layers, module)
+        formats = check(shards, tensors, shape, self._quantisation, interleaved)
+        size = sum(_bytes(shards.part(name)) for name in names_of(tensors))
+
+        def pieces() -> Iterator[Piece]:
+            return read(shards, tensors, shape, self._quantisation, interleaved)
+
+        return LayerSource(formats, size, pieces)
+
+    def rest(self) -> list[PlainTensor]:
+        parts = {name for endings in self._bases.values() for name in endings.values()}
+        plain = [name for name in self._shards.names if name not in self._experts and name not in parts]
+        return [self._plain(name) for name in plain] + [self._decoded(base) for base in self._bases]
+
+    def release(self) -> None:
+        self._shards.release()
+
+    def _name(self, name: str) -> str:
+        """As Hugging Face has it."""
+        if self._converted is None or name.startswith("lm_head."):
+            return name
+        return re.sub(r"^blk\.", "model.layers.", name) if name.startswith("blk.") else f"model.{name}"
+
+    def _plain(self, name: str) -> PlainTensor:
+        part = self._shards.part(name)
+        if part.dtype not in DTYPES:
+            raise InputError(name, f"dtype {part.dtype}", ", ".join(DTYPES))
+        return PlainTensor(self._name(name), DTYPES[part.dtype], part.shape, lambda: self._shards.read(name))
+
+    def _decoded(self, base: str) -> PlainTensor:
+        parts = {ending: self._shards.part(name) for ending, name in self._bases[base].items()}
+        given = self._bases[base].get("weight_shape")
+        rows, columns = dimensions(parts) if given is None else self._shards.read(given).flatten().tolist()
+        matrix = recognise(parts, rows, columns, self._quantisation)
+        return PlainTensor(
+            self._name(f"{base}.weight"),
+            torch.bfloat16,
+            (rows, columns),
+            lambda: plain(matrix.build(self._shards.read)),
+        )
+
+
+def plain(matrix: Tensor | Encoded) -> Tensor:
+    """Of one matrix, in bf16 where it was quantised."""
+    return decode(matrix)[0].to(torch.bfloat16) if isinstance(matrix, Encoded) else matrix
+
+
+def names_of(tensors: ExpertTensors) -> Iterator[str]:
+    yield from tensors.fused.values()
+    for roles in tensors.single.values():
+        yield from roles.values()
+
+
+def _bases(shards: Shards, names: Iterable[str]) -> Mapping[str, dict[str, str]]:
+    """What stands before the ending -> ending -> name, of quantised matrices."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        base, _, ending = name.rpartition(".")
+        if ending in ENDINGS and base:
+            found.setdefault(base, {})[ending] = name
+    return {base: endings for base, endings in found.items() if _is_quantised(shards, endings)}
+
+
+def _is_quantised(shards: Shards, endings: Mapping[str, str]) -> bool:
+    if "qweight" in endings or "weight_packed" in endings:
+        return True
+    if "weight" not in endings:
+        return False
+    weight = shards.part(endings["weight"])
+    if weight.dtype in FLOATS or len(weight.shape) != 2:
+        return False
+    if weight.dtype.startswith("F8") and not any(ending in endings for ending in SCALES):
+        raise weight.refuse(f"{' or '.join(FLOATS)}, or a scale beside it")
+    return weight.dtype in CODE_DTYPES and any(ending in endings for ending in SCALES)
+
+
+def _bytes(part: Part) -> int:
+    size = torch.Size(part.shape).numel()
+    return size * DTYPES[part.dtype].itemsize if part.dtype in DTYPES else size
