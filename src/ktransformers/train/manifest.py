@@ -66,6 +66,17 @@ def add_saved(manifest: dict[str, Any], file: Path) -> None:
             known |= {"file": one.file, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256}
 
 
+def check_saved(manifest: dict[str, Any], model: nn.Module) -> None:
+    """The numbers in the file are those of the model, bit for bit."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            spelled = name.replace(".default.", ".")
+            known = manifest["tensors"][spelled]
+            now = record(spelled, known["file"], parameter.detach().cpu().contiguous())
+            if now.sha256 != known["sha256"]:
+                raise KTError(f"{spelled}: saved with norm {known['norm']:.6g}, trained with {now.norm:.6g}")
+
+
 def check_gradients(witness: Witness, steps: int) -> None:
     """A targeted tensor without a gradient is an error: the adapter would say more than it learned."""
     dead = witness.dead()

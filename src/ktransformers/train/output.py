@@ -1,7 +1,8 @@
 """What a run leaves behind: the directory that LLaMA-Factory and the HF Trainer would have left, plus the manifest.
 
 Everything but checkpoints is written at the end: first beside its place, then each file by one rename, the manifest
-last, so that a directory with a manifest is a finished one.
+last, so that a directory with a manifest is a finished one. Before that the adapter is read back into the model that
+learned it and has to say of a few rows what it said before (`adapters.prove_record`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ktransformers.adapters import prove_record
 from ktransformers.adapters.manifest import FILE
+from ktransformers.adapters.prove_record import Reloaded, check_reload, write_record
+from ktransformers.train.data.prepare import Split
+from ktransformers.train.data.render import PairTokens
 from ktransformers.train.files import STAGING, move_files, saved, write_json, write_text
-from ktransformers.train.manifest import add_saved
+from ktransformers.train.manifest import add_saved, check_saved
 from ktransformers.train.settings import Settings
 
 CARD = """---
@@ -124,23 +129,36 @@ def begin_output(output: Path, *, anew: bool) -> None:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
-        for name in ("adapter_model.safetensors", "trainer_log.jsonl"):
+        for name in ("adapter_model.safetensors", prove_record.FILE, "trainer_log.jsonl"):
             (output / name).unlink(missing_ok=True)
 
 
-def finish_output(trainer: Any, settings: Settings, results: dict[str, Any], manifest: dict[str, Any]) -> None:
+def _ids(row: Any) -> list[int]:
+    return [*row.prompt, *row.chosen] if isinstance(row, PairTokens) else row.ids
+
+
+def finish_output(
+    trainer: Any, settings: Settings, results: dict[str, Any], manifest: dict[str, Any], split: Split
+) -> Reloaded:
     output = Path(settings.output_dir)
     staging = output / STAGING
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    rows = [_ids(row) for row in split.evaluation or split.train]
+    made = prove_record.record(model, rows, held_out=bool(split.evaluation))
     with saved(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        trainer.model.save_pretrained(str(staging))
+        model.save_pretrained(str(staging))
         trainer.processing_class.save_pretrained(str(staging))
         trainer.state.save_to_json(str(staging / "trainer_state.json"))
         if settings.run.plot_loss:
             plot_loss(trainer.state.log_history, staging / "training_loss.png")
         (staging / "README.md").write_text(model_card(settings, results))
         add_saved(manifest, staging / "adapter_model.safetensors")
+        check_saved(manifest, model)
+        reloaded = check_reload(model, staging, made)
+        write_record(staging / prove_record.FILE, made)
         move_files(staging, output)
         _results(output, results)
         write_text(output / FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    return reloaded

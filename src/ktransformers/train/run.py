@@ -141,7 +141,8 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     }
     manifest = make_manifest(trainer.model, settings, trainer.witness, directory, facts)
     if main:
-        finish_output(trainer, settings, results, manifest)
+        assert prepared.split is not None
+        watcher.noted(str(finish_output(trainer, settings, results, manifest, prepared.split)))
     return Result(output, results, manifest, _compare(prepared.plan, meter, results))
 
 

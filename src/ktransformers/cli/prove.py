@@ -1,0 +1,73 @@
+"""`kt prove`: does what is served compute what was trained? A table, or one JSON document; exit code 1 says no."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ktransformers.serve.prove import Check, Proof
+
+WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
+
+
+def check_line(check: Check) -> str:
+    return f"{check.what:<18} {WORDS[check.passed]:<10} {check.said}"
+
+
+def proof_lines(proof: Proof) -> list[str]:
+    floor, effect = proof.floor, proof.effect
+    lines = [
+        f"{'adapter':<18} {proof.output}",
+        f"{'base':<18} {proof.base}, {proof.dtype}",
+        f"{'sample':<18} {proof.tokens} tokens in {proof.rows} {proof.sample}",
+        f"{'noise floor':<18} max {floor.max:.2g}, mean {floor.mean:.2g}: the same rows in other batches",
+        f"{'effect':<18} max {effect.max:.2g}, mean {effect.mean:.2g}: the adapter against the base",
+        *(check_line(check) for check in proof.checks),
+    ]
+    if effect.within(floor):
+        lines.append("note: the adapter changes these rows by no more than noise; on them nothing can be told apart")
+    return lines
+
+
+def prove(
+    output: Annotated[Path, typer.Argument(help="A training output directory, or another PEFT adapter.")],
+    server: Annotated[
+        str | None, typer.Option(help="A server that runs, such as http://127.0.0.1:30000; else one is started.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key of that server.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of everything but experts; auto: as recorded by training.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Prove that the served adapter computes what was trained, and the base what it always did."""
+    import transformers
+
+    from ktransformers.serve.prove import Failed
+    from ktransformers.serve.prove import prove as run
+
+    bars: Any = transformers.logging
+    bars.disable_progress_bar()
+
+    def say(line: str) -> None:
+        print(f"kt: {line}", file=sys.stderr, flush=True)
+
+    try:
+        proof = run(output, say, server=server, api_key=api_key, dtype=dtype, device=device)
+    except Failed as error:
+        if as_json:
+            found = {"what": error.check.what, "passed": False, "said": error.check.said}
+            said = {"output": str(output), "passed": False, "culprit": error.check.culprit, "checks": [found]}
+            print(json.dumps(said, indent=2))
+        print(f"kt: not proven: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(json.dumps(proof.to_json(), indent=2) if as_json else "\n".join(proof_lines(proof)))
+    if not proof.passed:
+        print(f"kt: not proven: {proof.culprit}", file=sys.stderr)
+        raise typer.Exit(1)
+    if not as_json:
+        print("proven: what is served is what was trained, and the base is the base")

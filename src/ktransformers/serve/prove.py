@@ -1,0 +1,426 @@
+"""`kt prove`: an adapter under the trainer's graph, under the server and under stock PEFT, on the same rows.
+
+The rows are those that training recorded (`adapters/prove_record.py`), else a few sentences. One model is in memory at
+a time: the trainer's graph (loaded as `kt train` does, the adapter attached by PEFT) is measured first, its noise floor
+with it; then the server answers over HTTP, base and adapter mixed in one batch; then stock transformers and PEFT where
+they fit. Each is a `Check`; the first that fails says which tensor or layer is the culprit. Nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers import system
+from ktransformers.adapters.content import Content, open_content
+from ktransformers.adapters.convert import read_adapter
+from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.manifest import check_manifest, read_manifest
+from ktransformers.adapters.prove import (
+    Difference,
+    Floor,
+    Marks,
+    Measured,
+    adapted_modules,
+    difference,
+    first_apart,
+    floor_of,
+    larger,
+    marking,
+    measure,
+)
+from ktransformers.adapters.prove_record import Record, read_record
+from ktransformers.errors import InputError, KTError
+from ktransformers.serve.client import Client
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.launch import Say, bind, check_packages, dtype_of, open_service
+from ktransformers.serve.target import Target, resolve
+
+TEXTS = (
+    "The lighthouse keeper wrote down the weather every evening: wind, clouds, and how far one could see.",
+    "To make the dough, mix flour, water, salt and a little yeast, then wait until it has doubled in size.",
+    "Question: what is seventeen plus twenty-five?\nAnswer: forty-two, because seventeen and twenty-five make that.",
+    "Es war einmal ein Müller, der hatte drei Söhne, seine Mühle, einen Esel und einen Kater.",
+)
+STOCK_ROOM = 1.25  # times the weights: what stock PEFT builds of a layer's difference comes on top
+FREE = 0.9  # of the free memory may be used for stock
+
+
+@dataclass(frozen=True)
+class Check:
+    what: str
+    passed: bool | None  # None: could not be done here
+    said: str
+    difference: Difference | None = None
+    culprit: str = ""  # tensor or layer
+
+
+@dataclass(frozen=True)
+class Proof:
+    output: str
+    base: str
+    dtype: str
+    rows: int
+    tokens: int
+    sample: str  # where the rows are from
+    floor: Difference
+    effect: Difference  # of the adapter on the base
+    checks: tuple[Check, ...]
+    counts: dict[str, int] = field(default_factory=dict)  # trained, saved, consumed
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed is not False for check in self.checks)
+
+    @property
+    def culprit(self) -> str:
+        return next((check.culprit for check in self.checks if check.passed is False), "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in ("output", "base", "dtype", "rows", "tokens", "sample", "counts")},
+            "passed": self.passed,
+            "culprit": self.culprit or None,
+            "floor": self.floor.to_json(),
+            "effect": self.effect.to_json(),
+            "checks": [
+                {
+                    "what": check.what,
+                    "passed": check.passed,
+                    "said": check.said,
+                    "difference": check.difference and check.difference.to_json(),
+                    "culprit": check.culprit or None,
+                }
+                for check in self.checks
+            ],
+        }
+
+
+class Failed(KTError):
+    """A tensor is wrong before anything was computed."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(f"{check.culprit}: {check.said}")
+        self.check = check
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The trainer's graph on the rows."""
+
+    base: Measured
+    adapter: Measured
+    floor: Floor
+    consumed: int
+    modules: tuple[str, ...]
+
+
+def prove(
+    output: str | Path,
+    say: Say,
+    *,
+    server: str | None = None,
+    api_key: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+) -> Proof:
+    """Raises Failed where the files are wrong already, InputError where there is nothing to prove."""
+    folder = Path(output)
+    if server is None:
+        check_packages()
+    target = resolve(str(folder))
+    if not target.adapters:
+        raise InputError(str(folder), "a model", "the output directory of a training, or another PEFT adapter")
+    content = open_content(folder)
+    tensors = check_tensors(content, str(target.model))
+    record = read_record(folder)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    word = record.dtype if record is not None and dtype == "auto" else dtype
+    kind = dtype_of(word, device)
+    rows, sample = _rows(record, target)
+    say(f"the trainer's graph: {target.model} in {_spelled(kind)}, {len(rows)} rows")
+    graph = trainer_graph(target.model, folder, content, rows, kind, device)
+    floor = graph.floor.logprobs
+    checks = [tensors[0], _consumed(graph, content)]
+    if record is not None:
+        checks.append(against_record(record, graph))
+    gc.collect()
+    launch = Launch(str(folder), dtype=_spelled(kind), device=device, running=2 * len(rows), tokens=8192)
+    say(f"our server: {server}" if server else "our server, on a free port of this machine")
+    checks += against_server(server, api_key, launch, target, rows, graph, say)
+    gc.collect()
+    say("stock transformers and PEFT")
+    checks.append(against_stock(target.model, folder, rows, kind, device, graph))
+    counts = tensors[1] | {"consumed": graph.consumed}
+    effect = difference(graph.adapter, graph.base)
+    return Proof(
+        str(folder),
+        str(target.model),
+        _spelled(kind),
+        len(rows),
+        graph.base.tokens,
+        sample,
+        floor,
+        effect,
+        tuple(checks),
+        counts,
+    )
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rows(record: Record | None, target: Target) -> tuple[list[list[int]], str]:
+    if record is not None:
+        kind = "held-out rows" if record.held_out else "rows (none were held out)"
+        return [list(row) for row in record.rows], f"{kind} of the training"
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
+    return [tokenizer(text)["input_ids"] for text in TEXTS], "sentences of our own: training recorded none"
+
+
+def check_tensors(content: Content, model: str) -> tuple[Check, dict[str, int]]:
+    """The files: every tensor as the manifest says, every tensor with its place in this model."""
+    source, document = detect(content), read_manifest(content.directory)
+    if source.name != "peft":
+        raise InputError(str(content.path), f"an adapter in {source.about}", "PEFT's", "`kt convert --to peft` first")
+    try:
+        if document is not None:
+            check_manifest(content, document)
+        adapter = read_adapter(content.path, model=model, verify=document is None)
+    except InputError as error:
+        name, _, said = str(error).partition(": given ")
+        raise Failed(Check("tensors", False, said, culprit=name)) from error
+    counts = {"saved": len(content.tensors)}
+    if document is None:
+        return Check("tensors", None, f"no manifest: what {len(content.tensors)} tensors were is not known"), counts
+    counts["trained"] = len(document["tensors"])
+    pairs = sum(source.pairs(layer) for layer in adapter.experts) + len(adapter.modules)
+    placed = 2 * pairs + len(adapter.extras)
+    said = f"{counts['trained']} trained, {counts['saved']} saved, {placed} with a place in the model; hashes agree"
+    return Check("tensors", counts["trained"] == counts["saved"] == placed, said), counts
+
+
+def trainer_graph(
+    model_folder: Path, folder: Path, content: Content, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str
+) -> Graph:
+    from peft import PeftModel
+
+    from ktransformers.nn import load_model
+
+    stock = load_model(model_folder, dtype=dtype, device=None if device == "cpu" else device)
+    base = measure(stock, rows)
+    model: Any = PeftModel.from_pretrained(stock, str(folder))
+    consumed = _read_back(model, content)
+    modules = adapted_modules(model)
+    adapter = measure(model, rows, modules)
+    floor = floor_of(model, rows, adapter)
+    with model.disable_adapter():
+        off, off_floor = measure(model, rows), floor_of(model, rows, base)
+    if not difference(off, base).none:
+        said = "the base computes otherwise while an adapter is attached and off"
+        raise Failed(Check("trainer's graph", False, said, difference(off, base), "base"))
+    noise = Floor(larger(floor.logprobs, off_floor.logprobs), floor.marks)
+    return Graph(base, adapter, noise, consumed, tuple(modules))
+
+
+def _read_back(model: Any, content: Content) -> int:
+    """How many tensors of the file are in PEFT's model, number for number."""
+    from peft import get_peft_model_state_dict
+
+    state: dict[str, Tensor] = get_peft_model_state_dict(model)
+    for name, stored in content.tensors.items():
+        if name not in state:
+            raise Failed(Check("trainer's graph", False, "PEFT has no place for it", culprit=name))
+        if not torch.equal(state[name].float().cpu(), stored.read().float()):
+            raise Failed(Check("trainer's graph", False, "PEFT did not read it as it is in the file", culprit=name))
+    content.release()
+    left = sorted(set(state) - set(content.tensors))
+    if left:
+        raise Failed(Check("trainer's graph", False, "PEFT expects it and the file lacks it", culprit=left[0]))
+    return len(state)
+
+
+def _consumed(graph: Graph, content: Content) -> Check:
+    said = f"{graph.consumed} of {len(content.tensors)} tensors are in the graph, number for number"
+    return Check("trainer's graph", graph.consumed == len(content.tensors), said)
+
+
+def compared(what: str, found: Measured, expected: Measured, floor: Difference, where: Callable[[], str]) -> Check:
+    """`where` is asked for the culprit only if it is needed."""
+    apart = difference(found, expected)
+    if apart.none:
+        return Check(what, True, "the same to the bit", apart)
+    said = f"max {apart.max:.2g}, mean {apart.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
+    if apart.within(floor):
+        return Check(what, True, said, apart)
+    return Check(what, False, f"{said}; largest at token {apart.token} of row {apart.row}", apart, where())
+
+
+def against_record(record: Record, graph: Graph) -> Check:
+    """The numbers that the trainer's own model said before it was saved, maybe on another machine."""
+    control = difference(record.base, graph.base)
+    floor = larger(graph.floor.logprobs, control)
+    other = not control.within(graph.floor.logprobs)  # another machine, another dtype: every layer is a little off
+    noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.marks.items()}
+    place = first_apart(graph.adapter.marks, record.adapter.marks, noise)
+    found = compared("as trained", graph.adapter, record.adapter, floor, lambda: place or "the output")
+    if found.passed and place is not None and not other:
+        said = f"outputs differ from those of training; log-probabilities: {found.said}"
+        return replace(found, passed=False, said=said, culprit=place)
+    return found
+
+
+def against_server(
+    url: str | None,
+    key: str | None,
+    launch: Launch,
+    target: Target,
+    rows: Sequence[Sequence[int]],
+    graph: Graph,
+    say: Say,
+) -> list[Check]:
+    if url is not None:
+        return _served(Client(url, key), target, rows, graph, lambda name: "")
+    with in_process(launch, target, say) as (address, model):
+
+        def where(name: str) -> str:
+            marks = _served_marks(Client(address, None), model, name, rows, graph.modules)
+            return first_apart(marks, graph.adapter.marks, graph.floor.marks) or "the output"
+
+        return _served(Client(address, None), target, rows, graph, where)
+
+
+def _served(
+    client: Client, target: Target, rows: Sequence[Sequence[int]], graph: Graph, where: Callable[[str], str]
+) -> list[Check]:
+    base, adapter, loaded = _names(client, target)
+    try:
+        with ThreadPoolExecutor(2 * len(rows)) as pool:  # base and adapter in one batch
+            asked = [pool.submit(ask, client, name, row) for row in rows for name in (adapter, base)]
+            answers = [one.result() for one in asked]
+        ours = Measured(tuple(answers[0::2])), Measured(tuple(answers[1::2]))
+        floor = graph.floor.logprobs
+        same = compared("server, base", ours[1], graph.base, floor, lambda: f"base ({base})")
+        mine = compared("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
+        if mine.passed is False and difference(ours[0], ours[1]).none:
+            mine = replace(mine, said=f"{mine.said}; it answers as the base does: the adapter is not applied")
+        return [mine, same]
+    finally:
+        if loaded:
+            client.open("/v1/unload_lora_adapter", {"lora_name": loaded}).close()
+
+
+def _names(client: Client, target: Target) -> tuple[str, str, str]:
+    """(base, adapter, name that was loaded for this) as the server calls them."""
+    name, place = target.adapters[0]
+    with client.open("/v1/models") as reply:
+        known = json.loads(reply.read())["data"]
+    bases = [one["id"] for one in known if one.get("parent") is None]
+    for one in known:
+        if one.get("parent") is not None and Path(str(one.get("root"))).resolve() == Path(place).resolve():
+            return str(one["parent"]), str(one["id"]), ""
+    if not bases:
+        raise InputError("server", f"{client.url}, which names no base", "a server of ours", "start `kt serve`")
+    name = f"{name}-proof-{os.getpid()}"
+    asked = {"lora_name": name, "lora_path": str(Path(place).resolve())}
+    client.open("/v1/load_lora_adapter", asked).close()
+    return str(bases[0]), f"{bases[0]}:{name}", name
+
+
+def ask(client: Client, name: str, row: Sequence[int]) -> Tensor:
+    """Log-probabilities of a row as the server tells them."""
+    body = {"model": name, "prompt": list(row), "echo": True, "logprobs": 0, "max_tokens": 0}
+    with client.open("/v1/completions", body) as reply:
+        found = json.loads(reply.read())["choices"][0]["logprobs"]["token_logprobs"]
+    if len(found) != len(row):
+        raise KTError(f"{client.url}: {len(found)} log-probabilities for {len(row)} tokens of {name}")
+    return torch.tensor([float("nan") if value is None else float(value) for value in found[1:]])
+
+
+def _served_marks(client: Client, model: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Marks:
+    found: dict[str, list[Tensor]] = {one: [] for one in names}
+    for row in rows:
+        with marking(model, names) as seen:
+            ask(client, name, row)
+        for one, parts in seen.items():
+            found[one].append(torch.cat(parts))
+    return found
+
+
+@contextmanager
+def in_process(launch: Launch, target: Target, say: Say) -> Iterator[tuple[str, Any]]:
+    """A server on a free port of this machine, and the model behind it."""
+    import uvicorn  # type: ignore[import-not-found,unused-ignore]
+
+    from ktransformers.serve.api import create_app
+
+    door = bind("127.0.0.1", 0)
+    service = open_service(launch, target, say)
+    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, name="kt-prove-server", daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise KTError("the server did not start")
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{door.getsockname()[1]}", service.engine.forward.model
+    finally:
+        server.should_exit = True
+        thread.join()
+        door.close()
+
+
+def against_stock(
+    model_folder: Path, folder: Path, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, graph: Graph
+) -> Check:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from ktransformers.checkpoint import Shards
+
+    shards = Shards.of_directory(model_folder)
+    numbers = sum(torch.Size(shards.shape(name)).numel() for name in shards.names)
+    needed = int(numbers * dtype.itemsize * STOCK_ROOM)
+    free = system.memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
+    if needed > free * FREE:
+        said = f"left out: it needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+        return Check("stock PEFT", None, said)
+    stock: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
+    stock = stock.to(device)
+    base = measure(stock, rows)
+    model: Any = PeftModel.from_pretrained(stock, str(folder))
+    adapter = measure(model, rows, graph.modules)
+    _round_experts(model)
+    rounded = measure(model, rows)
+    control, rounding = difference(base, graph.base), difference(rounded, adapter)
+    floor = larger(graph.floor.logprobs, larger(control, rounding))
+
+    def where() -> str:
+        noise = dict.fromkeys(graph.modules, max(floor.max, 1e-3))
+        return first_apart(graph.adapter.marks, adapter.marks, noise) or "the output"
+
+    found = compared("stock PEFT", graph.adapter, adapter, floor, where)
+    return replace(found, said=f"{found.said}; bases are {control.max:.2g} apart")
+
+
+def _round_experts(model: Any) -> None:
+    """Experts compute with factors in bf16 here: what that alone changes belongs to the floor."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and ".experts." in name:
+            parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)

@@ -1,0 +1,202 @@
+"""`kt prove` and its cheap half at the end of a training: what is right passes, what was tampered with is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from ktransformers.adapters import prove_record
+from ktransformers.adapters.content import open_content
+from ktransformers.adapters.prove import Measured, difference
+from ktransformers.errors import KTError
+from tests.nn.families import build, save
+
+TOKENIZER = Path(__file__).resolve().parents[1] / "data" / "minimind_6400"
+WEIGHTS = "adapter_model.safetensors"
+EXPERTS = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"  # gate_up, [2 I, r E]
+ATTENTION = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
+
+for package in ("trl", "datasets", "fastapi", "uvicorn"):
+    pytest.importorskip(package)
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A tiny model, trained for a few steps with rows held out, and what the run said."""
+    from tests.train.conftest import Quiet, recipe
+    from tests.train.runs import run
+
+    root, watcher = tmp_path_factory.mktemp("prove"), Quiet()
+    save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512), root / "base")
+    for file in TOKENIZER.glob("*.json"):
+        shutil.copyfile(file, root / "base" / file.name)
+    run(recipe(root / "base", root / "out", val_size=3, learning_rate=2e-2), watcher)
+    return root / "out", watcher.notes
+
+
+@pytest.fixture
+def output(trained: tuple[Path, list[str]], tmp_path: Path) -> Path:
+    """A copy to be tampered with."""
+    return Path(shutil.copytree(trained[0], tmp_path / "out"))
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object], *, manifest: bool = True) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    if not manifest:
+        (folder / "kt_manifest.json").unlink()
+
+
+def changed_value(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[EXPERTS][3, :] += 0.05
+
+
+def swapped(tensors: dict[str, torch.Tensor]) -> None:
+    gate, up = tensors[EXPERTS].chunk(2)
+    tensors[EXPERTS] = torch.cat([up, gate])
+
+
+def changed_attention(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[ATTENTION][0, 0] += 0.1
+
+
+def dropped(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[EXPERTS]
+
+
+def run(folder: Path, *words: str) -> Any:
+    import typer
+
+    from ktransformers.cli.prove import prove
+
+    app = typer.Typer()
+    app.command()(prove)
+    return CliRunner().invoke(app, [str(folder), *words])
+
+
+def test_training_reads_its_adapter_back(trained: tuple[Path, list[str]]) -> None:
+    said = [note for note in trained[1] if note.startswith("reloaded:")]
+    assert len(said) == 1 and "24 tensors trained, saved and read back" in said[0]
+    assert "3 held-out rows are the same to the bit" in said[0]
+    record = prove_record.read_record(trained[0])
+    assert record is not None and record.held_out and len(record.rows) == 3 and record.dtype == "float32"
+    assert difference(record.adapter, record.base).mean > 0.1
+    assert "model.layers.1.mlp.experts" in record.adapter.marks and len(record.adapter.marks) == 10
+
+
+def test_what_was_trained_is_proven(trained: tuple[Path, list[str]]) -> None:
+    done = run(trained[0], "--json")
+    assert done.exit_code == 0, done.output
+    proof = json.loads(done.stdout)
+    assert proof["passed"] and proof["culprit"] is None
+    assert proof["counts"] == {"saved": 24, "trained": 24, "consumed": 24}
+    checks = {check["what"]: check for check in proof["checks"]}
+    assert all(check["passed"] for check in checks.values())
+    assert {"as trained", "server, adapter", "server, base", "stock PEFT"} <= checks.keys()
+    assert checks["server, adapter"]["difference"]["max"] <= 4 * proof["floor"]["max"] + 2e-5
+    assert proof["effect"]["mean"] > 100 * proof["floor"]["mean"]
+
+
+@pytest.mark.parametrize("edit", [changed_value, swapped, dropped])
+def test_the_manifest_names_the_tensor(output: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    change(output, edit)
+    done = run(output)
+    assert done.exit_code == 1 and EXPERTS in done.stderr
+
+
+def test_a_dropped_tensor_without_a_manifest(output: Path) -> None:
+    change(output, dropped, manifest=False)
+    done = run(output, "--json")
+    assert done.exit_code == 1 and "layers.1.mlp.experts" in json.loads(done.stdout)["culprit"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "culprit"),
+    [
+        (changed_value, "model.layers.1.mlp.experts"),
+        (swapped, "model.layers.1.mlp.experts"),
+        (changed_attention, "model.layers.0.self_attn.v_proj"),
+    ],
+)
+def test_without_a_manifest_the_numbers_name_the_layer(
+    output: Path, edit: Callable[[dict[str, torch.Tensor]], None], culprit: str
+) -> None:
+    from ktransformers.serve.prove import against_record, check_tensors, trainer_graph
+
+    change(output, edit, manifest=False)
+    record, base = prove_record.read_record(output), json.loads((output / "adapter_config.json").read_text())
+    assert record is not None
+    folder, content = Path(base["base_model_name_or_path"]), open_content(output)
+    assert check_tensors(content, str(folder))[0].passed is None
+    graph = trainer_graph(folder, output, content, record.rows, torch.float32, "cpu")
+    found = against_record(record, graph)
+    assert found.passed is False and found.culprit == culprit
+
+
+def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.serve.forward.expert_shares", lambda shares, rows: {})
+    done = run(output)
+    assert done.exit_code == 1 and "not proven: model.layers.0.mlp.experts" in done.stderr
+    lines = [line for line in done.stdout.splitlines() if "DIFFERENT" in line]
+    assert len(lines) == 1 and lines[0].startswith("server, adapter")
+
+
+def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
+    """It has the base alone: the adapter is loaded for the proof and unloaded afterwards."""
+    from ktransformers.serve.flags import Launch
+    from ktransformers.serve.prove import in_process
+    from ktransformers.serve.target import Target, resolve
+
+    target = resolve(str(trained[0]))
+    launch = Launch(str(target.model), dtype="float32", device="cpu", tokens=2048)
+    with in_process(launch, Target(target.model, name="base"), lambda line: None) as (url, _):
+        done = run(trained[0], "--server", url, "--json")
+        assert done.exit_code == 0, done.output
+        from ktransformers.serve.client import Client
+
+        assert Client(url, None).models() == ["base"]
+
+
+def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], output: Path) -> None:
+    """The cheap half: the file is read into the model that learned it."""
+    from peft import PeftModel
+
+    from ktransformers.nn import load_model
+
+    base = json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), str(output), is_trainable=True)
+    made = prove_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
+    assert prove_record.check_reload(model, output, made).difference.none
+    change(output, changed_value)
+    with pytest.raises(KTError, match=r"^model\.layers\.1\.mlp\.experts: .* is not what was trained"):
+        prove_record.check_reload(model, output, made)
+    change(output, dropped)
+    with pytest.raises(KTError, match=rf"^{EXPERTS}: trained, and not read back"):
+        prove_record.check_reload(model, output, made)
+
+
+def test_noise_lets_single_tokens_pass_and_not_more() -> None:
+    plain = Measured((torch.zeros(200),))
+
+    def with_outliers(count: int, noise: float = 0.0) -> Measured:
+        values = torch.full((200,), noise)
+        values[:count] = 0.3
+        return Measured((values,))
+
+    rough = difference(with_outliers(0, 0.01), plain)
+    assert difference(with_outliers(2, 0.02), plain).within(rough)
+    assert not difference(with_outliers(10, 0.02), plain).within(rough)
+    fine = difference(with_outliers(0, 1e-6), plain)
+    assert not difference(with_outliers(1, 1e-6), plain).within(fine)
+    assert not difference(Measured((torch.full((200,), torch.nan),)), plain).within(rough)
