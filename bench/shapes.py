@@ -47,10 +47,10 @@ class Shape:
         """The least that moves besides weights: bf16 input and output, the intermediate written once and read once."""
         return 2 * tokens * (2 * self.hidden + 2 * self.top_k * self.intermediate)
 
-    def layers(self, cache: int = 0) -> int:
-        """How many layers make the weights many times larger than a last-level cache of so many bytes."""
+    def layers(self, cache: int = 0, layer_bytes: float = 0) -> int:
+        """How many layers, of so many bytes where they are not bf16, are many times larger than a last-level cache."""
         wanted = max(2_200_000_000, 8 * cache)
-        return min(16, max(2, math.ceil(wanted / self.layer_bytes)))
+        return min(16, max(2, math.ceil(wanted / (layer_bytes or self.layer_bytes))))
 
 
 SHAPES = {
@@ -123,7 +123,8 @@ class Work:
         return checksum
 
 
-def make_work(shape: Shape, tokens: int, layers: int, seed: int = 1) -> Work:
+def make_work(shape: Shape, tokens: int, layers: int, seed: int = 1, experts: int = 0) -> Work:
+    """Routes go to all experts, or to the first so many of them (with more than one token)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -142,6 +143,6 @@ def make_work(shape: Shape, tokens: int, layers: int, seed: int = 1) -> Work:
     else:
         for _ in range(math.ceil((16 if tokens <= FEW else 2) / layers)):
             for layer in range(layers):
-                scores = torch.rand(tokens, shape.experts, generator=generator)
+                scores = torch.rand(tokens, experts or shape.experts, generator=generator)
                 steps.append((layer, scores.topk(shape.top_k, dim=-1).indices.contiguous()))
     return Work(hidden, weights, steps)

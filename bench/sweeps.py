@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peers.protocol import Runner
-from shapes import Shape, Work, make_weights, make_work
+from shapes import Shape, Work, make_work
 from timing import NOISY, SETTLE, Watch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ RANK = 8
 ALPHA = 16.0
 FACTORS = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 MODES = ("forward", "forward_lora", "backward", "backward_lora", "backward_lora_recompute")
-LONG = 1.0  # seconds; sweeps that take longer are not warmed up again and repeated less
+LONG = 0.5  # seconds; sweeps that take longer are not warmed up again and repeated less
 FIRST_TOKENS = 32  # of the sweep after which memory is looked at
 
 
@@ -111,13 +111,24 @@ class Sweeper(Runner):
 
     def _load(self, shape: Shape, layers: int, max_tokens: int) -> dict[str, Any]:
         self._shape, self._layers, self._tokens = shape, layers, 0
-        weights = make_weights(shape)
-        before = resident_bytes()
+        weights = self._make(shape)
+        self._before = resident_bytes()
         seconds = self._contender.load(shape, weights, layers, max_tokens)
         self._contender.bind(make_work(shape, FIRST_TOKENS, layers))(0)
         # The source is held until here: some allocators would give it to the layers, others back to the system.
-        resident = resident_bytes() - before
+        resident = resident_bytes() - self._before
         return {"ms": [1e3 * taken for taken in seconds], "resident": resident}
+
+    def resident(self) -> int:
+        """The bytes that the process has grown by once the batch at hand is dropped: layers, LoRA, and what is kept to
+        compute with."""
+        self._tokens = 0
+        self._sweep = _nothing
+        return resident_bytes() - self._before
+
+    def _results(self, work: Work) -> dict[str, torch.Tensor]:
+        swept: Swept = self._contender.bind(work)(0)
+        return swept.results
 
     def prepare(self, tokens: int) -> None:  # type: ignore[override] # no Stopwatch: a sweep has several times
         if self._tokens == tokens:
@@ -158,6 +169,10 @@ class Sweeper(Runner):
             for mode, values in swept.seconds.items():
                 ms.setdefault(mode, []).extend(1e3 * value for value in values)
         return {"ms": ms, "foreign": foreign, **self._check}
+
+
+def _nothing(index: int) -> Swept:
+    raise RuntimeError("no batch is at hand")
 
 
 def _total(swept: Swept) -> float:

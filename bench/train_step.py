@@ -11,17 +11,17 @@ is computed again. Rounds, yardsticks and peers are those of `moe.py`; docs/benc
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import contest
 import moe
-from peers.protocol import Peer, PeerGone
-from shapes import DEFAULT_SHAPES, SHAPES, Shape, Weights, Work
+from contest import Column, Contest, Program, Stand
+from peers.protocol import Peer
+from shapes import DEFAULT_SHAPES, Shape, Weights, Work
 from sweeps import (
     ALPHA,
     MODES,
@@ -35,59 +35,43 @@ from sweeps import (
     sweep_steps,
     timed,
 )
-from timing import Reading, Table, Yardstick, describe_machine, print_last_line, save, spread
+from timing import Yardstick, print_last_line, spread
 
 if TYPE_CHECKING:
     import torch
 
     from ktransformers import _core
+    from ktransformers.checkpoint.encoded import Encoded
 
 DEFAULT_TOKENS = (512, 2048, 8192)
-PEERS: dict[str, list[str]] = {"kt": [], "kt_private": ["--private"]}  # options of peers/kt_sft.py
+PROGRAMS = {"kt": Program("peers.kt_sft"), "kt_private": Program("peers.kt_sft", ("--private",))}
 PLAIN = {"forward_lora": "forward", "backward_lora": "backward"}  # what LoRA's cost is told against
 REPACKS = 9
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def words(text: str) -> list[str]:
-        return [word for word in text.split(",") if word]
-
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in words(text)]
-
     tokens = list(DEFAULT_TOKENS)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=words, default=list(DEFAULT_SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--tokens", type=numbers, default=tokens, help=f"default {','.join(map(str, tokens))}")
-    parser.add_argument("--isa", type=words, default=[], help="CPU variants, `all` for those that run here")
-    parser.add_argument("--threads", type=int, default=0, help="of our pool; 0: as many as are fastest")
-    parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=PYTHON", help="kt=PYTHON, kt_private=PYTHON")
-    parser.add_argument("--kt-threads", type=int, default=0, help="kt-kernel's workers; 0: all CPUs but two")
-    parser.add_argument("--layers", type=int, default=0, help="to walk over; 0: enough to be beyond the caches")
+    parser = contest.options(__doc__, PROGRAMS, DEFAULT_SHAPES)
+    parser.add_argument("--tokens", type=contest.numbers, default=tokens, help=f"default {','.join(map(str, tokens))}")
     parser.add_argument("--seconds-per-cell", type=float, default=3.0, help="of timed calls for each contender")
-    parser.add_argument("--longest", type=float, default=10.0, help="skip cells whose roof alone is above (seconds)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
-    args = parser.parse_args(argv)
-
-    for name in args.shapes:
-        if name not in SHAPES:
-            parser.error(f"--shapes: no shape {name!r}; there are {', '.join(SHAPES)}")
-    args.peers = dict(word.partition("=")[::2] for word in args.peers)
-    for name, python in args.peers.items():
-        if name not in PEERS:
-            parser.error(f"--peers: no peer {name!r}; there are {', '.join(PEERS)}")
-        if not python:
-            parser.error(f"--peers: {name} needs the interpreter that has kt-kernel, {name}=/path/to/python")
-    if min(args.tokens, default=0) < 1:
-        parser.error("--tokens: expected counts from 1 up, such as 512,2048")
+    args = contest.parse(parser, PROGRAMS, argv)
+    contest.check_tokens(parser, "--tokens", args.tokens)
     return args
 
 
 class Ours(moe.Ours):
-    """The packed stores under test, each with LoRA of its own."""
+    """The packed stores under test, each with LoRA of its own; a sweep goes through `modes`."""
 
-    def __init__(self, pool: _core.Pool, isa: str) -> None:
-        super().__init__(pool, isa)
+    def __init__(
+        self,
+        pool: _core.Pool,
+        isa: str,
+        format: str = "bf16",
+        source: dict[str, Encoded] | None = None,
+        modes: Sequence[str] = MODES,
+    ) -> None:
+        super().__init__(pool, isa, format, source)
+        self._modes = modes
         import ktransformers.nn.factors  # noqa: F401 (modules are no part of what a layer takes)
 
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
@@ -111,9 +95,9 @@ class Ours(moe.Ours):
         return seconds
 
     @property
-    def packed_bytes(self) -> tuple[int, int]:
-        """Of a layer's experts, and of its LoRA."""
-        return self._stores[0].packed_bytes, self._adapters[0][0].packed_bytes
+    def packed_lora_bytes(self) -> int:
+        """Of a layer's factors."""
+        return self._adapters[0][0].packed_bytes
 
     def repack(self, step: int) -> float:
         """Seconds to take in the factors of a layer that an optimizer has changed."""
@@ -157,18 +141,22 @@ class Ours(moe.Ours):
                 factors=self._targets[layer] if lora else None,
             )
 
+        # What is kept serves the backward that follows, so the pass that keeps nothing comes first.
+        passes: dict[str, tuple[Callable[..., None], tuple[bool, ...]]] = {
+            "forward": (forward, (False,)),
+            "backward": (backward, (False, True)),
+            "forward_lora": (forward, (True,)),
+            "backward_lora_recompute": (backward, (True, False)),
+            "backward_lora": (backward, (True, True)),
+        }
+
         def sweep(index: int) -> Swept:
             steps = sweep_steps(work, layers, index)
             seconds: dict[str, list[float]] = {}
-            for step in steps:
-                timed(seconds, "forward", forward, *step, False)
-            for step in reversed(steps):
-                timed(seconds, "backward", backward, *step, False, True)
-            for step in steps:
-                timed(seconds, "forward_lora", forward, *step, True)
-            for mode, kept in (("backward_lora_recompute", False), ("backward_lora", True)):
-                for step in reversed(steps):
-                    timed(seconds, mode, backward, *step, True, kept)
+            for mode, (call, how) in passes.items():
+                if mode in self._modes:
+                    for step in steps if call is forward else reversed(steps):
+                        timed(seconds, mode, call, *step, *how)
             first = steps[0][0]
             results = {"out": outs[first], "hidden": grads[first][0], "weights": grads[first][1]}
             return Swept(seconds, {**results, **self._grads[first]})
@@ -176,94 +164,59 @@ class Ours(moe.Ours):
         return sweep
 
 
-def judge(stand: moe.Stand, reading: Reading, tokens: int, mode: str, ms: float, unique: float) -> dict[str, Any]:
-    """A cell of the document: the time and what the machine would have allowed."""
-    work, touched = operations(stand.shape, tokens, mode), unique * stand.shape.expert_bytes
-    roof_ms = 1e3 * reading.roof_seconds(work, touched)
-    return {
-        "shape": stand.shape.name,
-        "tokens": tokens,
-        "isa": stand.isa,
-        "format": "bf16",
-        "mode": mode,
-        "ms": ms,
-        "roof_ms": roof_ms,
-        "share": roof_ms / ms,
-        "peers": {},
-        "bound": "tile" if work / reading.tile > touched / reading.read else "memory",
-        "tflops": work / ms / 1e9,
-        "gbs": touched / ms / 1e6,
-        "unique_experts": unique,
-        "tile_tflops": reading.tile / 1e12,
-        "read_gbs": reading.read / 1e9,
-    }
+def measure_modes(
+    bench: Contest, stand: Stand, tokens: int, modes: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """A cell for each mode, and the first answers of ours (`""`) and of the peers."""
+    mine, theirs = bench.rounds(stand, tokens)
+    reading, unique = stand.reading(), mine[0]["unique_experts"]
+    medians: dict[str, float] = {}
+    cells = []
+    for mode in modes:
+        ms = [value for answer in mine for value in answer["ms"][mode]]
+        medians[mode] = statistics.median(ms)
+        work = operations(stand.shape, tokens, mode)
+        cell = stand.judge(reading, tokens, mode, medians[mode], work, unique)
+        cell.update(reps=len(ms), spread=spread(ms), foreign=max(answer["foreign"] for answer in mine))
+        if PLAIN.get(mode) in medians:
+            cell["lora_cost"] = medians[mode] / medians[PLAIN[mode]] - 1
+        if mode.startswith("backward"):
+            cell["over_forward"] = medians[mode] / medians["forward" if mode == "backward" else "forward_lora"]
+        for name in stand.peers:
+            times = [value for answers in theirs for value in answers[name]["ms"].get(mode, [])]
+            if times:
+                cell["peers"][name] = statistics.median(times)
+        cells.append(cell)
+    return cells, {"": mine[0], **{name: theirs[0][name] for name in stand.peers}}
 
 
-class Bench(moe.Bench):
-    """One run. Pools, peers and document are kept as the forward bench keeps them; cells and table differ."""
+class Bench(Contest):
+    NAME = "train_step"
+    PROGRAMS = PROGRAMS
+    COLUMNS: ClassVar = [
+        Column("shape", 16, "shape"),
+        Column("tokens", 6, "tokens"),
+        Column("isa", 11, "isa"),
+        Column("mode", 23, "mode"),
+        Column("ms", 9, "ms", 3),
+        Column("roof ms", 9, "roof_ms", 3),
+        Column("share", 5, "share", 2),
+        Column("bound", 6, "bound"),
+        Column("TFLOPS", 6, "tflops", 2),
+        Column("GB/s", 6, "gbs", 1),
+        Column("tile TF", 7, "tile_tflops", 2),
+        Column("read GB/s", 6, "read_gbs", 1),
+        Column("LoRA %", 6, "lora_cost", 1, 100),
+        Column("x fwd", 5, "over_forward", 2),
+    ]
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from ktransformers import _core
-
-        self.args = args
-        self.pool = _core.Pool(threads=args.threads)
-        cpus = len(os.sched_getaffinity(0))
-        self.roof_pool = _core.Pool(threads=cpus) if not args.threads and self.pool.threads < cpus else self.pool
-        runnable = {v["name"]: v["native"] for v in _core.variants() if v["native"] or v["emulated"]}
-        self.isas = [name for name, native in runnable.items() if native] if args.isa == ["all"] else args.isa
-        self.isas = self.isas or [_core.isa()]
-        unknown = [isa for isa in self.isas if isa not in runnable]
-        if unknown:
-            raise SystemExit(f"--isa: {', '.join(unknown)} does not run here; these do: {', '.join(runnable)}")
-        machine = describe_machine()
-        self.cache = int(machine["l3"])
-        machine.update(threads=self.pool.threads, emulated=[isa for isa in self.isas if not runnable[isa]], peers={})
-        self.document: dict[str, Any] = {"bench": "train_step", "machine": machine, "rank": RANK}
-        self.document.update(memory=[], cells=[])
-        self.failed = False
-        print(f"{machine['cpu']}: {machine['cpus']} CPUs, {self.pool.threads} threads, LoRA rank {RANK}")
-        heads = ["shape", "tokens", "isa", "mode", "ms", "roof ms", "share", "bound", "TFLOPS", "GB/s"]
-        heads += ["tile TF", "read GB/s", "LoRA %", "x fwd"]
-        heads += [head for name in args.peers for head in (f"{name} ms", f"{name} x")]
-        widths = [16, 6, 11, 23, 9, 9, 5, 6, 6, 6, 7, 6, 6, 5]
-        self.table = Table(heads, widths + [9, 5] * len(args.peers))
-
-    def add(self, cell: dict[str, Any]) -> None:
-        cell["speedup"] = {name: ms / cell["ms"] for name, ms in cell["peers"].items()}
-        self.document["cells"].append(cell)
-
-        def shown(key: str, digits: int, scale: float = 1.0) -> str:
-            return f"{cell[key] * scale:.{digits}f}" if key in cell else "-"
-
-        row = [cell["shape"], str(cell["tokens"] or "-"), cell["isa"], cell["mode"], shown("ms", 3)]
-        row += [shown("roof_ms", 3), shown("share", 2), cell["bound"], shown("tflops", 2), shown("gbs", 1)]
-        row += [shown("tile_tflops", 2), shown("read_gbs", 1), shown("lora_cost", 1, 100), shown("over_forward", 2)]
-        for name in self.args.peers:
-            ms = cell["peers"].get(name)
-            row += [f"{ms:.3f}", f"{ms / cell['ms']:.2f}"] if ms else ["-", "-"]
-        self.table.row(row)
-        if self.args.json:
-            save(self.document, self.args.json)
-
-    def start_peers(self) -> dict[str, Peer]:
-        started: dict[str, Peer] = {}
-        folders = [folder for folder in os.environ.get("KT_PEER_PYTHONPATH", "").split(os.pathsep) if folder]
-        env = {"OMP_NUM_THREADS": "4"}
-        if folders:
-            env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders)
-        for name, python in self.args.peers.items():
-            options = ["--threads", str(self.args.kt_threads), *PEERS[name]]
-            try:
-                started[name] = Peer(name, python, options, env, "peers.kt_sft")
-            except PeerGone as gone:
-                self.lose(gone)
-        for name, facts in self.ask_peers(started, {"do": "hello"}).items():
-            self.document["machine"]["peers"][name] = facts
-        return started
+        super().__init__(args)
+        self.document.update(rank=RANK, memory=[])
 
     def measure_shape(self, shape: Shape, isa: str, peers: dict[str, Peer]) -> None:
         ours = Ours(self.pool, isa)
-        stand = moe.Stand(shape, isa, Sweeper(ours), peers, Yardstick(self.roof_pool, isa), [])
+        stand = Stand(shape, isa, Sweeper(ours), peers, Yardstick(self.roof_pool, isa))
         layers = self.args.layers or shape.layers(self.cache)
         request = {"do": "load", "shape": shape.name, "layers": layers, "max_tokens": max(self.args.tokens)}
         resident = stand.ours.ask(request)["resident"]
@@ -272,21 +225,22 @@ class Bench(moe.Bench):
         self.measure_repack(stand, ours)
         for tokens in self.args.tokens:
             stand.look()
-            least = stand.seen[-1].roof_seconds(operations(shape, tokens, MODES[-1]), 0)
-            if least > self.args.longest:
-                self.note(f"{shape.name} {isa}: {tokens} tokens skipped, {least:.1f} s a call at best; see --longest")
+            if self.too_long(stand, tokens, stand.seen[-1].roof_seconds(operations(shape, tokens, MODES[-1]), 0)):
                 continue
-            self.measure_modes(stand, tokens)
+            cells, answers = measure_modes(self, stand, tokens, MODES)
+            for cell in cells:
+                self.add(cell)
+            for name in stand.peers:
+                self.compare(f"{shape.name}, {tokens} tokens, {name}", answers[""], answers[name])
 
-    def add_memory(self, stand: moe.Stand, ours: Ours, layers: int, resident: int, theirs: dict[str, int]) -> None:
+    def add_memory(self, stand: Stand, ours: Ours, layers: int, resident: int, theirs: dict[str, int]) -> None:
         parameters = stand.shape.layer_bytes // 2
-        experts, lora = ours.packed_bytes
         entry: dict[str, Any] = {
             "shape": stand.shape.name,
             "isa": stand.isa,
             "layers": layers,
-            "packed_bytes_per_parameter": experts / parameters,
-            "packed_lora_bytes_per_parameter": lora / parameters,
+            "packed_bytes_per_parameter": ours.packed_bytes / parameters,
+            "packed_lora_bytes_per_parameter": ours.packed_lora_bytes / parameters,
             "resident_bytes_per_parameter": resident / (layers * parameters),
             "peers": {name: taken / (layers * parameters) for name, taken in theirs.items()},
         }
@@ -298,47 +252,16 @@ class Bench(moe.Bench):
             f"    {stand.shape.name}, {stand.isa}, {layers} layers: bytes per parameter {', '.join(told)}", flush=True
         )
 
-    def measure_repack(self, stand: moe.Stand, ours: Ours) -> None:
+    def measure_repack(self, stand: Stand, ours: Ours) -> None:
         """Reads and writes every factor once; set against the reading alone."""
         ours.repack(0)
         stand.look()
         ms = [1e3 * ours.repack(step) for step in range(REPACKS)]
         stand.look()
-        reading = stand.reading()
         source = 2 * stand.shape.experts * lora_parameters(stand.shape)
-        taken, roof_ms = statistics.median(ms), 1e3 * source / reading.read
-        cell = {"shape": stand.shape.name, "tokens": 0, "isa": stand.isa, "format": "bf16", "mode": "repack"}
-        cell.update(ms=taken, roof_ms=roof_ms, share=roof_ms / taken, peers={}, bound="memory")
-        cell.update(gbs=source / taken / 1e6, read_gbs=reading.read / 1e9, reps=len(ms), spread=spread(ms))
+        cell = stand.judge_bytes(stand.reading(), "repack", statistics.median(ms), source)
+        cell.update(reps=len(ms), spread=spread(ms))
         self.add(cell)
-
-    def measure_modes(self, stand: moe.Stand, tokens: int) -> None:
-        request = {"do": "round", "tokens": tokens, "seconds": self.args.seconds_per_cell / moe.ROUNDS}
-        mine, theirs = [], []
-        stand.ours.prepare(tokens)
-        for _ in range(moe.ROUNDS):
-            stand.look()
-            mine.append(stand.ours.ask(request))
-            stand.look()
-            theirs.append(self.ask_peers(stand.peers, request))
-        reading, unique = stand.reading(), mine[0]["unique_experts"]
-        medians: dict[str, float] = {}
-        for mode in MODES:
-            ms = [value for answer in mine for value in answer["ms"][mode]]
-            medians[mode] = statistics.median(ms)
-            cell = judge(stand, reading, tokens, mode, medians[mode], unique)
-            cell.update(reps=len(ms), spread=spread(ms), foreign=max(answer["foreign"] for answer in mine))
-            if mode in PLAIN:
-                cell["lora_cost"] = medians[mode] / medians[PLAIN[mode]] - 1
-            if mode.startswith("backward"):
-                cell["over_forward"] = medians[mode] / medians["forward" if mode == "backward" else "forward_lora"]
-            for name in stand.peers:
-                times = [value for answers in theirs for value in answers[name]["ms"].get(mode, [])]
-                if times:
-                    cell["peers"][name] = statistics.median(times)
-            self.add(cell)
-        for name in stand.peers:
-            self.compare(f"{stand.shape.name}, {tokens} tokens, {name}", mine[0], theirs[0][name])
 
     def compare(self, where: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Both must have done the same work, gradients included; whether the numbers are right is for the tests."""

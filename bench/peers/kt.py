@@ -1,4 +1,5 @@
-"""kt-kernel in BF16, driven through the classes of its extension; run by `bench/moe.py --peers kt=/path/to/python`.
+"""kt-kernel, driven through the classes of its extension; run by `bench/moe.py --peers kt=/path/to/python` in BF16, by
+`bench/formats.py --peers kt_int8=/path/to/python` with weights that it quantises at load (`--kind`).
 
 Everything goes in as raw addresses, so the tensors behind them are kept for as long as a task may read them. Its
 workers are bound to the first CPUs, and both its queue and the thread that waits for a task spin: on a machine with
@@ -14,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peers.protocol import serve
@@ -30,11 +31,14 @@ def default_threads() -> int:
 
 
 class KtKernel:
-    def __init__(self, threads: int) -> None:
+    CLASSES: ClassVar = {"bf16": "AMXBF16_MOE", "int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE"}
+
+    def __init__(self, threads: int, kind: str) -> None:
         import kt_kernel  # noqa: F401 (chooses the extension for this CPU)
         from kt_kernel import kt_kernel_ext
 
         self._ext: Any = kt_kernel_ext
+        self._kind = kind
         self._threads = threads or default_threads()
         workers = self._ext.WorkerPoolConfig()
         workers.subpool_count = 1
@@ -61,20 +65,22 @@ class KtKernel:
             import kt_kernel
 
             version = getattr(kt_kernel, "__version__", "unknown")
-        return {"version": version, "threads": self._threads, "torch": torch.__version__}
+        return {"version": version, "threads": self._threads, "kind": self._kind, "torch": torch.__version__}
 
     def _run(self, task: Any) -> None:
         self._queue.submit(task)
         self._queue.sync()
+
+    def configure(self, shape: Shape) -> Any:
+        """The settings of one more layer, as far as inference and training differ."""
+        return self._ext.moe.MOEConfig(shape.experts, shape.top_k, shape.hidden, shape.intermediate, 0)  # none on a GPU
 
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
         self._shape = shape
         self._experts = torch.arange(shape.experts, dtype=torch.int64)
         self._layers, seconds = [], []
         for layer in range(layers):
-            config = self._ext.moe.MOEConfig(
-                shape.experts, shape.top_k, shape.hidden, shape.intermediate, 0
-            )  # 0: none on a GPU
+            config = self.configure(shape)
             config.layer_idx = layer
             config.max_len = max(32, -(-max_tokens // 32) * 32)
             config.pool = self._queue.backend_
@@ -83,7 +89,7 @@ class KtKernel:
             config.up_proj = weights.up.data_ptr()
             config.down_proj = weights.down.data_ptr()
             start = time.perf_counter()
-            moe = self._ext.moe.AMXBF16_MOE(config)
+            moe = getattr(self._ext.moe, self.CLASSES[self._kind])(config)
             try:
                 task = moe.load_weights_task()
             except TypeError:  # some versions want the map here too
@@ -115,11 +121,16 @@ class KtKernel:
         return call
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=0)
-    args = parser.parse_args()
-    serve(lambda: KtKernel(args.threads))
+    parser.add_argument("--kind", choices=list(KtKernel.CLASSES), default="bf16")
+    return parser
+
+
+def main() -> None:
+    args = options(__doc__).parse_args()
+    serve(lambda: KtKernel(args.threads, args.kind))
     os._exit(0)  # its pool does not always come down
 
 

@@ -1,4 +1,5 @@
-"""kt-kernel's BF16 training class, run by `bench/train_step.py --peers kt=/path/to/python kt_private=/path/to/python`.
+"""kt-kernel's training classes, run by `bench/train_step.py --peers kt=/path/to/python kt_private=/path/to/python` in
+BF16 and by `bench/formats.py` with weights that it quantises at load (`--kind`).
 
 Its backward multiplies with transposed weights. `kt` is its default for training, one buffer that all layers share and
 each fills again before its backward; `kt_private` (`--private`) holds a transposed copy for every layer. A backward
@@ -7,13 +8,12 @@ needs a forward that saved its activations, one for each layer (`max_cache_depth
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
-from peers.kt import KtKernel
+from peers.kt import KtKernel, options
 from peers.protocol import serve
 from shapes import Shape, Weights, Work
 from sweeps import ALPHA, FACTORS, RANK, Sweeper, Swept, grad_out, make_lora, sweep_steps, timed
@@ -25,49 +25,36 @@ def kt_name(factor: str) -> str:
 
 
 class KtTraining(KtKernel):
-    def __init__(self, threads: int, private: bool) -> None:
-        super().__init__(threads)
+    CLASSES: ClassVar = {"bf16": "AMXBF16_SFT_MOE", "int8": "AMXInt8_SFT_MOE", "int4": "AMXInt4_SFT_MOE"}
+
+    def __init__(self, threads: int, kind: str, private: bool) -> None:
+        super().__init__(threads, kind)
         self._private = private
 
     def facts(self) -> dict[str, object]:
         return {**super().facts(), "backward": "private copy" if self._private else "shared buffer"}
 
+    def configure(self, shape: Shape) -> Any:
+        lora = {name: tensor.clone() for name, tensor in self._factors.items()}
+        config = self._ext.moe.MOESFTConfig(shape.experts, shape.top_k, shape.hidden, shape.intermediate)
+        config.max_cache_depth = 1
+        config.share_backward_bb = not self._private
+        config.share_cache_pool = False
+        config.full_weight_grad = False
+        config.lora_rank = RANK
+        config.lora_alpha = ALPHA
+        config.authoritative_optimizer_grads = True
+        for name, tensor in lora.items():
+            setattr(config, kt_name(name), tensor.data_ptr())
+        self._lora.append(lora)  # read by address
+        self._grads.append({name: torch.zeros_like(tensor) for name, tensor in lora.items()})
+        return config
+
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
-        self._shape = shape
-        self._experts = torch.arange(shape.experts, dtype=torch.int64)
-        self._layers, self._lora, self._grads, seconds = [], [], [], []
-        factors = make_lora(shape)
-        for layer in range(layers):
-            lora = {name: tensor.clone() for name, tensor in factors.items()}
-            config = self._ext.moe.MOESFTConfig(shape.experts, shape.top_k, shape.hidden, shape.intermediate)
-            config.layer_idx = layer
-            config.max_len = max(32, -(-max_tokens // 32) * 32)
-            config.max_cache_depth = 1
-            config.share_backward_bb = not self._private
-            config.share_cache_pool = False
-            config.full_weight_grad = False
-            config.lora_rank = RANK
-            config.lora_alpha = ALPHA
-            config.authoritative_optimizer_grads = True
-            for name, tensor in lora.items():
-                setattr(config, kt_name(name), tensor.data_ptr())
-            config.pool = self._queue.backend_
-            config.physical_to_logical_map = self._experts.data_ptr()
-            config.gate_proj = weights.gate.data_ptr()
-            config.up_proj = weights.up.data_ptr()
-            config.down_proj = weights.down.data_ptr()
-            start = time.perf_counter()
-            moe = self._ext.moe.AMXBF16_SFT_MOE(config)
-            try:
-                task = moe.load_weights_task()
-            except TypeError:  # some versions want the map here too
-                task = moe.load_weights_task(self._experts.data_ptr())
-            self._run(task)
-            seconds.append(time.perf_counter() - start)
-            self._layers.append(moe)
-            self._lora.append(lora)  # read by address
-            self._grads.append({name: torch.zeros_like(tensor) for name, tensor in lora.items()})
-        return seconds
+        self._factors = make_lora(shape)
+        self._lora: list[dict[str, torch.Tensor]] = []
+        self._grads: list[dict[str, torch.Tensor]] = []
+        return super().load(shape, weights, layers, max_tokens)
 
     def bind(self, work: Work) -> Callable[[int], Swept]:  # type: ignore[override] # sweeps, not calls
         layers = len(self._layers)
@@ -118,11 +105,10 @@ class KtTraining(KtKernel):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=0)
+    parser = options(__doc__)
     parser.add_argument("--private", action="store_true")
     args = parser.parse_args()
-    serve(lambda: KtTraining(args.threads, args.private), Sweeper)
+    serve(lambda: KtTraining(args.threads, args.kind, args.private), Sweeper)
     os._exit(0)  # its pool does not always come down
 
 

@@ -3,6 +3,7 @@
     {"do": "hello"}                                                         ->  {"version": ..., "threads": ...}
     {"do": "load", "shape": "qwen3-30b", "layers": 2, "max_tokens": 8192}   ->  {"ms": [...]}
     {"do": "round", "tokens": 512, "seconds": 0.2}                          ->  {"ms": [...], "foreign": ..., ...}
+    {"do": "probe", "tokens": 64, "experts": 8}                             ->  {"out": numbers in base64, ...}
 
 A contender is a class with `facts`, `load` and `bind`. `Runner` answers requests with one in this process; `serve` does
 so over stdin and stdout, one line each, and `Peer` is the other end of that pipe, for contenders that need another
@@ -11,6 +12,7 @@ interpreter or would disturb ours with their threads.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -23,14 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shapes import SHAPES, Shape, Weights, make_weights, make_work
+from shapes import SHAPES, Shape, Weights, Work, make_weights, make_work
 from timing import Stopwatch
 
 if TYPE_CHECKING:
-    from shapes import Work
+    import torch
 
 BENCH = Path(__file__).resolve().parent.parent
-MODULES = {"kt": "peers.kt", "torch": "peers.torch_loop"}
 PATIENCE = 180.0  # seconds for one answer; a peer that hangs must not cost the run
 
 
@@ -46,10 +47,12 @@ class Contender(Protocol):
 
 
 class Runner:
-    """Answers requests with a contender in this process; the work of one token count is held at a time."""
+    """Answers requests with a contender in this process; the work of one token count is held at a time. `make` gives
+    the layer's weights in bf16."""
 
-    def __init__(self, contender: Contender) -> None:
+    def __init__(self, contender: Contender, make: Callable[[Shape], Weights] = make_weights) -> None:
         self._contender = contender
+        self._make = make
         self._tokens = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -57,12 +60,19 @@ class Runner:
             return self._contender.facts()
         if request["do"] == "load":
             return self._load(SHAPES[request["shape"]], request["layers"], request["max_tokens"])
+        if request["do"] == "probe":
+            work = make_work(self._shape, request["tokens"], self._layers, experts=request["experts"])
+            return {name: to_text(tensor) for name, tensor in self._results(work).items()}
         return self._round(request["tokens"], request["seconds"])
 
     def _load(self, shape: Shape, layers: int, max_tokens: int) -> dict[str, Any]:
         self._shape, self._layers, self._tokens = shape, layers, 0
-        seconds = self._contender.load(shape, make_weights(shape), layers, max_tokens)
+        seconds = self._contender.load(shape, self._make(shape), layers, max_tokens)
         return {"ms": [1e3 * taken for taken in seconds]}
+
+    def _results(self, work: Work) -> dict[str, torch.Tensor]:
+        """What the first step gives."""
+        return {"out": self._contender.bind(work)(0)}
 
     def prepare(self, tokens: int) -> Stopwatch:
         """Makes the work of a cell unless it is at hand."""
@@ -82,6 +92,17 @@ class Runner:
         return {"ms": taken.ms, "foreign": taken.foreign, **self._check}
 
 
+def to_text(tensor: torch.Tensor) -> str:
+    return base64.b64encode(tensor.float().contiguous().numpy().tobytes()).decode()
+
+
+def from_text(text: str) -> torch.Tensor:
+    """In one dimension, f32."""
+    import torch
+
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32)
+
+
 def serve(make: Callable[[], Contender], runner: type[Runner] = Runner) -> None:
     """Answers requests until stdin ends. Whatever the contender prints goes to stderr, away from the answers."""
     answers = os.fdopen(os.dup(1), "w")
@@ -97,9 +118,9 @@ class PeerGone(RuntimeError):
 
 
 class Peer:
-    """A contender in a process of its own; `module` where it is not the one that the forward bench knows by `name`."""
+    """A contender in a process of its own."""
 
-    def __init__(self, name: str, python: str, options: list[str], env: dict[str, str], module: str = "") -> None:
+    def __init__(self, name: str, python: str, module: str, options: list[str], env: dict[str, str]) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         # Found from where the user stands, not from the folder that the peer runs in; a venv's link is kept.
@@ -107,7 +128,7 @@ class Peer:
         if program is None:
             raise PeerGone(f"{name}: {python} is not a program; give --peers {name}=/path/to/python")
         self._process = subprocess.Popen(
-            [os.path.abspath(program), "-m", module or MODULES[name], *options],
+            [os.path.abspath(program), "-m", module, *options],
             cwd=BENCH,
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
