@@ -30,6 +30,14 @@ def test_version() -> None:
     assert system.version_of("ktransformers") == ktransformers.__version__
 
 
+def test_version_says_what_it_runs_on() -> None:
+    found = json.loads(kt("version", "--json").stdout)
+    assert found["ktransformers"] == ktransformers.__version__ and found["torch"] == system.version_of("torch")
+    assert found["cpu variant"] and found["platform"].startswith("Linux ")
+    shown = kt("version", "-v").stdout
+    assert re.search(r"^python +3\.", shown, re.MULTILINE) and shown.count("\n") == len(found)
+
+
 def test_no_arguments_and_unknown_verb() -> None:
     assert "doctor" in kt().stdout
     done = kt("doctr")
@@ -41,26 +49,29 @@ def test_doctor_json() -> None:
     done = kt("doctor", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["errors"] == []
+    assert report["ok"] and "error" not in {finding["level"] for finding in report["findings"]}
     assert report["isa"] in [variant["name"] for variant in report["variants"] if variant["native"]]
     assert 1 <= report["threads"] <= report["machine"]["cpus"]
     assert 1 <= report["groups"] <= report["threads"]
     assert 0 < report["memory"]["available"] <= report["memory"]["total"]
     assert report["packages"]["torch"]
+    assert report["disks"][0]["free"] > 0 and report["disks"][0]["kind"] != ""
+    assert any(finding["about"] == "gpu" for finding in report["findings"]) or report["gpus"]
 
 
 def test_doctor_text() -> None:
     done = kt("doctor", KT_ISA="generic")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^variant generic +in use$", done.stdout, re.MULTILINE)
+    assert re.search(r"^variant generic +in use: asked for by KT_ISA$", done.stdout, re.MULTILINE)
     assert re.search(r"^KT_ISA +generic$", done.stdout, re.MULTILINE)
 
 
 def test_doctor_with_an_unknown_variant() -> None:
     done = kt("doctor", "--json", KT_ISA="sse9")
     assert done.returncode == 1
-    (error,) = json.loads(done.stdout)["errors"]
-    assert "sse9" in error and "generic" in error
+    report = json.loads(done.stdout)
+    (error,) = [finding for finding in report["findings"] if finding["level"] == "error"]
+    assert "sse9" in error["text"] and "generic" in error["text"] and error["fix"] and not report["ok"]
 
 
 def test_environment_page_lists_every_variable() -> None:

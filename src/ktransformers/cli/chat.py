@@ -1,14 +1,18 @@
 """`kt chat`: a terminal client for any server that speaks the OpenAI API.
 
-Answers are streamed; after each one the number of tokens
-and their rate are shown, counted from the first token. An interrupt (Ctrl-C) ends the answer, not the chat.
+Answers are streamed; after each one the number of tokens and their rate are shown, counted from the first token. An
+interrupt (Ctrl-C) ends the answer, not the chat. With `--json` every answer is one line of JSON and nothing else is
+printed, so that a pipe of questions becomes a pipe of answers.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,14 +28,43 @@ COMMANDS = """/clear          forget the conversation
 /exit           end"""
 
 
+@dataclass(frozen=True)
+class Answer:
+    model: str
+    content: str
+    tokens: int
+    first: float | None  # seconds until the first token; None: there was none
+    seconds: float
+
+    def line(self) -> str:
+        if self.first is None:
+            return "[no answer]"
+        taken = self.seconds - self.first
+        rate = f", {(self.tokens - 1) / taken:.1f} tokens/s" if self.tokens > 1 and taken > 0 else ""
+        return f"[{self.tokens} tokens{rate}, first after {self.first:.2f} s]"
+
+
 class Conversation:
-    def __init__(self, client: Client, model: str, options: dict[str, Any]) -> None:
-        self.client, self.model, self.options = client, model, options
+    def __init__(self, client: Client, model: str, options: dict[str, Any], quiet: bool = False) -> None:
+        self.client, self.model, self.options, self.quiet = client, model, options, quiet
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
+        self.file: Path | None = None  # where the conversation is kept
 
-    def ask(self, text: str) -> str:
-        """Prints the answer while it comes; the line with its speed."""
+    def remember(self, file: Path) -> None:
+        """Go on with what the file has, and keep it up to date."""
+        self.file = file
+        if file.exists():
+            try:
+                said = json.loads(file.read_text())
+                self.messages = [{"role": str(one["role"]), "content": str(one["content"])} for one in said]
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    "history-file", f"{file} ({error})", "a list of messages, as `kt chat` writes it"
+                ) from error
+
+    def ask(self, text: str) -> Answer:
+        """Prints the answer while it comes."""
         self.messages.append({"role": "user", "content": text})
         first = [{"role": "system", "content": self.system}] if self.system else []
         answer, tokens, begun = "", 0, 0.0
@@ -43,16 +76,19 @@ class Conversation:
                     piece = choice["delta"].get("content") or ""
                     begun = begun or (time.monotonic() if piece else 0.0)
                     answer += piece
-                    print(piece, end="", flush=True)
+                    print("" if self.quiet else piece, end="", flush=True)
         except KeyboardInterrupt:
-            print(" [interrupted]", end="")
+            print("" if self.quiet else " [interrupted]", end="")
         except KTError:
             self.messages.pop()
             raise
         self.messages.append({"role": "assistant", "content": answer})
-        taken = time.monotonic() - (begun or started)
-        rate = f", {(tokens - 1) / taken:.1f} tokens/s" if tokens > 1 and taken > 0 else ""
-        return f"[{tokens} tokens{rate}, first after {max(0.0, begun - started):.2f} s]" if begun else "[no answer]"
+        if self.file is not None:
+            from ktransformers.files import write_json
+
+            write_json(self.file, self.messages)
+        now = time.monotonic()
+        return Answer(self.model, answer, tokens, begun - started if begun else None, now - started)
 
     def command(self, line: str) -> bool:
         """False: end."""
@@ -83,29 +119,52 @@ class Conversation:
 
 
 def chat(
-    url: Annotated[str, typer.Argument(help="The server.")] = "http://127.0.0.1:30000",
-    model: Annotated[str | None, typer.Option(help="Model to ask, e.g. base:adapter. [default: the first]")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    url: Annotated[str | None, typer.Argument(help="The server. [default: server.host and server.port]")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model to ask, e.g. base:adapter. [default: the first]")
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", "-s", help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="At most that many tokens of answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", "-t", min=0, max=2, help="0 is greedy.")] = None,
+    host: Annotated[str | None, typer.Option("--host", "-H", help="Instead of URL.")] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="Instead of URL.")] = None,
+    history_file: Annotated[
+        Path | None, typer.Option(help="Keep the conversation in this file, and go on with it.")
+    ] = None,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each answer.")] = False,
 ) -> None:
     """Talk to a server in the terminal; /help lists the commands."""
     from ktransformers.serve.client import Client
 
+    if url is not None and (host is not None or port is not None):
+        raise InputError("host, port", "given beside URL", "one of them")
+    url = url or _address(host, port)
     client = Client(url if "://" in url else f"http://{url}", os.environ.get(key_variable))
     known = client.models()
     if model is not None and model not in known:
         raise InputError("model", model, f"one of {', '.join(known)}")
     given = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in given.items() if value is not None}
-    talk = Conversation(client, model or known[0], options)
+    talk = Conversation(client, model or known[0], options, quiet=as_json)
     talk.system = system
+    if history_file is not None:
+        talk.remember(history_file)
     _loop(talk)
 
 
+def _address(host: str | None, port: int | None) -> str:
+    """Where `kt serve` listens by itself; one that listens on every address is reached at this machine's own."""
+    from ktransformers.settings import read
+
+    server = read().server
+    place = host or server.host
+    place = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(place, place)
+    return f"http://{place}:{port if port is not None else server.port}"
+
+
 def _loop(talk: Conversation) -> None:
-    shown = sys.stdin.isatty()
+    shown = sys.stdin.isatty() and not talk.quiet
     if shown:
         import readline  # noqa: F401 (editing and history in the prompt)
 
@@ -114,16 +173,18 @@ def _loop(talk: Conversation) -> None:
         try:
             line = input(f"{talk.model}> " if shown else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            print("" if talk.quiet else "\n", end="")
             return
         if not line:
             continue
         try:
-            if line.startswith("/"):
+            if line.startswith("/") and not talk.quiet:
                 if not talk.command(line):
                     return
                 continue
-            said = talk.ask(line)
-            print(f"\n{said}")
+            answer = talk.ask(line)
+            print(json.dumps(asdict(answer), ensure_ascii=False) if talk.quiet else f"\n{answer.line()}", flush=True)
         except KTError as error:
+            if talk.quiet:
+                raise
             print(f"kt: {error}", file=sys.stderr)

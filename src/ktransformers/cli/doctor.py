@@ -1,24 +1,35 @@
-"""`kt doctor`: what this machine gives to ktransformers, and what stands in the way.
+"""`kt doctor`: what this machine gives to ktransformers, what stands in the way, and how to mend it.
 
-Facts are gathered into one Report, which is printed as text or as JSON (`--json`). The exit status is 1 when experts
-cannot run here at all; what only costs speed is a note.
+Facts are gathered into one Report and judged by `checks.py`; both are printed as text or as JSON (`--json`). The exit
+status is 1 when experts cannot run here at all; what only costs speed is a warning or a note.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
-from typing import TYPE_CHECKING, Annotated
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformers import env, system
+from ktransformers.cli.checks import Cuda, Disk, Finding
 
 if TYPE_CHECKING:
+    from ktransformers import system
     from ktransformers._core import Machine, VariantInfo
 
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "safetensors", "numpy")
+OTHERS = (
+    *("accelerate", "datasets", "trl", "fastapi", "uvicorn", "huggingface-hub", "gguf", "sacrebleu", "matplotlib"),
+    *("llguidance", "modelscope", "triton", "kt-kernel", "sglang", "llamafactory"),
+)
+FOREIGN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+ROOT = Path("/")
 
 
 @dataclasses.dataclass
@@ -27,46 +38,150 @@ class Report:
     environment: dict[str, str]
     memory: system.Memory
     gpus: list[system.Gpu]
+    cuda: Cuda
+    disks: list[Disk]
     python: str = platform.python_version()
     os: str = f"{platform.system()} {platform.release()} {platform.machine()}"
     machine: Machine | None = None
+    nodes: list[str] = dataclasses.field(default_factory=list)  # CPUs and memory of each NUMA node
     variants: list[VariantInfo] = dataclasses.field(default_factory=list)
     isa: str | None = None  # the variant in use
     threads: int | None = None
     groups: int | None = None  # of threads, one per NUMA node
-    errors: list[str] = dataclasses.field(default_factory=list)  # experts cannot run
-    notes: list[str] = dataclasses.field(default_factory=list)  # they run, but something could be better
+    torch_threads: int | None = None
+    models: int = 0  # registered
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "error"]
 
 
 def ask_core(report: Report) -> None:
     try:
         from ktransformers import _core
     except ImportError as error:
-        report.errors.append(f"the native core cannot be imported ({error}); reinstall ktransformers")
+        text = f"the native core cannot be imported ({error})"
+        report.findings.append(Finding("error", "core", text, "reinstall ktransformers"))
         return
     report.machine, report.variants = _core.machine(), _core.variants()
     try:
         report.isa = _core.isa()
         pool = _core.Pool()
     except RuntimeError as error:
-        report.errors.append(str(error))
+        report.findings.append(Finding("error", "cpu", str(error), "unset the variable, or give it another value"))
         return
     report.threads, report.groups = pool.threads, pool.groups
 
 
-def examine() -> Report:
-    packages = {name: system.version_of(name) for name in PACKAGES}
-    report = Report(packages, env.current(), system.memory(), system.gpus())
+def ask_torch(root: Path) -> tuple[Cuda, int | None]:
+    """The GPU's side, and the threads of torch's own operators."""
+    from ktransformers.cli.checks import read
+
+    driver = read(root, "proc/driver/nvidia/version").partition("\n")[0].split()
+    version = next((word for word in driver if word[:1].isdigit() and "." in word), None)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    try:
+        import torch
+    except ImportError:
+        return Cuda(version, hidden=hidden), None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    capabilities = tuple(torch.cuda.get_device_capability(index) for index in range(count))
+    architectures = tuple(torch.cuda.get_arch_list()) if count else ()
+    versions: Any = torch.version
+    cuda = Cuda(version, versions.cuda, versions.hip, capabilities, architectures, hidden)
+    return cuda, torch.get_num_threads()
+
+
+def numa(root: Path) -> list[str]:
+    """`0-15: 120 GB, 80 free` of each node."""
+    found = []
+    for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        try:
+            words = (node / "meminfo").read_text().split()
+            total, free = (int(words[words.index(word) + 1]) * 1024 for word in ("MemTotal:", "MemFree:"))
+            found.append(f"cpus {(node / 'cpulist').read_text().strip()}: {size(total)}, {size(free)} free")
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def ask_disks(root: Path) -> list[Disk]:
+    """Where models, caches and outputs go; a place on the same disk as an earlier one is left out."""
+    from ktransformers import settings
+    from ktransformers.cli.checks import file_system, read
+    from ktransformers.errors import InputError
+
+    try:
+        chosen = settings.read().paths.downloads
+    except InputError:
+        chosen = None
+    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
+    places = {
+        "models": Path(chosen) if chosen else settings.data_folder() / "models",
+        "hub cache": Path(hub),
+        "here": Path.cwd(),
+        "temporary files": Path(tempfile.gettempdir()),
+    }
+    found, seen, mounts = [], set(), read(root, "proc/mounts")
+    for what, place in places.items():
+        nearest = place.expanduser().absolute()
+        while not nearest.exists():
+            nearest = nearest.parent
+        if nearest.stat().st_dev not in seen:
+            seen.add(nearest.stat().st_dev)
+            usage = shutil.disk_usage(nearest)
+            found.append(Disk(what, str(place.expanduser()), usage.total, usage.free, file_system(nearest, mounts)))
+    return found
+
+
+def own_requirements(name: str) -> list[str]:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def ask_library(report: Report) -> None:
+    from ktransformers import library, settings
+    from ktransformers.cli import checks
+    from ktransformers.errors import InputError
+
+    try:
+        settings.read()
+        entries = library.entries()
+    except InputError as error:
+        report.findings.append(Finding("warning", "settings", str(error), "`kt config reset`, or edit the file"))
+        return
+    report.models = len(entries)
+    report.findings += checks.models(entries)
+
+
+def examine(root: Path = ROOT) -> Report:
+    from ktransformers import env, system
+    from ktransformers.cli import checks
+
+    versions = {name: system.version_of(name) for name in (*PACKAGES, *OTHERS)}
+    packages = {name: version for name, version in versions.items() if version or name in PACKAGES}
+    cuda, torch_threads = ask_torch(root)
+    report = Report(packages, env.current(), system.memory(), system.gpus(), cuda, ask_disks(root))
+    report.environment |= {name: os.environ[name] for name in FOREIGN if name in os.environ}
+    report.torch_threads, report.nodes = torch_threads, numa(root)
+    if platform.system() != "Linux":
+        report.findings.append(Finding("error", "os", platform.system(), "Linux; on Windows, WSL 2"))
     ask_core(report)
-    report.errors += [f"{name} is not installed; pip install {name}" for name, at in packages.items() if at is None]
-    if not report.gpus:
-        report.notes.append("torch sees no CUDA device; everything runs on the CPU")
-    if report.memory.huge_pages == "never":
-        report.notes.append(
-            "transparent huge pages are off; `madvise` in /sys/kernel/mm/transparent_hugepage/enabled is faster"
-        )
-    if report.isa == "generic":
-        report.notes.append("the generic variant is in use; it is correct, and slow")
+    if report.machine is not None:
+        report.findings += checks.cpu(report.machine, report.variants, report.isa, report.environment, root)
+        report.findings += checks.threads(torch_threads or 0, report.machine["cores"], report.environment)
+    report.findings += checks.memory(report.memory, root)
+    report.findings += checks.gpu(cuda, report.gpus)
+    report.findings += checks.packages(own_requirements("ktransformers"), own_requirements, system.version_of)
+    report.findings += checks.disks(report.disks)
+    ask_library(report)
+    order = ("error", "warning", "note")
+    report.findings.sort(key=lambda finding: order.index(finding.level))
     return report
 
 
@@ -78,42 +193,49 @@ def size(count: int) -> str:
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
+    from ktransformers.cli.checks import why
+
     found = [("os", report.os), ("python", report.python)]
     found += [(name, version or "not installed") for name, version in report.packages.items()]
     if report.machine is not None:
         machine = report.machine
         guest = ", a guest" if machine["hypervisor"] else ""
+        quota = f", a limit of {machine['quota']:g}" if machine["quota"] else ""
         found.append(("cpu", machine["cpu"]))
-        found.append(("cores", f"{machine['cores']} (cpus {machine['cpus']}, NUMA nodes {machine['nodes']}{guest})"))
+        cores = f"{machine['cores']} (cpus {machine['cpus']}, NUMA nodes {machine['nodes']}{quota}{guest})"
+        found.append(("cores", cores))
         found.append(("caches", ", ".join(f"{level} {size(machine[level])}" for level in ("l1d", "l2", "l3"))))
-    for variant in report.variants:
-        if variant["native"]:
-            state = "in use" if variant["name"] == report.isa else "runs here"
-        elif variant["emulated"]:
-            state = "emulated, for tests" + ("; in use" if variant["name"] == report.isa else "")
-        else:
-            state = f"needs {variant['missing']}" if variant["missing"] else "not in this build"
-        found.append((f"variant {variant['name']}", state))
+    found += [(f"node {at}", line) for at, line in enumerate(report.nodes) if len(report.nodes) > 1]
+    found += [(f"variant {one['name']}", why(one, report.isa, report.environment)) for one in report.variants]
     if report.threads is not None:
-        found.append(("threads", f"{report.threads} (groups {report.groups})"))
+        found.append(
+            ("threads", f"{report.threads} of experts (groups {report.groups}), {report.torch_threads} of torch")
+        )
     memory = report.memory
     found.append(("memory", f"{size(memory.available)} free of {size(memory.total)}, huge pages {memory.huge_pages}"))
     found += [("gpu", f"{gpu.name}, {size(gpu.memory)}") for gpu in report.gpus] or [("gpu", "none")]
+    if report.cuda.driver or report.cuda.built:
+        found.append(("cuda", f"driver {report.cuda.driver or 'none'}, torch for {report.cuda.built or 'the CPU'}"))
+    for disk in report.disks:
+        found.append((f"disk ({disk.what})", f"{size(disk.free)} free of {size(disk.total)}, {disk.kind}: {disk.path}"))
+    found.append(("models", f"{report.models} registered"))
     found += [(name, value) for name, value in report.environment.items()]
-    found += [("note", note) for note in report.notes]
-    found += [("error", error) for error in report.errors]
     return found
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
-    """Say what this machine gives to ktransformers, and what is missing."""
+    """Say what this machine gives, what is missing, and how to mend it."""
     report = examine()
     if as_json:
-        print(json.dumps(dataclasses.asdict(report), indent=2))
+        print(json.dumps(dataclasses.asdict(report) | {"ok": not report.errors}, indent=2))
     else:
         for name, value in rows(report):
-            print(f"{name:<20} {value}")
+            print(f"{name:<22} {value}")
+        for finding in report.findings:
+            print(f"\n{finding.level}: {finding.about}: {finding.text}")
+            if finding.fix:
+                print(f"  fix: {finding.fix}")
     if report.errors:
         raise typer.Exit(1)

@@ -10,20 +10,25 @@ import sys
 
 import typer
 
+from ktransformers.cli.bench import bench, microbench
 from ktransformers.cli.chat import chat
 from ktransformers.cli.config import config
 from ktransformers.cli.convert import convert
 from ktransformers.cli.doctor import doctor
 from ktransformers.cli.download import download, verify
 from ktransformers.cli.eval import evaluate
+from ktransformers.cli.loop import loop
 from ktransformers.cli.make import make, upcycle
 from ktransformers.cli.merge import merge
-from ktransformers.cli.model import model
+from ktransformers.cli.model import edit, model, rm
 from ktransformers.cli.plan import plan
+from ktransformers.cli.prove import prove
 from ktransformers.cli.run import run
 from ktransformers.cli.serve import CONTEXT, serve
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
+from ktransformers.cli.with_ import CONTEXT as OTHERS
+from ktransformers.cli.with_ import with_
 from ktransformers.errors import KTError
 
 app = typer.Typer(
@@ -31,24 +36,35 @@ app = typer.Typer(
     help="Run the experts of Mixture-of-Experts models on the CPU.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 120},
+    rich_markup_mode=None,  # plain help: half of the time went into importing a Markdown parser
 )
+app.command()(bench)
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
+app.command("edit", hidden=True)(edit)
+app.command()(loop)
 app.command()(merge)
+app.command()(microbench)
 app.command()(plan)
+app.command()(prove)
 app.command()(run)
 app.command(context_settings=CONTEXT)(serve)
 app.command()(train)
 app.command()(version)
 app.command("eval")(evaluate)
+app.command("with", context_settings=OTHERS)(with_)
 app.add_typer(model)
 model.command()(make)
 model.command()(upcycle)
 model.command()(download)
 model.command()(verify)
+model.command("remove", hidden=True)(rm)
 app.add_typer(config)
 app.add_typer(sft)
+sft.command("chat")(chat)
+sft.command("export")(merge)
 
 
 def main() -> None:

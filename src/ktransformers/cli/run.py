@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
+import time
 from typing import Annotated
 
 import typer
 
+from ktransformers.cli import ask
+from ktransformers.cli.model import names
 from ktransformers.errors import InputError, KTError
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A directory, a hub id, a short name, or a training output.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A directory, a name of `kt model list`, a hub id, or a training output.", autocompletion=names
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Argument(help="Answer this and end; without it, serve.")] = None,
     adapter: Annotated[str | None, typer.Option(help="Name of the adapter to ask; a training output's own.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="At most that many tokens of answer.")] = 512,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy. [default: model's]")] = None,
-    port: Annotated[int | None, typer.Option(help="Where to serve. [default: 30000]")] = None,
+    host: Annotated[str | None, typer.Option("--host", "-H", help="Where to serve. [default: server.host]")] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="Where to serve. [default: server.port]")] = None,
+    cpu_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the experts. [default: chosen]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Serve a model on this machine, or answer one prompt and end."""
     from ktransformers.serve.flags import Launch
@@ -28,21 +40,32 @@ def run(
     def say(line: str) -> None:
         print(f"kt: {line}", file=sys.stderr, flush=True)
 
+    model = ask.for_model(model, as_json)
     if prompt is None:
-        serve(Launch(model, port=port), say)
+        if as_json:
+            raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
+        serve(Launch(model, host=host, port=port, threads=cpu_threads), say)
         return
     target = resolve(model)
-    names = [name for name, _ in target.adapters]
-    if adapter is not None and adapter not in names:
-        raise InputError("adapter", adapter, f"one of {', '.join(names) or 'none: this is a model without adapters'}")
-    service = open_service(Launch(model, running=1), target, say)
-    wanted = adapter or (names[0] if names else None)
+    adapters = [name for name, _ in target.adapters]
+    if adapter is not None and adapter not in adapters:
+        raise InputError(
+            "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
+        )
+    service = open_service(Launch(model, running=1, threads=cpu_threads), target, say)
+    wanted = adapter or (adapters[0] if adapters else None)
     name = service.registry.served if wanted is None else f"{service.registry.served}:{wanted}"
-    _answer(service, name, prompt, system, max_tokens, temperature)
+    _answer(service, name, prompt, system, max_tokens, temperature, as_json)
 
 
 def _answer(
-    service: object, name: str, prompt: str, system: str | None, max_tokens: int, temperature: float | None
+    service: object,
+    name: str,
+    prompt: str,
+    system: str | None,
+    max_tokens: int,
+    temperature: float | None,
+    as_json: bool,
 ) -> None:
     from ktransformers.serve.protocol import ChatRequest, CompletionRequest
     from ktransformers.serve.sequence import Event, Sequence
@@ -53,25 +76,36 @@ def _answer(
     if service.tokenizer.chat_template:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        ask = service.chat(ChatRequest.model_validate({**common, "messages": messages})).ask
+        wish = service.chat(ChatRequest.model_validate({**common, "messages": messages})).ask
     else:
         request = CompletionRequest.model_validate({**common, "prompt": f"{system or ''}{prompt}"})
-        ask = service.completion(request, service.prompts(request.prompt)[0])
+        wish = service.completion(request, service.prompts(request.prompt)[0])
     ended = threading.Event()
-    errors: list[str] = []
+    heard: list[Event] = []
 
     def hear(event: Event) -> None:
-        print(event.text, end="", flush=True)
+        heard.append(event)
+        print("" if as_json else event.text, end="", flush=True)
         if event.finish is not None:
-            errors.extend([event.error] if event.error else [])
             ended.set()
 
     service.engine.start()
-    service.engine.submit([Sequence(ask, service.tokenizer, hear)])
+    begun = time.monotonic()
+    service.engine.submit([Sequence(wish, service.tokenizer, hear)])
     try:
         ended.wait()
     finally:
         service.engine.stop()
-    print()
-    if errors:
-        raise KTError(errors[0])
+    last = heard[-1]
+    if last.error:
+        raise KTError(last.error)
+    if as_json:
+        said: dict[str, object] = {
+            "model": name,
+            "content": "".join(event.text for event in heard),
+            "finish_reason": last.finish,
+        }
+        said |= {"prompt_tokens": len(wish.prompt), "completion_tokens": last.tokens}
+        print(json.dumps(said | {"seconds": round(time.monotonic() - begun, 3)}, ensure_ascii=False, indent=2))
+    else:
+        print()

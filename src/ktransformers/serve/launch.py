@@ -16,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ktransformers import env, system
+from ktransformers import env, settings, system
 from ktransformers.errors import InputError
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve
 
-HOST, PORT = "127.0.0.1", 30000
 HOST_SHARE = 0.8  # of free host memory at most, whatever the line says: lines are written for GPUs
 PATIENCE = 30  # seconds for running answers when the server is asked to end
 
@@ -29,14 +28,15 @@ Say = Callable[[str], None]
 
 
 def with_environment(launch: Launch) -> Launch:
-    """API_HOST, API_PORT and API_KEY where the line says nothing, as LLaMA-Factory reads them."""
+    """API_HOST, API_PORT and API_KEY where the line says nothing, as LLaMA-Factory reads them; then config.yaml."""
     port = env.text("API_PORT")
     if port and not port.isdigit():
         raise InputError("API_PORT", repr(port), "a port's number")
+    chosen = settings.read().server
     return replace(
         launch,
-        host=launch.host or env.text("API_HOST") or HOST,
-        port=launch.port if launch.port is not None else int(port) if port else PORT,
+        host=launch.host or env.text("API_HOST") or chosen.host,
+        port=launch.port if launch.port is not None else int(port) if port else chosen.port,
         api_key=launch.api_key or env.text("API_KEY") or None,
     )
 

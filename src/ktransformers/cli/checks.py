@@ -1,0 +1,269 @@
+"""What `kt doctor` thinks of the facts: each check is a function from what was found to findings, each with its fix.
+
+Facts are gathered in `doctor.py`; nothing here looks at the machine but for the small files of /proc and /sys under
+`root`, so tests can make one up. An error means that experts cannot run here, a warning that something which is there
+is not used or will fail later, a note that it could be better.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ktransformers import library, system
+    from ktransformers._core import Machine, VariantInfo
+
+GB = 2**30
+LOW_DISK, LOW_MEMORY = 10 * GB, 4 * GB
+THP = "/sys/kernel/mm/transparent_hugepage/enabled"
+# CUDA's major version -> the oldest driver of Linux that runs it (NVIDIA's release notes).
+DRIVERS = {11: 450, 12: 525, 13: 580}
+REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "fuse.gcsfuse", "fuse.s3fs")
+FORKS = {"transformers-kt": "transformers", "accelerate-kt": "accelerate", "peft-kt": "peft", "trl-kt": "trl"}
+# What each extra is for.
+EXTRAS = {
+    "train": "kt train",
+    "serve": "kt serve",
+    "eval": "kt eval",
+    "json": "answers in a JSON schema",
+    "gguf": "GGUF files",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: str  # error, warning, note
+    about: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What torch and the driver say."""
+
+    driver: str | None = None  # of the kernel module
+    built: str | None = None  # torch's CUDA; None: torch is built for the CPU alone
+    hip: str | None = None
+    capabilities: tuple[tuple[int, int], ...] = ()  # of the devices
+    architectures: tuple[str, ...] = ()  # sm_90 and so on that this torch has code for
+    hidden: bool = False  # CUDA_VISIBLE_DEVICES hides them all
+
+
+@dataclass(frozen=True)
+class Disk:
+    what: str
+    path: str
+    total: int
+    free: int
+    kind: str  # of the file system
+
+
+def read(root: Path, name: str) -> str:
+    """A small file of /proc or /sys, empty where it is not there."""
+    try:
+        return (root / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def why(variant: VariantInfo, isa: str | None, environment: Mapping[str, str]) -> str:
+    """One line on a CPU variant: in use or not, and the reason."""
+    if variant["name"] == isa:
+        asked = next((name for name in ("KT_ISA", "KT_KERNEL_CPU_VARIANT") if name in environment), None)
+        reason = f"asked for by {asked}" if asked else "the best that this CPU and this system run"
+        return f"in use: {reason}" + ("; emulated, for tests" if variant["emulated"] else "")
+    if variant["native"]:
+        return "runs here"
+    if variant["emulated"]:
+        return "emulated, for tests" + (f"; needs {variant['missing']}" if variant["missing"] else "")
+    return f"needs {variant['missing']}" if variant["missing"] else "not in this build"
+
+
+def cpu(
+    machine: Machine, variants: Sequence[VariantInfo], isa: str | None, environment: Mapping[str, str], root: Path
+) -> list[Finding]:
+    found = []
+    best = next((one["name"] for one in reversed(variants) if one["native"]), None)
+    if isa is not None and best is not None and isa != best:
+        found.append(Finding("note", "cpu", f"{isa} is in use where {best} would run", "unset KT_ISA"))
+    elif isa == "generic":
+        text = "plain C++ is in use: correct, and many times slower than AVX2"
+        found.append(Finding("warning", "cpu", text, "an x86-64 CPU with AVX2 (2013 or later) runs the fast kernels"))
+    for one in variants:
+        kept = re.findall(r"(\w+) \(OS\)", one["missing"])
+        if kept and len(kept) == len(one["missing"].split(",")):
+            text = f"the CPU has {', '.join(kept)}, and the system keeps it: no {one['name']}"
+            fix = "Linux 5.16 or later; in a virtual machine, pass the host's CPU through"
+            found.append(Finding("warning", "cpu", text, fix))
+            break
+        if not one["missing"] and not one["native"] and not one["emulated"]:
+            text = f"this CPU runs {one['name']}, and this build does not have it"
+            found.append(Finding("warning", "cpu", text, "reinstall ktransformers from a wheel with all variants"))
+    if 0 < machine["quota"] < machine["cpus"]:
+        text = f"the container grants {machine['quota']:g} CPUs' worth of time on {machine['cpus']} CPUs"
+        found.append(Finding("note", "cpu", text, "raise its CPU limit (docker run --cpus, resources.limits.cpu)"))
+    governor, driver = (
+        read(root, f"sys/devices/system/cpu/cpu0/cpufreq/scaling_{word}") for word in ("governor", "driver")
+    )
+    if governor == "powersave" and "pstate" not in driver:
+        found.append(Finding("note", "cpu", "the clock is held low", "sudo cpupower frequency-set -g performance"))
+    if machine["nodes"] > 1 and read(root, "proc/sys/kernel/numa_balancing") == "1":
+        text = "the system moves pages between NUMA nodes, which our threads have placed already"
+        found.append(Finding("note", "numa", text, "sudo sysctl kernel.numa_balancing=0"))
+    return found
+
+
+def memory(memory: system.Memory, root: Path) -> list[Finding]:
+    found = []
+    if memory.available < LOW_MEMORY:
+        text = f"{memory.available / GB:.1f} GB are free"
+        found.append(Finding("warning", "memory", text, "end what holds memory; `kt plan MODEL` says what one takes"))
+    if memory.huge_pages == "never":
+        text = "transparent huge pages are off: experts are read through many more page entries"
+        found.append(Finding("note", "huge pages", text, f"echo madvise | sudo tee {THP}"))
+    if read(root, "proc/sys/vm/overcommit_memory") == "2":
+        text = "the system promises no more memory than it has: large mappings may be refused"
+        found.append(Finding("warning", "memory", text, "sudo sysctl vm.overcommit_memory=0"))
+    return found
+
+
+def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
+    if cuda.hidden:
+        return [Finding("note", "gpu", "CUDA_VISIBLE_DEVICES hides every device", "unset CUDA_VISIBLE_DEVICES")]
+    if not gpus:
+        if cuda.driver is None:
+            return [Finding("note", "gpu", "there is none: everything runs on the CPU")]
+        if cuda.built is None and cuda.hip is None:
+            text = f"driver {cuda.driver} is here, and this torch is built for the CPU alone"
+            fix = "install torch for CUDA: https://pytorch.org/get-started/locally"
+            return [Finding("warning", "gpu", text, fix)]
+        major, wanted = int((cuda.built or "0").partition(".")[0]), 0
+        wanted = DRIVERS.get(major, 0)
+        if int(cuda.driver.partition(".")[0]) < wanted:
+            text = f"driver {cuda.driver} is too old for this torch's CUDA {cuda.built}"
+            return [Finding("warning", "gpu", text, f"a driver of {wanted} or later, or torch for an older CUDA")]
+        text = f"driver {cuda.driver} is here, and torch finds no device"
+        fix = "`nvidia-smi` says why; a container needs --gpus all; after an update of the driver, restart"
+        return [Finding("warning", "gpu", text, fix)]
+    found = []
+    known = [
+        tuple(map(int, (word[3:-1], word[-1]))) for word in cuda.architectures if re.fullmatch(r"sm_\d{2,3}", word)
+    ]
+    for one, capability in zip(gpus, cuda.capabilities, strict=False):
+        if known and capability < min(known):
+            text = f"{one.name} is of {capability[0]}.{capability[1]}, older than what this torch has code for"
+            found.append(Finding("warning", "gpu", text, "an older torch, or `--device cpu`"))
+        elif capability < (8, 0):
+            text = f"{one.name} has no bf16 instructions"
+            found.append(Finding("note", "gpu", text, "`--dtype float16` where a verb has it"))
+    return found
+
+
+def packages(
+    own: Sequence[str], requirements_of: Callable[[str], Sequence[str]], version_of: Callable[[str], str | None]
+) -> list[Finding]:
+    """`own`: our own requirements as the metadata has them."""
+    from packaging.requirements import Requirement
+
+    found, missing = [], {extra: list[str]() for extra in EXTRAS}
+    for line in own:
+        wanted = Requirement(line)
+        extra = next((name for name in EXTRAS if wanted.marker and wanted.marker.evaluate({"extra": name})), None)
+        if wanted.marker and not extra:
+            continue
+        have = version_of(wanted.name)
+        plain = f"{wanted.name}{wanted.specifier}"
+        if have is None and extra is not None:
+            missing[extra].append(wanted.name)
+        elif have is None:
+            found.append(Finding("error", "packages", f"{wanted.name} is not installed", f"pip install '{plain}'"))
+        elif not wanted.specifier.contains(have, prereleases=True):
+            text = f"{wanted.name} {have} is installed, and {plain} is needed"
+            found.append(Finding("warning" if extra else "error", "packages", text, f"pip install '{plain}'"))
+    found += [_lacking(extra, names) for extra, names in missing.items() if names]
+    names = {Requirement(line).name for line in own} | {"torchvision", "torchaudio", "huggingface-hub", "tokenizers"}
+    return found + _forks(version_of) + _quarrels(sorted(names), requirements_of, version_of)
+
+
+def _lacking(extra: str, names: Sequence[str]) -> Finding:
+    text = f"{EXTRAS[extra]} needs {', '.join(names)}"
+    return Finding("note", "packages", text, f"pip install 'ktransformers[{extra}]'")
+
+
+def _forks(version_of: Callable[[str], str | None]) -> list[Finding]:
+    found = []
+    for fork, stock in FORKS.items():
+        if version_of(fork) is not None:
+            text = f"{fork} is installed over {stock}; ktransformers works with the stock package"
+            fix = f"pip uninstall -y {fork} && pip install --force-reinstall --no-deps {stock}"
+            found.append(Finding("warning", "packages", text, fix))
+    if version_of("kt-kernel") is not None:
+        text = "kt-kernel is installed, and brings a command `kt` of its own: the later one wins"
+        fix = "keep it in an environment of its own, or reinstall ktransformers after it"
+        found.append(Finding("warning", "packages", text, fix))
+    return found
+
+
+def _quarrels(
+    names: Sequence[str], requirements_of: Callable[[str], Sequence[str]], version_of: Callable[[str], str | None]
+) -> list[Finding]:
+    """Installed packages that want another version of each other."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    watched = {canonicalize_name(name) for name in names}
+    found = []
+    for name in names:
+        have = version_of(name)
+        for line in requirements_of(name) if have is not None else ():
+            wanted = Requirement(line)
+            other = version_of(wanted.name) if canonicalize_name(wanted.name) in watched else None
+            if other is None or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+                continue
+            if not wanted.specifier.contains(other, prereleases=True):
+                text = f"{name} {have} wants {wanted.name}{wanted.specifier}, and {other} is installed"
+                found.append(Finding("warning", "packages", text, f"pip install '{wanted.name}{wanted.specifier}'"))
+    return found
+
+
+def threads(torch_threads: int, cores: int, environment: Mapping[str, str]) -> list[Finding]:
+    if torch_threads >= min(cores, 4) or "OMP_NUM_THREADS" not in environment:
+        return []
+    text = f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']} leaves attention {torch_threads} of {cores} cores"
+    return [Finding("note", "cpu", text, "unset OMP_NUM_THREADS")]
+
+
+def disks(disks: Sequence[Disk]) -> list[Finding]:
+    found = []
+    for disk in disks:
+        if disk.free < LOW_DISK:
+            fix = "`kt config set paths.downloads DIR`" if disk.what == "models" else "free some, or move it (HF_HOME)"
+            found.append(Finding("warning", "disk", f"{disk.free / GB:.1f} GB free at {disk.path} ({disk.what})", fix))
+        if disk.kind in REMOTE and disk.what in ("models", "hub cache"):
+            text = f"{disk.path} lies on {disk.kind}: a model is read over the network whenever it is loaded"
+            found.append(
+                Finding("note", "disk", text, "keep models on a local disk: `kt config set paths.downloads DIR`")
+            )
+    return found
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """Of the longest mount point above `path`, from the text of /proc/mounts."""
+    best, kind = -1, "unknown"
+    for line in mounts.splitlines():
+        words = line.split()
+        if len(words) >= 3 and path.is_relative_to(words[1]) and len(words[1]) > best:
+            best, kind = len(words[1]), words[2]
+    return kind
+
+
+def models(entries: Sequence[library.Entry]) -> list[Finding]:
+    gone = [entry.name for entry in entries if not entry.exists]
+    if not gone:
+        return []
+    return [Finding("note", "models", f"registered and gone from the disk: {', '.join(gone)}", "kt model refresh")]

@@ -1,0 +1,89 @@
+"""`kt config` and the file behind it; who wins where a thing is said in several places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ktransformers import settings
+from ktransformers.errors import InputError
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.launch import with_environment
+from tests.cli.conftest import Call
+
+
+def test_set_get_show_path_reset(kt: Call, tmp_path: Path) -> None:
+    file = tmp_path / "xdg" / "config" / "ktransformers" / "config.yaml"
+    assert kt("config", "path", "--json").json == {"path": str(file), "exists": False}
+    assert kt("config", "path").out.strip() == str(file)
+    assert kt("config", "get", "server.port", "--json").json == 30000
+    assert kt("config", "set", "server.port", "30001", "--json").json == {"server.port": 30001}
+    assert kt("config", "get", "server.port").out == "30001\n"
+    assert yaml.safe_load(file.read_text()) == {"server": {"port": 30001}}  # only what was set
+    kt("config", "set", "paths.models", "/a, /b")
+    assert kt("config", "get", "paths.models").out == "/a,/b\n"
+    shown = kt("config", "show", "--json").json
+    assert shown["paths.models"] == {"value": ["/a", "/b"], "set": True} and not shown["server.host"]["set"]
+    assert set(shown) == set(settings.keys())
+    assert len(kt("config", "show").out.splitlines()) == len(shown)
+    assert kt("config", "show", "server.port").out.startswith("* server.port")
+    assert kt("config", "set", "server.port", "").code == 0  # forgotten
+    assert settings.value("server.port") == 30000
+    assert "--yes" in kt("config", "reset").error and file.exists()
+    assert kt("config", "reset", "--yes", "--json").json["reset"]
+    assert not file.exists() and kt("config", "reset", "--json").json["reset"] is False
+
+
+def test_what_does_not_fit_is_refused_and_not_written(kt: Call) -> None:
+    kt("config", "set", "server.port", "30001")
+    before = settings.config_file().read_text()
+    assert "65535" in kt("config", "set", "server.port", "70000").error
+    assert "did you mean server.port?" in kt("config", "set", "server.prot", "1").error
+    assert "kt config show" in kt("config", "get", "nonsense").error
+    assert "modelscope" in kt("config", "set", "download.source", "elsewhere").error
+    assert "download.endpoint" in kt("config", "set", "download.endpoint", "not a url").error
+    assert settings.config_file().read_text() == before
+
+
+def test_a_file_that_somebody_broke(kt: Call) -> None:
+    file = settings.config_file()
+    file.parent.mkdir(parents=True)
+    for text, said in (("server: [", "no YAML"), ("- a", "kt config reset"), ("server: {prot: 1}", "server.port")):
+        file.write_text(text)
+        with pytest.raises(InputError, match=said):
+            settings.read()
+    assert kt("model", "list").code == 1
+    file.write_text("")
+    assert settings.read() == settings.Settings()
+
+
+def test_init_writes_every_key_as_a_comment(kt: Call) -> None:
+    assert kt("config", "init", "--json").json["written"]
+    text = settings.config_file().read_text()
+    assert settings.read() == settings.Settings() and settings.given() == {}
+    bare = "\n".join(line[2:] for line in text.splitlines())
+    assert settings.Settings.model_validate(yaml.safe_load(bare)) == settings.Settings()  # and is right without the #
+    assert kt("config", "init", "--json").json["written"] is False
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(kt: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    kt("config", "set", "server.host", "10.0.0.1")
+    kt("config", "set", "server.port", "1234")
+    made = with_environment(Launch("m"))
+    assert (made.host, made.port) == ("10.0.0.1", 1234)
+    monkeypatch.setenv("API_PORT", "2345")
+    made = with_environment(Launch("m", host="0.0.0.0"))
+    assert (made.host, made.port) == ("0.0.0.0", 2345)
+
+
+def test_chat_looks_where_serve_listens(kt: Call) -> None:
+    from ktransformers.cli.chat import _address
+
+    assert _address(None, None) == "http://127.0.0.1:30000"
+    kt("config", "set", "server.host", "0.0.0.0")
+    kt("config", "set", "server.port", "1")
+    assert _address(None, None) == "http://127.0.0.1:1" and _address("far", 2) == "http://far:2"
+    assert "http://127.0.0.1:1" in kt("chat").error
+    assert "one of them" in kt("chat", "http://x", "--port", "2").error

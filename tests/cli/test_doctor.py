@@ -1,0 +1,138 @@
+"""What `kt doctor` finds on machines that are made up; the real one is asked in tests/test_cli.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ktransformers.cli import checks
+from ktransformers.cli.checks import GB, Cuda, Disk, Finding
+from ktransformers.cli.doctor import numa
+from ktransformers.library import Entry
+from ktransformers.system import Gpu, Memory
+from tests.cli.conftest import Call
+
+MACHINE: Any = {"cpus": 16, "cores": 16, "nodes": 1, "quota": 0.0}
+OWN = [
+    "torch>=2.9",
+    "numpy>=1.26",
+    'trl>=1; extra == "train"',
+    'fastapi>=0.115; extra == "serve"',
+    'ruff; extra == "dev"',
+]
+
+
+def variant(name: str, native: bool = True, missing: str = "", emulated: bool = False) -> Any:
+    return {"name": name, "native": native, "emulated": emulated, "missing": missing, "precisions": ["bf16"]}
+
+
+def said(found: Sequence[Finding]) -> str:
+    return " | ".join(f"{one.level} {one.about}: {one.text} -> {one.fix}" for one in found)
+
+
+def cpu(variants: list[Any], isa: str, root: Path, **machine: Any) -> str:
+    return said(checks.cpu({**MACHINE, **machine}, variants, isa, {}, root))
+
+
+def test_cpu_variants_and_why(tmp_path: Path) -> None:
+    good = [variant("generic"), variant("avx2"), variant("amx")]
+    assert cpu(good, "amx", tmp_path) == ""
+    assert "avx2 is in use where amx would run -> unset KT_ISA" in cpu(good, "avx2", tmp_path)
+    kept = [variant("generic"), variant("avx2"), variant("amx", False, "amx_tile (OS), amx_bf16 (OS)")]
+    assert "the CPU has amx_tile, amx_bf16, and the system keeps it" in cpu(kept, "avx2", tmp_path)
+    lacks = [variant("generic"), variant("avx2"), variant("amx", False, "amx_tile, amx_bf16")]
+    assert cpu(lacks, "avx2", tmp_path) == ""
+    unbuilt = [variant("generic"), variant("avx2"), variant("amx", False)]
+    assert "this build does not have it" in cpu(unbuilt, "avx2", tmp_path)
+    slow = [variant("generic"), variant("avx2", False, "avx2")]
+    assert "warning cpu: plain C++" in cpu(slow, "generic", tmp_path)
+    assert checks.why(kept[2], "avx2", {}) == "needs amx_tile (OS), amx_bf16 (OS)"
+    assert checks.why(good[2], "amx", {}) == "in use: the best that this CPU and this system run"
+    assert checks.why(good[1], "avx2", {"KT_ISA": "avx2"}) == "in use: asked for by KT_ISA"
+    assert checks.why(variant("amx", False, "x86-64", True), "generic", {}) == "emulated, for tests; needs x86-64"
+
+
+def test_limits_clocks_and_nodes(tmp_path: Path) -> None:
+    best = [variant("generic"), variant("avx2")]
+    assert "grants 4 CPUs' worth of time on 16" in cpu(best, "avx2", tmp_path, quota=4.0)
+    for name, text in {
+        "proc/sys/kernel/numa_balancing": "1\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver": "acpi-cpufreq\n",
+        "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 4194304 kB\nNode 0 MemFree: 1048576 kB\n",
+        "sys/devices/system/node/node0/cpulist": "0-7\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = cpu(best, "avx2", tmp_path, nodes=2)
+    assert "kernel.numa_balancing=0" in found and "cpupower" in found
+    (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver").write_text("intel_pstate\n")
+    assert "cpupower" not in cpu(best, "avx2", tmp_path)
+    assert numa(tmp_path) == ["cpus 0-7: 4 GB, 1 GB free"]
+    few = checks.threads(1, 16, {"OMP_NUM_THREADS": "1"})
+    assert "leaves attention 1 of 16 cores -> unset OMP_NUM_THREADS" in said(few)
+    assert checks.threads(8, 16, {"OMP_NUM_THREADS": "8"}) == [] == checks.threads(1, 16, {})
+
+
+def test_memory(tmp_path: Path) -> None:
+    assert checks.memory(Memory(64 * GB, 32 * GB, "madvise"), tmp_path) == []
+    (tmp_path / "proc/sys/vm").mkdir(parents=True)
+    (tmp_path / "proc/sys/vm/overcommit_memory").write_text("2\n")
+    found = said(checks.memory(Memory(64 * GB, 1 * GB, "never"), tmp_path))
+    assert "1.0 GB are free" in found and "echo madvise | sudo tee" in found and "vm.overcommit_memory=0" in found
+
+
+def test_gpu_and_driver() -> None:
+    card = [Gpu("RTX 4090", 24 * GB)]
+    assert "note gpu: there is none" in said(checks.gpu(Cuda(), []))
+    assert "built for the CPU alone" in said(checks.gpu(Cuda(driver="550.54.15"), []))
+    assert "too old for this torch's CUDA 12.8 -> a driver of 525" in said(checks.gpu(Cuda("515.1", "12.8"), []))
+    assert "torch finds no device -> `nvidia-smi`" in said(checks.gpu(Cuda("580.1", "12.8"), []))
+    assert "unset CUDA_VISIBLE_DEVICES" in said(checks.gpu(Cuda("580.1", "12.8", hidden=True), []))
+    assert checks.gpu(Cuda("580.1", "12.8", None, ((8, 9),), ("sm_80", "sm_90", "sm_120")), card) == []
+    assert "no bf16" in said(checks.gpu(Cuda("580.1", "12.8", None, ((7, 5),), ("sm_75",)), card))
+    assert "older than what" in said(checks.gpu(Cuda("580.1", "12.8", None, ((6, 1),), ("sm_75", "sm_90a")), card))
+
+
+def packages(versions: dict[str, str], **wants: list[str]) -> str:
+    return said(checks.packages(OWN, lambda name: wants.get(name, []), versions.get))
+
+
+def test_packages_and_their_quarrels() -> None:
+    good = {"torch": "2.13.0+cpu", "numpy": "2.0", "trl": "1.16.0", "fastapi": "0.162"}
+    assert packages(good) == ""
+    assert "error packages: numpy is not installed -> pip install 'numpy>=1.26'" in packages({**good, "numpy": None})  # type: ignore[dict-item]
+    assert "error packages: torch 2.5 is installed, and torch>=2.9 is needed" in packages({**good, "torch": "2.5"})
+    lean = {"torch": "2.13", "numpy": "2.0"}
+    assert "note packages: kt train needs trl -> pip install 'ktransformers[train]'" in packages(lean)
+    assert "warning packages: trl 0.9 is installed" in packages({**good, "trl": "0.9"})
+    vision = packages({**good, "torchvision": "0.20"}, torchvision=["torch==2.5.0", "pillow"])
+    assert "torchvision 0.20 wants torch==2.5.0, and 2.13.0+cpu is installed -> pip install 'torch==2.5.0'" in vision
+    assert packages(good, trl=['torch<2; extra == "old"', "torch>2; python_version > '3'"]) == ""
+    forked = packages({**good, "transformers-kt": "5.6", "kt-kernel": "0.7.2"})
+    assert "pip uninstall -y transformers-kt" in forked and "a command `kt` of its own" in forked
+
+
+def test_disks_and_models(tmp_path: Path) -> None:
+    disks = [Disk("models", "/m", 100 * GB, 2 * GB, "nfs4"), Disk("here", "/h", 100 * GB, 50 * GB, "nfs4")]
+    found = said(checks.disks(disks))
+    assert "2.0 GB free at /m (models) -> `kt config set paths.downloads DIR`" in found
+    assert found.count("lies on nfs4") == 1
+    mounts = "root / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/sdb /data/local xfs rw 0 0\n"
+    kinds = [checks.file_system(Path(path), mounts) for path in ("/home", "/data/m", "/data/local/m", "/database")]
+    assert kinds == ["ext4", "nfs4", "xfs", "ext4"]
+    here, gone = Entry("here", tmp_path), Entry("old", tmp_path / "gone")
+    assert checks.models([here]) == []
+    assert "gone from the disk: old -> kt model refresh" in said(checks.models([here, gone]))
+
+
+def test_a_broken_setting_does_not_stop_the_doctor(kt: Call) -> None:
+    from ktransformers import settings
+
+    settings.config_file().parent.mkdir(parents=True)
+    settings.config_file().write_text("server: [")
+    done = kt("doctor", "--json")
+    assert done.code == 0
+    (finding,) = [one for one in done.json["findings"] if one["about"] == "settings"]
+    assert finding["level"] == "warning" and "kt config reset" in finding["fix"]
