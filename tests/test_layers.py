@@ -26,9 +26,11 @@ RANK = {
     "train": 3,
     "serve": 3,
     "evaluate": 3,
+    "loop": 3,
     "cli": 4,
 }
 APART = {"train", "serve", "evaluate"}  # do not import each other
+ALONE = {"loop"}  # runs the verbs as commands and imports nobody
 # Insides of a foreign package (its submodules, not what it offers at the top) and the one part that may know them.
 INSIDES = {"transformers": "nn", "peft": "nn"}
 ONLY = {"trl": "train"}
@@ -73,6 +75,8 @@ def python_complaints(path: str, source: str) -> list[str]:
             complaints.append(f"{where}, but {part} is for all and uses nobody")
         elif RANK[target] > RANK[part]:
             complaints.append(f"{where}, which lies above {part}")
+        elif part in ALONE:
+            complaints.append(f"{where}, but {part} runs commands and imports nobody")
         elif {part, target} <= APART:
             complaints.append(f"{where}, but {', '.join(sorted(APART))} stay apart")
     return complaints
@@ -164,6 +168,7 @@ def test_python_rule_catches() -> None:
         "env.py": "import ktransformers.nn",
         "serve/api.py": "from transformers.models.qwen3_moe import modeling_qwen3_moe",
         "evaluate/score.py": "import trl",
+        "loop/stages.py": "from ktransformers.checkpoint import find_experts",
         "misc.py": "",
     }
     for path, source in bad.items():

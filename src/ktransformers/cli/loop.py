@@ -1,0 +1,87 @@
+"""`kt loop`: a YAML file becomes a served, proven and judged adapter; what has not changed is not done again."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ktransformers.loop.record import Record
+    from ktransformers.loop.stages import Stage
+
+
+class Lines:
+    """One line for each stage, and what the trainer says as it goes."""
+
+    def skipped(self, stage: Stage, record: Record) -> None:
+        print(f"{stage.name:<10} unchanged, done {record.ended} in {record.seconds:.0f} s", flush=True)
+
+    def began(self, stage: Stage, going_on: bool) -> None:
+        from ktransformers.loop.child import command_line
+
+        print(f"{stage.name:<10} {'goes on: ' if going_on else ''}{command_line(stage.words)}", flush=True)
+
+    def line(self, stage: Stage, text: str) -> None:
+        if text.startswith(("step ", "steps ", "note ", "trained ", "tokens ")):
+            print(f"{'':<10} {text}", flush=True)
+
+    def ended(self, stage: Stage, seconds: float) -> None:
+        print(f"{'':<10} {seconds:.0f} s", flush=True)
+
+
+class Silent(Lines):
+    """For --json: nothing but the document."""
+
+    def skipped(self, stage: Stage, record: Record) -> None:
+        pass
+
+    def began(self, stage: Stage, going_on: bool) -> None:
+        pass
+
+    def line(self, stage: Stage, text: str) -> None:
+        pass
+
+    def ended(self, stage: Stage, seconds: float) -> None:
+        pass
+
+
+def loop(
+    file: Annotated[Path, typer.Argument(help="A YAML file of a loop; docs/loop.md has its keys.", show_default=False)],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win, as train.minutes=2.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say which stages would run, and how; do nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
+) -> None:
+    """Make or open a model, judge it, train it, prove it, judge it again as it is served, and report."""
+    from ktransformers.loop.report import make_report, text
+    from ktransformers.loop.run import Runner
+    from ktransformers.loop.settings import read_loop
+
+    settings = read_loop(file, words or [])
+    runner = Runner(settings, Silent() if as_json else Lines())
+    if dry_run:
+        steps = runner.look()
+        if as_json:
+            print(json.dumps({"run": settings.run, "stages": [vars(step) for step in steps]}, indent=2))
+        for step in [] if as_json else steps:
+            print(f"{step.name:<10} {step.status:<10} {step.command}")
+        return
+    began = time.perf_counter()
+    try:
+        steps = runner.go()
+    except KeyboardInterrupt:
+        print(f"kt: stopped; the same command goes on in {settings.run}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    report = make_report(settings, steps)
+    if as_json:
+        print(json.dumps(report.as_json() | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
+    else:
+        print("\n".join(text(report)))

@@ -1,0 +1,177 @@
+"""`kt` commands as child processes: output into the run's log, a server for those that need one, nothing left over.
+
+The run's lock is a locked file whose descriptor every child inherits: a second loop in the same directory is refused
+for as long as anything of the first is alive. Children also ask the kernel for SIGTERM when their parent dies, however
+it dies, so that a killed loop does not go on training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from ktransformers.errors import InputError, KTError
+
+PROGRAM = [sys.executable, "-c", "from ktransformers.cli.main import main; main()"]
+PR_SET_PDEATHSIG = 1
+PATIENCE = 90.0  # seconds for a child that was asked to end: a trainer finishes its step and saves
+START = 1800.0  # seconds for a server to load
+TAIL = 12  # lines of a failed stage's log that are shown
+
+Line = Callable[[str], None]
+
+
+class Failed(KTError):
+    """A stage's command ended with an error."""
+
+    def __init__(self, stage: str, code: int, log: Path) -> None:
+        lines = log.read_text(errors="replace").strip().splitlines()[-TAIL:]
+        super().__init__(f"stage {stage} ended with code {code}; {log} ends with:\n" + "\n".join(lines))
+        self.code = code
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[int]:
+    """The run's directory for this loop alone; yields the descriptor for children to inherit."""
+    handle = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise InputError(
+            "run", f"{run}, where another loop is at work", "a run of its own", "or wait for it"
+        ) from error
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def command_line(words: Sequence[str]) -> str:
+    return shlex.join(["kt", *words])
+
+
+def run_command(words: Sequence[str], log: Path, lock: int, document: Path | None, shown: Line | None) -> int:
+    """The exit code. What it prints goes to the log, but a JSON document into its own file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    partial = None if document is None else document.with_name(f".{document.name}.partial")
+    with log.open("ab") as errors:
+        errors.write(f"$ {command_line(words)}\n".encode())
+        errors.flush()
+        out = subprocess.PIPE if partial is None else partial.open("wb")
+        child = _start(words, out, errors.fileno() if partial is not None else subprocess.STDOUT, lock)
+        try:
+            if child.stdout is not None:
+                for line in child.stdout:
+                    errors.write(line)
+                    errors.flush()
+                    if shown is not None:
+                        shown(line.decode(errors="replace").rstrip("\n"))
+            code = child.wait()
+        finally:
+            end(child)
+            if not isinstance(out, int):
+                out.close()
+    if partial is not None and document is not None:
+        _keep(partial, document, log)
+    return code
+
+
+def _keep(partial: Path, document: Path, log: Path) -> None:
+    """Printed JSON into its place; anything else belongs into the log."""
+    text = partial.read_text(errors="replace")
+    try:
+        json.loads(text)
+    except ValueError:
+        with log.open("a") as stream:
+            stream.write(text)
+        partial.unlink()
+        return
+    partial.replace(document)
+
+
+def _start(words: Sequence[str], out: int | IO[bytes], errors: int, lock: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*PROGRAM, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=errors,
+        pass_fds=(lock,),
+        start_new_session=True,  # Ctrl-C comes to us alone; a trainer takes a second signal as "at once"
+        preexec_fn=_end_with_parent,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, then insist."""
+    if child.poll() is not None:
+        return
+    child.terminate()
+    try:
+        child.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def free_port(wanted: int | None) -> int:
+    """The wanted one where it is free (a resumed stage must find its server at the old address), else any."""
+    for port in (wanted, 0):
+        if port is None:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise KTError("127.0.0.1 has no free port")
+
+
+@contextmanager
+def server(words: Sequence[str], port: int, log: Path, lock: int) -> Iterator[str]:
+    """A `kt serve` that answers; yields its address."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as stream:
+        stream.write(f"$ {command_line(words)}\n".encode())
+        stream.flush()
+        child = _start(words, stream.fileno(), subprocess.STDOUT, lock)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            began = time.monotonic()
+            while not _answers(url):
+                if child.poll() is not None:
+                    raise Failed("serve", child.returncode, log)
+                if time.monotonic() - began > START:
+                    raise KTError(f"{url}: no answer after {START:.0f} s; {log} says how far it came")
+                time.sleep(0.2)
+            yield url
+        finally:
+            end(child)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False

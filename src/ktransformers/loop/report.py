@@ -1,0 +1,209 @@
+"""What a loop has found, out of the stages' documents: a table, answers side by side, the proof, speed, what next.
+
+Everything is read from the run's directory, so that a report of skipped stages says the same as the first. `report.md`
+and `report.json` lie in that directory; the full comparison, with every metric and slice, is `eval/report.html`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ktransformers.files import write_json, write_text
+from ktransformers.loop.run import Step
+from ktransformers.loop.settings import Loop
+from ktransformers.loop.stages import SERVED, places_of
+
+# Metrics of a task that the table shows, where it has them; otherwise the one that stands for the task.
+SHOWN = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy")
+NAMES = {
+    "style": "style hits %",
+    "bleu-1": "BLEU-1",
+    "bleu-4": "BLEU-4",
+    "rouge-l": "ROUGE-L",
+    "accuracy": "accuracy %",
+}
+LONG = 400  # characters of an answer
+
+
+@dataclass(frozen=True)
+class Row:
+    task: str
+    metric: str
+    base: float
+    adapter: float
+    p: float  # of the difference, paired bootstrap
+    better: bool  # the adapter, whatever the direction of the metric
+    unrelated: bool
+
+    @property
+    def mark(self) -> str:
+        return "**" if self.p < 0.01 else "*" if self.p < 0.05 else ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    asked: str
+    base: str
+    adapter: str
+
+
+@dataclass(frozen=True)
+class Training:
+    steps: int
+    seconds: float
+    tokens_per_second: float | None
+    loss: float | None
+    said: str  # why that many steps
+
+
+@dataclass(frozen=True)
+class Report:
+    run: str
+    name: str
+    rows: tuple[Row, ...]
+    answers: tuple[Answer, ...]
+    proof: str
+    proven: bool | None
+    training: Training
+    stages: tuple[Step, ...]
+    next: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_report(loop: Loop, steps: Sequence[Step]) -> Report:
+    places = places_of(loop)
+    compared = _document(places.document("compare"))
+    tasks = compared["tasks"] if compared else []
+    rows = tuple(row for task in sorted(tasks, key=lambda task: bool(task["unrelated"])) for row in _rows(task))
+    samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _in_words(task)]
+    answers = tuple(Answer(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
+    proven, proof = _proof(_document(places.document("prove"))) if loop.prove else (None, "not asked for")
+    said = (_document(places.document("pace")) or {}).get("said", "") if loop.train.minutes else ""
+    after = (
+        f"kt serve {places.adapter}",
+        f"kt chat --model {Path(places.model).name}:{loop.name}      (in another terminal)",
+        f'kt run {places.adapter} "Why are cats important?"',
+    )
+    training = _training(places.adapter, said)
+    report = Report(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), after)
+    write_json(places.run / "report.json", report.as_json())
+    write_text(places.run / "report.md", markdown(report))
+    return report
+
+
+def _document(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def _in_words(task: dict[str, Any]) -> bool:
+    return any(line["metric"] in ("bleu-1", "rouge-l") for line in task["lines"])
+
+
+def _rows(task: dict[str, Any]) -> list[Row]:
+    lines = {line["metric"]: line for line in task["lines"]}
+    wanted = [metric for metric in SHOWN if metric in lines] or [task["primary"]]
+    found = []
+    for metric in wanted:
+        line = lines[metric]
+        base, adapter = (run["value"] for run in line["runs"][:2])
+        better = (adapter > base) == line["more_is_better"] and adapter != base
+        p = line["differences"][0]["p"]
+        found.append(Row(task["task"], metric, base, adapter, p, better, bool(task["unrelated"])))
+    return found
+
+
+def _proof(found: Any) -> tuple[bool | None, str]:
+    if not found:
+        return None, "not there"
+    if not found["passed"]:
+        return False, f"NOT proven: {found.get('culprit') or 'see prove.json'}"
+    checks = [check for check in found["checks"] if check["passed"]]
+    floor, effect = found["floor"]["max"], found["effect"]["max"]
+    return True, (
+        f"proven by {len(checks)} checks on {found['tokens']} tokens: what is served is what was trained, and the "
+        f"base is the base (log-probabilities move by up to {effect:.2g} with the adapter, by {floor:.2g} with noise)"
+    )
+
+
+def _training(adapter: Path, said: str) -> Training:
+    results = _document(adapter / "all_results.json") or {}
+    log = adapter / "trainer_log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    rates = [line["throughput"] for line in lines if line.get("throughput")]
+    steps = max((line["current_steps"] for line in lines), default=0)
+    rate = sum(rates) / len(rates) if rates else None
+    return Training(steps, float(results.get("train_runtime", 0.0)), rate, results.get("train_loss"), said)
+
+
+def table(report: Report) -> list[str]:
+    """Plain lines, as wide as they need to be."""
+    width = max([len(row.task) for row in report.rows], default=4)
+    lines = [f"{'':<{width}}  {'':<14} {'base':>8} {report.name:>10}  change"]
+    unrelated = False
+    for before, row in zip((None, *report.rows), report.rows, strict=False):
+        if row.unrelated and not unrelated:
+            unrelated = True
+            lines.append("unrelated: what it cost")
+        task = row.task if before is None or before.task != row.task else ""
+        name = NAMES.get(row.metric, row.metric)
+        change = f"{row.adapter - row.base:+.1f}{row.mark}"
+        lines.append(f"{task:<{width}}  {name:<14} {row.base:>8.1f} {row.adapter:>10.1f}  {change}")
+    lines.append("* p < 0.05, ** p < 0.01, paired bootstrap; without a star it may be chance")
+    return lines
+
+
+def training_line(training: Training) -> str:
+    rate = f", {training.tokens_per_second:.0f} tokens/s" if training.tokens_per_second else ""
+    loss = f", loss {training.loss:.3g}" if training.loss is not None else ""
+    return f"{training.steps} steps in {training.seconds / 60:.1f} min{rate}{loss}"
+
+
+def text(report: Report) -> list[str]:
+    """What the terminal shows at the end."""
+    lines: list[str] = []
+    if report.rows:
+        lines += ["", *table(report)]
+    for answer in report.answers:
+        lines += ["", f"asked  {shorten(answer.asked)}", f"base   {shorten(answer.base)}"]
+        lines.append(f"{report.name:<6} {shorten(answer.adapter)}")
+    lines += ["", f"training  {training_line(report.training)}"]
+    lines += [f"pace      {report.training.said}"] if report.training.said else []
+    lines += [f"proof     {report.proof}", f"time      {times(report.stages)}"]
+    whole = f", {report.run}/eval/report.html" if report.rows else ""
+    lines += [f"report    {report.run}/report.md{whole}", "", "talk to it:", *(f"  {line}" for line in report.next)]
+    return lines
+
+
+def times(stages: Sequence[Step]) -> str:
+    parts = [f"{step.name} {step.seconds:.0f} s" + (" (before)" if step.status == "skipped" else "") for step in stages]
+    now = sum(step.seconds for step in stages if step.status != "skipped")
+    return f"{now / 60:.1f} min: {', '.join(parts)}"
+
+
+def shorten(answer: str) -> str:
+    flat = " ".join(answer.split())
+    return flat if len(flat) <= LONG else f"{flat[:LONG]}…"
+
+
+def markdown(report: Report) -> str:
+    lines = [f"# {report.name}: {report.run}", ""]
+    if report.rows:
+        lines += [f"| task | metric | {SERVED} | {report.name} |", "|---|---|---:|---:|"]
+        for row in report.rows:
+            mark = row.mark.replace("*", "\\*")
+            task = f"{row.task} (unrelated)" if row.unrelated else row.task
+            lines.append(f"| {task} | {NAMES.get(row.metric, row.metric)} | {row.base:.1f} | {row.adapter:.1f}{mark} |")
+        lines += ["", "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap. Every metric: `eval/report.html`.", ""]
+    for answer in report.answers:
+        pairs = (("asked", answer.asked), (SERVED, answer.base), (report.name, answer.adapter))
+        lines += [line for who, said in pairs for line in (f"**{who}**", "", f"> {shorten(said)}", "")]
+    said = [f"- training: {training_line(report.training)}"]
+    said += [f"- pace: {report.training.said}"] if report.training.said else []
+    lines += [*said, f"- proof: {report.proof}", f"- time: {times(report.stages)}", "", "```"]
+    return "\n".join([*lines, *report.next, "```"]) + "\n"
