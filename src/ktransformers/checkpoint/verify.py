@@ -29,6 +29,7 @@ BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
+MANIFEST = "kt_packed.json"  # of a packed directory
 HEADER_LIMIT = 100_000_000  # bytes, the format's own
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 AGAIN = "fetch the file again: delete it and run `kt model download`"
@@ -84,12 +85,28 @@ def verify(
         directory, weights = path, _safetensors(path, found)
     else:
         raise InputError("model", f"{path}, which does not exist", "a model's folder, or a .gguf file")
-    expected = {**beside(directory), **(known or {})}
+    expected = {**beside(directory), **_packed(directory, found), **(known or {})}
     names = expected if path.is_dir() else [part.name for part in weights if part.name in expected]
     for name in names:
         _compare(directory, name, expected[name], found, hashes, progress)
     found.unknown = sum(not (expected.get(part.name, Known())).sha256 for part in weights)
     return found
+
+
+def _packed(directory: Path, found: Verified) -> dict[str, Known]:
+    """What the manifest of a packed directory says of its files; that the two fit is looked at here."""
+    if not (directory / MANIFEST).is_file():
+        return {}
+    from ktransformers.checkpoint.packed import AGAIN as ANEW
+    from ktransformers.checkpoint.packed import check_shards, read_manifest  # they bring torch
+
+    try:
+        manifest = read_manifest(directory)
+        check_shards(directory, manifest)
+    except InputError as error:
+        found.error(MANIFEST, str(error), ANEW)
+        return {}
+    return {name: Known(record.bytes, record.sha256) for name, record in manifest.shards.items()}
 
 
 def _compare(

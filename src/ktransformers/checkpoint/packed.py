@@ -1,0 +1,190 @@
+"""The packed directory: a complete model whose experts lie in files as the kernels read them, and its manifest.
+
+    config.json                     quantisation method "kt", with the manifest's hash
+    model-00001-of-00002.safetensors   everything but the experts
+    packed-00003.safetensors        the experts of layer 3: the bytes of `ExpertStore.memory()`, at page boundaries
+    model.safetensors.index.json    names both kinds
+    kt_packed.json                  this manifest: formats, shapes, layout version, sizes and checksums, the source
+    quality.json                    the receipt of the conversion
+
+The packed tensors carry the names of the parameters that they stand for and are of another shape, so that a program
+which does not know the method stops at them instead of leaving experts random. Opening compares names, sizes and the
+hash of every header, which has the number of the conversion in it; the contents are hashed when that is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ktransformers.checkpoint.layout import ExpertTensors, locate
+from ktransformers.checkpoint.tensorfile import FileLayout, read_layout, sha256
+from ktransformers.errors import InputError
+
+MANIFEST = "kt_packed.json"
+VERSION = 1  # of the manifest
+AGAIN = "run kt quant again"
+
+
+class Part(BaseModel):
+    """A part of the manifest: what it does not know is refused, and nothing in it changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ShardRecord(Part):
+    bytes: int
+    header_sha256: str
+    sha256: str
+
+
+class SourceFile(Part):
+    name: str
+    bytes: int
+    header_sha256: str  # of a safetensors file's header, of the first MiB of any other
+    sha256: str | None = None  # of all of it, where the hub's cache or the caller knew it
+
+
+class Source(Part):
+    name: str  # of its directory or file
+    files: list[SourceFile]
+    quantisation: dict[str, Any] | None = None  # as its config.json has it
+
+
+class PackedLayer(Part):
+    module: str  # the model's: model.layers.3.mlp.experts
+    file: str
+    experts: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    biased: bool
+    formats: dict[str, str]  # gate, up, down -> format
+    tensors: dict[str, str]  # gate_up, down, gate_up_bias, down_bias -> name in the file
+    bytes: dict[str, int]  # of the first two
+    layout: dict[str, Any]  # sizes of blocks and strips, as the store gives them
+
+
+class Manifest(Part):
+    version: int
+    layout: int  # version of the kernels' layout
+    conversion: str  # its number, which every shard has in its header
+    made_by: str
+    formats: dict[str, str]  # what was asked for
+    source: Source
+    layers: list[PackedLayer]
+    shards: dict[str, ShardRecord]
+
+    def locate(self, module: str) -> PackedLayer:
+        """The layer that belongs to the model's module, whatever stands before `layers` in its name."""
+        if module in (own := {layer.module: layer for layer in self.layers}):
+            return own[module]
+        roots = {layer.module.removesuffix(".experts"): layer for layer in self.layers}
+        return roots[locate([ExpertTensors(root, {}, {}) for root in roots], module).root]
+
+
+def content_hash(words: Mapping[str, Any]) -> str:
+    """Of a JSON document, whatever its spaces and its order."""
+    text = json.dumps(words, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def manifest_words(manifest: Manifest) -> dict[str, Any]:
+    """What is written: the manifest and its own hash."""
+    words = manifest.model_dump(mode="json")
+    return words | {"sha256": content_hash(words)}
+
+
+def is_packed(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Whole, of a version that is known, and the one that config.json names."""
+    file = directory / MANIFEST
+    try:
+        words = json.loads(file.read_text())
+        given = words.pop("sha256")
+        version = words["version"]
+    except FileNotFoundError:
+        raise InputError(str(directory), f"no {MANIFEST}", "a packed directory", AGAIN) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        given = f"{type(error).__name__}: {error}"
+        raise InputError(str(file), given, "the manifest of a packed directory", AGAIN) from error
+    if version != VERSION:
+        raise InputError(str(file), f"a manifest of version {version}", f"version {VERSION}", AGAIN)
+    if given != content_hash(words):
+        raise InputError(str(file), "contents that do not fit its hash: it was altered", "it as written", AGAIN)
+    try:
+        manifest = Manifest.model_validate(words)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(str(file), f"{where}: {first['msg']}", "the manifest of a packed directory", AGAIN) from error
+    named = packed_words(directory).get("sha256")
+    if named != given:
+        raise InputError(
+            str(directory / "config.json"),
+            f"the hash {str(named)[:12]} of a manifest",
+            f"{given[:12]}, that of the {MANIFEST} beside it",
+            f"files of two conversions lie together; {AGAIN}",
+        )
+    return manifest
+
+
+def packed_words(directory: Path) -> dict[str, Any]:
+    """What config.json says of the packing; empty where it says nothing."""
+    try:
+        words = json.loads((directory / "config.json").read_text())
+        found = words["quantization_config"]["packed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_shards(directory: Path, manifest: Manifest) -> dict[str, FileLayout]:
+    """Every file is there, has its size and its header: what opening always does. The layouts, by file."""
+    found = {}
+    for name, record in manifest.shards.items():
+        file = directory / name
+        if not file.is_file():
+            raise InputError(str(file), "no such file", f"a part of the packed model, {record.bytes} bytes", AGAIN)
+        size = file.stat().st_size
+        if size != record.bytes:
+            word = "truncated" if size < record.bytes else "too long"
+            raise InputError(str(file), f"{size} bytes, {word}", f"{record.bytes} bytes", AGAIN)
+        found[name] = layout = read_layout(file)
+        if hashlib.sha256(layout.header).hexdigest() != record.header_sha256:
+            given = "a header that is not its own: altered, or of another conversion"
+            raise InputError(str(file), given, f"the file that {MANIFEST} describes", AGAIN)
+    return found
+
+
+def wrong_checksums(
+    directory: Path, shards: Mapping[str, ShardRecord], threads: int = 4, names: Iterable[str] | None = None
+) -> list[str]:
+    """The files whose contents do not fit their checksum; reads all of them."""
+    asked = list(shards if names is None else names)
+
+    def fits(name: str) -> bool:
+        return (directory / name).is_file() and sha256(directory / name) == shards[name].sha256
+
+    with ThreadPoolExecutor(threads) as pool:
+        return [name for name, whole in zip(asked, pool.map(fits, asked), strict=True) if not whole]
+
+
+def verify_packed(directory: Path, threads: int = 4) -> Manifest:
+    """Manifest, sizes, headers and the checksum of every file; an error names the first that does not fit."""
+    manifest = read_manifest(directory)
+    check_shards(directory, manifest)
+    wrong = wrong_checksums(directory, manifest.shards, threads)
+    if wrong:
+        given = f"contents that do not fit their checksum ({len(wrong)} of {len(manifest.shards)} files)"
+        raise InputError(str(directory / wrong[0]), given, f"the file that {MANIFEST} describes", AGAIN)
+    return manifest

@@ -1,0 +1,138 @@
+"""One matrix of one expert from the format it was released in to another, and how far that moved its numbers.
+
+Work goes over some rows at a time, so that a thread needs the result and little else: a float32 copy of a large matrix
+exists nowhere. The error is measured on what will be computed with, the decoded number rounded to bf16, against the
+number that the source stands for. A matrix that has its format already is handed on as it is and has no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint.encoded import Encoded, decode, encode, format_of
+from ktransformers.checkpoint.experts import Piece
+from ktransformers.errors import InputError
+
+Weight = Tensor | Encoded  # [E, N, K], plain or as released
+NUMBERS = 1 << 18  # of a matrix at a time
+ALIGNMENT = 128  # rows; blocks of fp8
+KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class Recoded:
+    """Of one expert: the matrix `[1, N, K]`, squares of the difference and of the source summed up."""
+
+    matrix: Weight
+    kept: bool
+    moved: float = 0.0
+    norm: float = 0.0
+
+
+def format_name(matrix: Weight) -> str:
+    """bf16 is what plain floats are packed as, whatever their dtype."""
+    return matrix.format if isinstance(matrix, Encoded) else "bf16"
+
+
+def check_target(name: str, word: str) -> None:
+    """Refuse what cannot be written, before anything is read."""
+    if word in (KEEP, "bf16"):
+        return
+    columns = max(256, format_of(word).multiple)
+    try:
+        encode(torch.zeros(1, columns), word)
+    except InputError as error:
+        raise InputError(name, word, "a format that can be written", str(error)) from error
+
+
+def rows_of(matrix: Weight, first: int, last: int) -> Weight:
+    """Some rows of all experts; `first` is a multiple of what shares a scale."""
+    if isinstance(matrix, Tensor):
+        return matrix[:, first:last]
+    scales, span = matrix.scales, format_of(matrix.format).row_span
+    if scales is not None:
+        scales = scales[:, first // span : -(-last // span)]
+    return replace(matrix, codes=matrix.codes[:, first:last], scales=scales)
+
+
+def experts_of(matrix: Weight, first: int, last: int) -> Weight:
+    if isinstance(matrix, Tensor):
+        return matrix[first:last]
+    scales = None if matrix.scales is None else matrix.scales[first:last]
+    outer = None if matrix.tensor_scale is None else matrix.tensor_scale[first:last]
+    return replace(matrix, codes=matrix.codes[first:last], scales=scales, tensor_scale=outer)
+
+
+def numbers(matrix: Weight) -> Tensor:
+    """What it stands for, in float32."""
+    return matrix.float() if isinstance(matrix, Tensor) else decode(matrix)
+
+
+def blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, NUMBERS // columns // ALIGNMENT) * ALIGNMENT
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+def recode(source: Weight, target: str, name: str) -> Recoded:
+    """`[1, N, K]` in the format `target`, or kept."""
+    if target in (KEEP, format_name(source)) and (isinstance(source, Encoded) or source.dtype == torch.bfloat16):
+        return Recoded(source, kept=True)
+    columns = source.columns if isinstance(source, Encoded) else source.shape[2]
+    rows = source.rows if isinstance(source, Encoded) else source.shape[1]
+    try:
+        result = _convert(source, "bf16" if target == KEEP else target, rows, columns)
+    except InputError as error:
+        raise InputError(name, str(error), f"what can be written as {target}") from error
+    moved = norm = 0.0
+    for first, last in blocks(rows, columns):
+        before = numbers(rows_of(source, first, last))
+        after = numbers(rows_of(result, first, last)).bfloat16().float()
+        moved += float(after.sub_(before).double().square_().sum())
+        norm += float(before.double().square_().sum())
+    return Recoded(result, False, moved, norm)
+
+
+def _convert(source: Weight, target: str, rows: int, columns: int) -> Weight:
+    if isinstance(source, Tensor):
+        return source.bfloat16() if target == "bf16" else encode(source, target)
+    if target == "bf16":
+        result = torch.empty(1, rows, columns, dtype=torch.bfloat16)
+        for first, last in blocks(rows, columns):
+            result[:, first:last] = decode(rows_of(source, first, last))  # type: ignore[arg-type]
+        return result
+    if target == "nvfp4":  # one scale for all rows: it wants to see them together
+        return encode(decode(source), target)
+    parts = [
+        encode(decode(rows_of(source, first, last)), target)  # type: ignore[arg-type]
+        for first, last in blocks(rows, columns)
+    ]
+    codes = torch.cat([part.codes for part in parts], 1)
+    scales = [part.scales for part in parts if part.scales is not None]
+    return Encoded(target, codes, torch.cat(scales, 1) if scales else None, columns=columns)
+
+
+def split(piece: Piece, *, transposed: bool, interleaved: bool) -> dict[str, Weight]:
+    """gate, up and down `[E, N, K]`, and their biases `[E, N]`: views of whatever the piece has. Only plain floats are
+    ever transposed or in one tensor for gate and up."""
+    found: dict[str, Weight] = {}
+    for role, given in piece.tensors.items():
+        if isinstance(given, Encoded):
+            found[role] = given
+            continue
+        bias = role.endswith("_bias")
+        tensor = given.unsqueeze(0) if given.dim() == (1 if bias else 2) else given
+        if piece.fused and transposed and not bias:
+            tensor = tensor.transpose(1, 2)
+        if not role.startswith("gate_up"):
+            found[role] = tensor
+            continue
+        half = tensor.shape[1] // 2
+        mixed = piece.fused and interleaved
+        gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if mixed else (tensor[:, :half], tensor[:, half:])
+        found |= {"gate_bias": gate, "up_bias": up} if bias else {"gate": gate, "up": up}
+    return found

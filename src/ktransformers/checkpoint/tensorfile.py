@@ -1,0 +1,154 @@
+"""One safetensors file laid out before it is written: tensors at page boundaries, filled in any order and in pieces.
+
+safetensors wants its data without holes, and its own writer aligns to eight bytes. A file that is mapped and computed
+from wants more: here the header is padded with spaces, which the format allows, and tensors of bytes named `...padding`
+fill the way to the next boundary. A file has its name when it is whole and on the disk; before, it is `.NAME.partial`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint.matrix import DTYPES
+from ktransformers.errors import InputError
+from ktransformers.files import sync
+
+PAGE = 4096
+CHUNK = 16 << 20
+LIMIT = 100_000_000  # bytes of a header, the format's own
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # from the beginning of the file
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    header: bytes  # with its length in front
+    slots: Mapping[str, Slot]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(slot.bytes for slot in self.slots.values())
+
+
+def lay_out(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, padding: str | None = None
+) -> FileLayout:
+    """For (name, dtype, shape) in this order; with `padding`, a name, every tensor begins at a page of the file."""
+    places: list[tuple[str, Slot]] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        if padding is not None and end % PAGE:
+            places.append((f"{padding}.{len(places)}", Slot("U8", (PAGE - end % PAGE,), end)))
+            end += PAGE - end % PAGE
+        slot = Slot(dtype, shape, end)
+        if end % DTYPES[dtype].itemsize:
+            raise ValueError(f"{name} would begin at {end}, which its dtype does not allow: give wide dtypes first")
+        places.append((name, slot))
+        end += slot.bytes
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for name, slot in places:
+        offsets = [slot.offset, slot.offset + slot.bytes]
+        fields[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": offsets}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    begin = -(-(8 + len(text)) // PAGE) * PAGE
+    header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
+    return FileLayout(header, {name: Slot(slot.dtype, slot.shape, begin + slot.offset) for name, slot in places})
+
+
+def read_layout(file: Path) -> FileLayout:
+    """From the file's own header. A file that is shorter or longer than its header says is refused."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > min(LIMIT, size - 8):
+                raise ValueError(f"{size} bytes, too few for its header")
+            text = stream.read(length)
+        fields = json.loads(text)
+        fields.pop("__metadata__", None)
+        slots = {
+            name: Slot(word["dtype"], tuple(word["shape"]), 8 + length + word["data_offsets"][0])
+            for name, word in fields.items()
+        }
+        layout = FileLayout(start + text, slots)
+        if layout.size != size:
+            raise ValueError(f"{size} bytes where its header says {layout.size}")
+    except FileNotFoundError:
+        raise InputError(str(file), "no such file", "a part of the model") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(str(file), str(error), "a whole safetensors file") from error
+    return layout
+
+
+class TensorFile:
+    """The file while it is being written; `finish` gives it its name."""
+
+    def __init__(self, path: Path, layout: FileLayout) -> None:
+        self.path = path
+        self.layout = layout
+        self._draft = path.with_name(f".{path.name}.partial")
+        self._handle = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write(layout.header, 0)
+        os.ftruncate(self._handle, layout.size)  # padding reads as zeros
+
+    def write(self, name: str, data: Tensor, at: int = 0) -> None:
+        """Bytes of a tensor from its byte `at` on; `data` is contiguous, of whatever dtype."""
+        slot = self.layout.slots[name]
+        if at + data.nbytes > slot.bytes:
+            raise ValueError(f"{name}: {data.nbytes} bytes at {at}, and it has {slot.bytes}")
+        self._write(raw(data), slot.offset + at)
+
+    def _write(self, data: bytes | memoryview, at: int) -> None:
+        left = memoryview(data)
+        while left:
+            count = os.pwrite(self._handle, left[:CHUNK], at)
+            left, at = left[count:], at + count
+
+    def finish(self) -> None:
+        os.fsync(self._handle)
+        self.close()
+        self._draft.replace(self.path)
+        sync(self.path.parent)
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """Its bytes as they lie."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def sha256(file: Path) -> str:
+    """Of all its bytes; other threads run meanwhile."""
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        buffer = bytearray(CHUNK)
+        view = memoryview(buffer)
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()

@@ -1,0 +1,274 @@
+"""`kt quant`: a checkpoint into a packed directory, with progress, a receipt, and the flags that older guides name.
+
+Flags of kt-kernel's converter are taken as they are spelled there. Those that speak of its file layout or of its needs
+(NUMA parts, a GPU, merging) have nothing to say here; using one is said, not refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktransformers.errors import InputError
+
+if TYPE_CHECKING:
+    from ktransformers.nn.convert import Converted
+    from ktransformers.nn.convertplan import Plan
+    from ktransformers.nn.receipt import Receipt
+
+OLD_FORMATS = {"moe_int8": "int8", "moe_int4": "int4"}
+
+
+def format_word(word: str) -> str:
+    """Older names of the same formats."""
+    if word.lower() == "awq":
+        raise InputError("quant-method", word, "int4, int8 or another format", "`kt quant --help` lists them")
+    return OLD_FORMATS.get(word.lower(), word.lower())
+
+
+def parse_layers(text: str) -> set[int]:
+    """`0-3,7` -> {0, 1, 2, 3, 7}."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if not match or (match[2] and int(match[2]) < int(match[1])):
+            raise InputError("layers", repr(text), "numbers and ranges, as 0-3,7")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 5e7 else f"{size / 1e6:.2f} MB"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{seconds:.1f} s"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+@contextlib.contextmanager
+def progress_bar(shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """On a terminal a bar with rate and time left, otherwise a line from time to time, both on stderr."""
+    if not shown:
+        yield None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("converting", total=None)
+            yield lambda done, total, word: bar.update(task, completed=done, total=total, description=word)
+    else:
+        yield _lines()
+
+
+def _lines(every: float = 10.0) -> Callable[[int, int, str], None]:
+    began = last = time.monotonic()
+    first: int | None = None
+
+    def tell(done: int, total: int, word: str) -> None:
+        nonlocal first, last
+        first, now = done if first is None else first, time.monotonic()
+        if now - last < every:
+            return
+        last, rate = now, (done - first) / (now - began)
+        left = duration((total - done) / rate) if rate else "?"
+        print(f"{word}: {done / total:.0%}, {rate / 1e9:.2f} GB/s, {left} left", file=sys.stderr)
+
+    return tell
+
+
+def table(receipt: Receipt) -> list[str]:
+    """The short one: a line for each matrix."""
+    lines = [f"{'matrix':<8} {'from':<14} {'to':<14} {'mean error':>10} {'largest':>10}  layer"]
+    for role, row in receipt.summary().items():
+        source, target = (", ".join(row[key]) for key in ("source", "format"))
+        kept = row["kept"] == row["layers"]
+        errors = f"{'kept':>10} {'':>10}" if kept else f"{row['mean']:>10.5f} {row['largest']:>10.5f}  {row['layer']}"
+        lines.append(f"{role:<8} {source:<14} {target:<14} {errors}".rstrip())
+    found = receipt.calibration
+    if found is not None:
+        lines.append(
+            f"{found.tokens} tokens of {found.text}: perplexity {found.perplexity:.4f}, source "
+            f"{found.source_perplexity:.4f}; KL {found.kl:.5f} nats; same first choice {found.same_top:.2%}"
+        )
+    if receipt.skipped is not None:
+        lines.append(f"no calibration: {receipt.skipped}")
+    return lines
+
+
+def calibrated(converted: Converted, plan: Plan, text: Path, tokens: int) -> Receipt:
+    """With the text read, or with the reason why that was not possible."""
+    from ktransformers.nn.receipt import calibrate, write_receipt
+
+    origin = plan.origin
+    try:
+        found = calibrate(
+            origin.path,
+            converted.directory,
+            text,
+            experts=origin.experts,
+            tokens=tokens,
+            source_bytes=plan.source_bytes,
+        )
+        receipt = dataclasses.replace(converted.receipt, calibration=found, skipped=None)
+    except InputError as error:
+        receipt = dataclasses.replace(converted.receipt, calibration=None, skipped=str(error))
+    write_receipt(converted.directory, receipt)
+    return receipt
+
+
+def show_plan(plan: Plan, seconds: float, as_json: bool) -> None:
+    layers = [
+        {
+            "module": layer.origin.module,
+            "from": layer.origin.formats,
+            "to": layer.formats,
+            "source_bytes": layer.origin.bytes,
+            "packed_bytes": layer.packed_bytes,
+        }
+        for layer in plan.layers
+    ]
+    if as_json:
+        words: dict[str, Any] = {"layers": layers, "rest_bytes": plan.rest_bytes, "source_bytes": plan.source_bytes}
+        words |= {"out_bytes": plan.out_bytes, "seconds": round(seconds, 1), "threads": plan.threads}
+        print(json.dumps(words, indent=2))
+        return
+    for role in plan.layers[0].formats:
+        source, target = (sorted({str(layer[key][role]) for layer in layers}) for key in ("from", "to"))  # type: ignore[index]
+        print(f"{role:<8} {', '.join(source)} -> {', '.join(target)}")
+    experts = sum(layer.packed_bytes for layer in plan.layers)
+    print(f"source   {gigabytes(plan.source_bytes)}, {len(plan.layers)} layers of experts")
+    print(f"result   {gigabytes(plan.out_bytes)}: experts {gigabytes(experts)}, the rest {gigabytes(plan.rest_bytes)}")
+    print(f"time     {duration(seconds)} with {plan.threads} threads, measured on one expert; the disk may take longer")
+
+
+def run_quant(
+    source: Path,
+    out: Path | None,
+    *,
+    word: str,
+    experts: Path | None = None,
+    group: int | None = None,
+    down: str | None = None,
+    threads: int | None = None,
+    layers: str | None = None,
+    dry_run: bool = False,
+    calib: Path | None = None,
+    calib_tokens: int | None = None,
+    hash_source: bool = False,
+    as_json: bool = False,
+) -> None:
+    """What `kt quant` and scripts/convert_cpu_weights.py share."""
+    chosen = None if layers is None else parse_layers(layers)
+    if out is None and not dry_run:
+        raise InputError("out", "nothing", "the directory to write", "-o OUT")
+    if threads is not None and threads < 1:
+        raise InputError("threads", threads, "1 or more")
+    if calib is not None and not calib.is_file():
+        raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
+    from ktransformers.nn.convert import convert
+    from ktransformers.nn.convertplan import estimate, make_plan, wanted
+    from ktransformers.nn.receipt import TOKENS
+
+    asked = wanted(format_word(word), group, None if down is None else format_word(down))
+    plan = make_plan(source, asked, threads, experts)
+    if dry_run:
+        show_plan(plan, estimate(plan), as_json)
+        return
+    assert out is not None
+    with progress_bar(not as_json) as progress:
+        done = convert(plan, out, layers=chosen, hash_source=hash_source, progress=progress)
+    receipt = done.receipt
+    if calib is not None and done.whole:
+        receipt = calibrated(done, plan, calib, calib_tokens or TOKENS)
+    if as_json:
+        words = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
+        words |= {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}
+        print(json.dumps(words | receipt.to_json(), indent=2))
+        return
+    if done.redone:
+        print(f"written again, because their checksums did not fit: {', '.join(done.redone)}")
+    rate = f", {done.source_bytes / done.seconds / 1e9:.2f} GB/s" if done.source_bytes else ""
+    state = "" if done.whole else f": {len(receipt.layers)} of {len(plan.layers)} layers; the same command goes on"
+    print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {duration(done.seconds)}{rate})")
+    print("\n".join(table(receipt)))
+
+
+def say_unused(**options: object) -> None:
+    for name, value in options.items():
+        if value:
+            print(f"kt: --{name.replace('_', '-')} has no meaning here and is passed over", file=sys.stderr)
+
+
+def quant(
+    model: Annotated[str | None, typer.Argument(help="A model's directory, a GGUF file, or a registered name.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="The directory to write.")] = None,
+    word: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "--method",
+            "-m",
+            "--quant-method",
+            help="int4, int8, bf16, fp8:128x128, fp8:row, mxfp4, mxfp8, nvfp4, q8_0 ..., or keep: as released.",
+        ),
+    ] = "int4",
+    group: Annotated[int | None, typer.Option(help="int4: columns that share a scale. [default: 32]")] = None,
+    down_format: Annotated[str | None, typer.Option(help="Another format for down.")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", "--cpuinfer-threads", "--cpu-threads", help="[default: all cores]")
+    ] = None,
+    experts: Annotated[
+        Path | None, typer.Option(help="Take the experts from here: GGUF or kt-kernel files of the same model.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Only these now, as 0-3,7; the rest with a later call.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say sizes and time, write nothing.")] = False,
+    calib: Annotated[
+        Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
+    ] = None,
+    calib_tokens: Annotated[int | None, typer.Option(help="Tokens of it to read. [default: 8192]")] = None,
+    hash_source: Annotated[bool, typer.Option("--hash-source", help="Record SHA-256 of the source's files.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    input_path: Annotated[str | None, typer.Option("--input-path", help="The same as MODEL.", hidden=True)] = None,
+    input_type: Annotated[str | None, typer.Option("--input-type", "-i", hidden=True)] = None,
+    threadpool_count: Annotated[int | None, typer.Option("--threadpool-count", "--numa-nodes", hidden=True)] = None,
+    no_merge: Annotated[bool, typer.Option("--no-merge", "--no-merge-safetensor", hidden=True)] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", hidden=True)] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False,
+) -> None:
+    """Convert a checkpoint into a packed directory: experts in kernel layout, opened without reading."""
+    from ktransformers.library import resolve
+
+    source = model or input_path
+    if not source or (model and input_path):
+        raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
+    say_unused(threadpool_count=threadpool_count, no_merge=no_merge, gpu=gpu)
+    run_quant(
+        Path(resolve(source)),
+        out,
+        experts=experts,
+        word=word,
+        group=group,
+        down=down_format,
+        threads=threads,
+        layers=layers,
+        dry_run=dry_run,
+        calib=calib,
+        calib_tokens=calib_tokens,
+        hash_source=hash_source,
+        as_json=as_json,
+    )

@@ -1,0 +1,105 @@
+"""What a conversion into a packed directory will do, from headers alone: formats and sizes of every layer, and time.
+
+A format belongs to one matrix of one layer. `keep` takes what the release has; plain floats are packed as bf16.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ktransformers import _core
+from ktransformers.checkpoint.recode import KEEP, check_target, experts_of, recode
+from ktransformers.checkpoint.rest import tensor_bytes
+from ktransformers.errors import InputError
+from ktransformers.nn.contract import Contract
+from ktransformers.nn.experts import new_store
+from ktransformers.nn.origin import Origin, OriginLayer
+from ktransformers.nn.store import ExpertStore
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    origin: OriginLayer
+    file: str
+    formats: dict[str, str]  # what will be written
+    expert_bytes: int  # packed
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.expert_bytes * self.origin.contract.shape.num_experts
+
+
+@dataclass(frozen=True)
+class Plan:
+    origin: Origin
+    asked: dict[str, str]  # gate, up, down -> a format or keep
+    layers: list[LayerPlan]
+    rest_bytes: int
+    threads: int
+
+    @property
+    def source_bytes(self) -> int:
+        return self.rest_bytes + sum(layer.origin.bytes for layer in self.layers)
+
+    @property
+    def out_bytes(self) -> int:
+        return self.rest_bytes + sum(layer.packed_bytes for layer in self.layers)
+
+
+def wanted(word: str, group: int | None = None, down: str | None = None) -> dict[str, str]:
+    """gate, up, down -> format, from `int4`, `int4:64`, `int8`, `keep` and so on."""
+    if group is not None and "int4" not in (word, down):
+        raise InputError("group", f"{group} with {word}", "it beside int4")
+    size = 32 if group is None else group
+    chosen, below = (f"int4:{size}" if spec == "int4" else spec for spec in (word, down or word))
+    check_target("format", chosen)
+    check_target("down-format", below)
+    return {"gate": chosen, "up": chosen, "down": below}
+
+
+def make_plan(
+    path: str | Path, asked: dict[str, str], threads: int | None = None, experts: str | Path | None = None
+) -> Plan:
+    origin = Origin(path, experts)
+    sizes: dict[tuple[object, ...], int] = {}
+    layers: list[LayerPlan] = []
+    for layer in origin.layers:
+        formats = {role: found if asked[role] == KEEP else asked[role] for role, found in layer.formats.items()}
+        key = (layer.contract.shape, *formats.values())
+        if key not in sizes:
+            sizes[key] = small_store(layer.contract, formats, 1).packed_bytes
+        same = sum(other.origin.number == layer.number for other in layers)  # two blocks of experts in one layer
+        file = f"packed-{layer.number:05}{f'-{same}' if same else ''}.safetensors"
+        layers.append(LayerPlan(layer, file, formats, sizes[key]))
+    rest = sum(tensor_bytes(tensor) for tensor in origin.rest())
+    return Plan(origin, asked, layers, rest, threads or len(os.sched_getaffinity(0)))
+
+
+def small_store(
+    contract: Contract, formats: dict[str, str], experts: int, pool: _core.Pool | None = None
+) -> ExpertStore:
+    """A store for some experts of a layer."""
+    few = replace(contract, shape=replace(contract.shape, num_experts=experts))
+    return new_store(few, pool=pool, formats=formats)
+
+
+def estimate(plan: Plan) -> float:
+    """Seconds: one expert is recoded by one thread and the clock read; disks are not in it."""
+    layer = plan.layers[0]
+    _, roles = next(iter(layer.origin.experts()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        start = time.perf_counter()
+        for role, word in layer.formats.items():
+            recode(experts_of(roles[role], 0, 1), word, role)
+        seconds = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(before)
+    experts = sum(found.origin.contract.shape.num_experts for found in plan.layers)
+    return seconds * experts / plan.threads

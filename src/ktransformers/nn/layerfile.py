@@ -1,0 +1,79 @@
+"""The file of one layer's packed experts while they pass through a store of a few.
+
+In the packed layout experts lie one behind another, so the bytes of a store that holds some of them belong, as they
+are, at their place among those of all. The file is laid out when the first ones are packed: only then are the sizes of
+biases known.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from ktransformers.checkpoint.matrix import SPELLED
+from ktransformers.checkpoint.packed import PackedLayer
+from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, lay_out
+from ktransformers.nn.convertplan import LayerPlan
+from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
+
+
+class LayerFile:
+    def __init__(self, plan: LayerPlan, directory: Path, conversion: str, store: ExpertStore) -> None:
+        self._plan = plan
+        self._path = directory / plan.file
+        self._metadata = {"format": "kt", "conversion": conversion, "layout": str(LAYOUT_VERSION)}
+        self._store = store
+        self._shape = plan.origin.contract.shape
+        self._file: TensorFile | None = None
+
+    def flush(self, expert: int) -> None:
+        """After `expert` was packed: when the store is full, or nothing more comes, its bytes go to the file."""
+        few = self._store.num_experts
+        count = expert % few + 1
+        if count < few and expert + 1 < self._shape.num_experts:
+            return
+        tensors = self._store.memory()
+        if self._file is None:
+            self._file = TensorFile(self._path, self._layout(tensors))
+        for role, tensor in tensors.items():
+            own = tensor.reshape(-1)[: tensor.numel() // few * count]
+            self._file.write(self._name(role), own, tensor.nbytes // few * (expert + 1 - count))
+
+    def _layout(self, tensors: dict[str, Tensor]) -> FileLayout:
+        experts, few = self._shape.num_experts, self._store.num_experts
+        entries = []
+        for role, tensor in tensors.items():
+            shape = (tensor.numel() // few * experts,) if tensor.dim() == 1 else (experts, *tensor.shape[1:])
+            entries.append((self._name(role), SPELLED[tensor.dtype], shape))
+        return lay_out(entries, self._metadata, padding=f"{self._plan.origin.module}.padding")
+
+    def _name(self, role: str) -> str:
+        """That of the parameter whose place it takes."""
+        parameters = self._plan.origin.contract.parameters()
+        return f"{self._plan.origin.module}.{parameters.get(role) or parameters[role.replace('gate_up', 'up')]}"
+
+    def manifest(self) -> PackedLayer:
+        shape, few = self._shape, self._store.num_experts
+        tensors = self._store.memory()
+        return PackedLayer(
+            module=self._plan.origin.module,
+            file=self._plan.file,
+            experts=shape.num_experts,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            gated=shape.gated,
+            biased=shape.biased,
+            formats=self._plan.formats,
+            tensors={role: self._name(role) for role in tensors},
+            bytes={role: tensor.nbytes // few * shape.num_experts for role, tensor in tensors.items()},
+            layout=self._store.layout(),
+        )
+
+    def finish(self) -> None:
+        assert self._file is not None
+        self._file.finish()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,221 @@
+"""The receipt of a conversion: how far each matrix moved, and with a text what that does to the model.
+
+The error of a matrix is the Frobenius norm of the difference over that of the source, all experts of a layer together.
+With a text, source and result read the same windows of it: perplexity of both, the divergence KL(source || result) of
+their next-token distributions, and how often both would say the same. The two models are loaded one after the other;
+between them the source's log-probabilities wait in a file, so that memory is that of one model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.errors import InputError
+from ktransformers.files import write_json
+from ktransformers.system import memory
+
+QUALITY = "quality.json"
+VERSION = 1
+WINDOW = 512  # tokens
+TOKENS = 8192  # of the text, at most
+RESERVE = 2 << 30  # bytes beside a model's own
+
+
+@dataclass(frozen=True)
+class MatrixQuality:
+    source: str  # format
+    format: str
+    kept: bool  # the same bytes
+    error: float
+
+
+@dataclass(frozen=True)
+class LayerQuality:
+    module: str
+    number: int
+    matrices: dict[str, MatrixQuality]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    text: str  # the file's name
+    tokens: int  # that were predicted
+    perplexity: float
+    source_perplexity: float
+    kl: float  # nats for each token
+    same_top: float  # share of tokens
+
+
+@dataclass(frozen=True)
+class Receipt:
+    conversion: str
+    formats: dict[str, str]
+    layers: list[LayerQuality]
+    calibration: Calibration | None = None
+    skipped: str | None = None  # why there is no calibration although one was asked for
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """For each matrix: formats, mean and largest error, and where."""
+        found: dict[str, dict[str, Any]] = {}
+        for role in self.formats:
+            rows = [(layer.matrices[role], layer.number) for layer in self.layers if role in layer.matrices]
+            if not rows:
+                continue
+            worst, where = max(rows, key=lambda row: row[0].error)
+            found[role] = {
+                "source": sorted({row.source for row, _ in rows}),
+                "format": sorted({row.format for row, _ in rows}),
+                "kept": sum(row.kept for row, _ in rows),
+                "layers": len(rows),
+                "mean": math.fsum(row.error for row, _ in rows) / len(rows),
+                "largest": worst.error,
+                "layer": where,
+            }
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self), "summary": self.summary()}
+
+
+def receipt_of(conversion: str, formats: dict[str, str], about: Mapping[str, Mapping[str, Any]]) -> Receipt:
+    """From what the journal keeps of every layer."""
+    layers = [
+        LayerQuality(
+            entry["layer"]["module"],
+            entry["number"],
+            {role: MatrixQuality(**words) for role, words in entry["quality"].items()},
+        )
+        for entry in about.values()
+        if entry
+    ]
+    return Receipt(conversion, formats, sorted(layers, key=lambda layer: layer.number))
+
+
+def read_receipt(directory: Path) -> Receipt:
+    file = directory / QUALITY
+    try:
+        words = json.loads(file.read_text())
+        layers = [
+            LayerQuality(
+                layer["module"],
+                layer["number"],
+                {role: MatrixQuality(**matrix) for role, matrix in layer["matrices"].items()},
+            )
+            for layer in words["layers"]
+        ]
+        calibration = None if words["calibration"] is None else Calibration(**words["calibration"])
+        return Receipt(words["conversion"], words["formats"], layers, calibration, words["skipped"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(str(file), f"{type(error).__name__}: {error}", "the receipt of a conversion") from error
+
+
+def write_receipt(directory: Path, receipt: Receipt) -> None:
+    write_json(directory / QUALITY, receipt.to_json())
+
+
+def read_text(file: Path) -> str:
+    """A text file, or JSON lines with `text`, `content` or `prompt`."""
+    try:
+        words = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("calib", f"{file} ({error})", "a text file or JSON lines") from error
+    if file.suffix == ".jsonl":
+        lines = [(number, line) for number, line in enumerate(words.splitlines(), 1) if line.strip()]
+        words = "\n\n".join(_line(file, number, line) for number, line in lines)
+    if not words.strip():
+        raise InputError("calib", f"{file}, which is empty", "text")
+    return words
+
+
+def _line(file: Path, number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise InputError("calib", f"line {number} of {file} ({error})", "a JSON object") from error
+    for key in ("text", "content", "prompt"):
+        if isinstance(entry, dict) and isinstance(entry.get(key), str):
+            return str(entry[key])
+    raise InputError("calib", f"line {number} of {file}", "an object with text, content or prompt")
+
+
+def windows(tokens: Tensor, count: int = TOKENS) -> list[Tensor]:
+    """`[1, up to WINDOW]` pieces, the last one if there is anything to predict in it."""
+    pieces = [tokens[None, first : min(first + WINDOW, count)] for first in range(0, min(len(tokens), count), WINDOW)]
+    return [piece for piece in pieces if piece.shape[1] > 1]
+
+
+def calibrate(
+    source: Path,
+    packed: Path,
+    text: Path,
+    *,
+    experts: Path | None = None,
+    tokens: int = TOKENS,
+    source_bytes: int = 0,
+) -> Calibration:
+    """Read the text with both models; InputError where the source cannot be loaded here."""
+    from transformers import AutoTokenizer
+
+    free = memory().available
+    if source_bytes + RESERVE > free:
+        given = f"{free / 1e9:.1f} GB of free memory"
+        raise InputError("calib", given, f"about {(source_bytes + RESERVE) / 1e9:.1f} GB to load the source")
+    tokenizer = AutoTokenizer.from_pretrained(packed)
+    ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
+    pieces = windows(ids, tokens)
+    if not pieces:
+        raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
+    with tempfile.TemporaryDirectory(prefix=".kt-calib-", dir=packed) as scratch:
+        return _compare((source, experts), packed, text.name, pieces, Path(scratch))
+
+
+def _compare(
+    source: tuple[Path, Path | None], packed: Path, name: str, pieces: list[Tensor], scratch: Path
+) -> Calibration:
+    count = sum(piece.shape[1] - 1 for piece in pieces)
+    nll = 0.0
+    model = _open(*source)
+    for number, piece in enumerate(pieces):
+        distribution = _distribution(model, piece)
+        nll += _nll(distribution, piece)
+        distribution.numpy().tofile(scratch / f"{number}")
+    del model
+    other = divergence = same = 0.0
+    model = _open(packed)
+    for number, piece in enumerate(pieces):
+        after = _distribution(model, piece)
+        other += _nll(after, piece)
+        before = torch.from_file(str(scratch / f"{number}"), size=after.numel(), dtype=torch.float32).view_as(after)
+        divergence += float((before.exp() * (before - after)).double().sum())
+        same += float((before.argmax(-1) == after.argmax(-1)).sum())
+        (scratch / f"{number}").unlink()
+    return Calibration(
+        name, count, math.exp(other / count), math.exp(nll / count), max(0.0, divergence / count), same / count
+    )
+
+
+def _open(path: Path, experts: Path | None = None) -> Any:
+    from ktransformers.nn.load import load_model
+    from ktransformers.system import bf16_is_fast
+
+    return load_model(path, experts=experts, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
+
+
+@torch.no_grad()
+def _distribution(model: Any, piece: Tensor) -> Tensor:
+    """Log-probabilities `[tokens - 1, vocabulary]` of what comes next."""
+    logits: Tensor = model(piece, use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).contiguous()
+
+
+def _nll(distribution: Tensor, piece: Tensor) -> float:
+    return -float(distribution.gather(1, piece[0, 1:, None]).double().sum())
