@@ -5,7 +5,8 @@ a handle, an integer that leads to a living store; LoRA's factors are tensors, g
 returns the output and, with `retain`, gate and up of every row as opaque bytes; without, backward computes them again.
 Both being outputs of a registered operator, selective checkpointing may keep them or let go of them, and gradient
 accumulation, non-reentrant checkpointing and GradScaler need nothing from us. Gradients go to hidden states, routing
-weights and LoRA's factors; the experts are frozen. Without LoRA backward does no work for it.
+weights and LoRA's factors; the experts are frozen. Without LoRA backward does no work for it. Tensors on another device
+come down and go up again, unless the placement engine (`place/`) has taken the store over: it is told here, from above.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ktransformers import _core
 from ktransformers.nn.factors import Factors, factors_of, gradients_like, packed
 from ktransformers.nn.lora import ExpertLora
 from ktransformers.nn.store import Dropout, ExpertStore
+from ktransformers.nn.transfer import down, up
 
 _stores: weakref.WeakValueDictionary[int, ExpertStore] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[ExpertStore, int] = weakref.WeakKeyDictionary()
@@ -41,6 +43,24 @@ def _store_of(handle: int) -> ExpertStore:
     if store is None:
         raise RuntimeError(f"expert store {handle} is gone; keep the ExpertStore alive as long as its graph")
     return store
+
+
+class Placed(Protocol):
+    """Whoever computes a store's experts for tensors that are not in host memory."""
+
+    def __call__(
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, dropout: Dropout, retain: bool
+    ) -> Tensor: ...
+
+
+_placed: weakref.WeakKeyDictionary[ExpertStore, Placed] = weakref.WeakKeyDictionary()
+
+
+def place_store(store: ExpertStore, placed: Placed | None) -> None:
+    """From now on `placed` computes what comes from a device; None: the CPU does, as before."""
+    _placed.pop(store, None)
+    if placed is not None:
+        _placed[store] = placed
 
 
 def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> Factors:
@@ -171,7 +191,7 @@ def apply_experts(
     lora: ExpertLora | None = None,
     retain: bool = True,
 ) -> Tensor:
-    """Sum over k of weight * expert(hidden), in hidden's shape and dtype; all tensors in CPU memory.
+    """Sum over k of weight * expert(hidden), in hidden's shape and dtype, on its device; LoRA is in host memory.
 
     `retain` keeps gate and up for backward (2 I numbers a row); without, backward computes them again. Dropout of
     LoRA's inputs draws its seed from torch's generator, so recomputation under checkpointing drops the same elements;
@@ -180,10 +200,17 @@ def apply_experts(
     factors = Factors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
     inputs = (hidden, weights, *factors.tensors)
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    share = lora.dropout if lora is not None and learns else 0.0
+    if hidden.device.type != "cpu":
+        placed = _placed.get(store)
+        if placed is None:
+            rows, places, shares = down(hidden, ids, weights)
+            return up(apply_experts(store, rows, places, shares, lora=lora, retain=retain), hidden.device)
+        dropout = Dropout(share, int(torch.randint(2**62, ())) if share else 0)
+        return placed(hidden, ids, weights, factors if factors.roles else None, dropout, retain and learns)
     if not learns and type(hidden) is Tensor:  # plain inference pays for no operator
         return store.forward(hidden, ids, weights, adapters=[packed(store, factors)] if factors.roles else [])
     rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-    share = lora.dropout if lora is not None and learns else 0.0
     seed = int(torch.randint(2**62, ())) if share else 0
     out, _ = experts(
         rows,

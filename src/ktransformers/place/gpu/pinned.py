@@ -10,7 +10,6 @@ through the runtime library itself, because torch would report it at its next ke
 from __future__ import annotations
 
 import ctypes
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ STAGE_BYTES = 32 << 20
 STAGES = 4
 MODES = ("map", "stage")
 
-_log = log.get(__name__)
+_log = log.logger(__name__)
 
 
 def _writable(address: int) -> bool:
@@ -45,11 +44,12 @@ def _clear_error() -> None:
 
 
 class Registered:
-    """Buffers known to the driver, within a budget of bytes; unregistered when their tensors are gone."""
+    """Buffers known to the driver, within a budget of bytes; they are kept alive until `close`."""
 
     def __init__(self, budget: int) -> None:
         self.left = budget
         self._known: dict[int, bool] = {}
+        self._kept: list[Tensor] = []
 
     def take(self, buffer: Tensor) -> bool:
         """Whether the copy engine may read this buffer, which is registered now if it was not."""
@@ -69,14 +69,16 @@ class Registered:
             _log.warning("the driver refuses to register %d bytes (%s): they are staged", size, code)
             return False
         self.left -= size
-        weakref.finalize(buffer.untyped_storage(), _release, address)
+        self._kept.append(buffer)
         return True
 
-
-def _release(address: int) -> None:
-    if torch.cuda.is_available():
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(address)
+    def close(self) -> None:
+        """Before the memory may go."""
+        runtime: Any = torch.cuda.cudart() if self._kept else None  # type: ignore[no-untyped-call]
+        for buffer in self._kept:
+            runtime.cudaHostUnregister(buffer.data_ptr())
+        self._kept.clear()
+        self._known.clear()
 
 
 class Stages:

@@ -9,7 +9,7 @@ computing stream never wait for each other otherwise. On a CPU, for tests, copie
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,15 +69,13 @@ class Slots:
             return False
         return self._registered.take(source.first) and self._registered.take(source.down)
 
-    def touch(self, layer: int, experts: Iterable[int]) -> None:
-        """These are wanted soon: they are given up after all others."""
-        self._clock += 1
-        for expert in experts:
-            slot = self._slot.get((layer, expert))
-            if slot is not None:
-                self._used[slot] = self._clock
+    def forget(self, layer: int) -> None:
+        """A layer's experts are fetched anew when they are wanted again."""
+        self.retain(layer, frozenset())
 
-    def fetch(self, layer: int, source: Source, experts: Sequence[int], keep: frozenset[Key] = frozenset()) -> list[int]:
+    def fetch(
+        self, layer: int, source: Source, experts: Sequence[int], keep: frozenset[Key] = frozenset()
+    ) -> list[int]:
         """Slots of these experts; those that are missing are put on their way, in place of the longest unused that
         nobody in `keep` owns. As many as there is room for."""
         self._clock += 1
@@ -97,6 +95,11 @@ class Slots:
         for slot in found:
             self._used[slot] = self._clock
         return found
+
+    def retain(self, layer: int, experts: frozenset[int]) -> None:
+        """Forget all of a layer but these."""
+        for key in [key for key in self._slot if key[0] == layer and key[1] not in experts]:
+            self._owner[self._slot.pop(key)] = None
 
     def _copy(self, source: Source, filled: Sequence[tuple[int, int]]) -> None:
         if not filled:

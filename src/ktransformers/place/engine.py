@@ -1,0 +1,278 @@
+"""One batch through one layer of experts on two machines: those on the GPU, or brought there, and those on the CPU.
+
+Hidden states `[T, H]`, ids and routing weights `[T, k]` are on the device. The ids come down first and are counted;
+`split` decides; the CPU's share starts in a thread of its own (the core needs no GIL) as soon as the hidden states are
+down, while this thread queues copies, decoding and products for the device. The results meet at the end; then copies
+for the layer that came next the last time are queued. Backward is the same walk. The surprising decision: what autograd
+keeps has the same shapes whatever the split was, because recomputation under checkpointing may split another way and is
+compared with the first pass by shapes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ktransformers import _core
+from ktransformers.nn.factors import CORE_ROLES, gradients_like, packed
+from ktransformers.nn.store import ExpertStore
+from ktransformers.nn.transfer import Descent, start_down, start_up
+from ktransformers.place.gpu.side import Batch, Packed, Side
+from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.split import Costs, Split, split
+
+Result = TypeVar("Result")
+SETTLE = 0.2  # weight of the newest measurement in the correction of the CPU's costs
+MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
+
+
+@dataclass
+class Layer:
+    packed: Packed
+    store: ExpertStore
+    costs: dict[str, Costs]  # by direction
+    counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
+    correction: dict[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
+    last: dict[str, Split] = field(default_factory=dict)  # by phase
+
+
+@dataclass(frozen=True)
+class Kept:
+    """For backward."""
+
+    ids: Tensor  # host
+    hidden: Tensor  # host, or empty
+    keep: Tensor  # of the core, or empty
+    cpu: Tensor  # bool [E]: what the CPU computed
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str  # forward, again (recomputed in a backward pass) or backward
+    direction: str
+
+
+def phase_of(direction: str) -> Phase:
+    again = direction == "forward" and torch._C._current_graph_task_id() != -1
+    return Phase("again" if again else direction, direction)
+
+
+class Engine:
+    """All layers of a model on one device."""
+
+    def __init__(self, device: torch.device, policy: str, slots: Slots) -> None:
+        self.device, self.policy, self.slots = device, policy, slots
+        self.side = Side(device, slots)
+        self.layers: dict[int, Layer] = {}
+        self._worker = ThreadPoolExecutor(1, "kt-experts")
+        self._lock = threading.RLock()
+        self._after: dict[tuple[int, str], tuple[int, str]] = {}
+        self._before: tuple[int, str] | None = None
+
+    def decide(self, layer: Layer, counts: NDArray[np.int64], tokens: int, phase: Phase) -> Split:
+        index = layer.packed.index
+        there: frozenset[int] = frozenset()
+        if index in self.side.residents:
+            there = self.side.residents[index].present(index)
+        if self.policy != "resident":
+            there |= self.slots.present(index)
+        costs = layer.costs[phase.direction]
+        scale = layer.correction[phase.direction]
+        costs = replace(costs, cpu_expert=costs.cpu_expert * scale, cpu_row=costs.cpu_row * scale)
+        return split(counts, tokens, costs, there=there, backlog=self.slots.backlog(), policy=self.policy)
+
+    def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
+        """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
+        with self._lock:
+            return self._forward(layer, batch, retain)
+
+    def _forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
+        phase = phase_of("forward")
+        rows = start_down((batch.hidden, batch.weights)) if self.policy != "stream" else None
+        ids = start_down((batch.ids,)).finish()[0]
+        counts = count(ids, layer.packed.geometry.experts)
+        layer.counts += counts
+        found = self.decide(layer, counts, ids.shape[0], phase)
+        keep = layer.store.new_keep(*ids.shape) if retain and rows is not None else ids.new_empty(0, dtype=torch.uint8)
+        cpu = mask(found.cpu, layer.packed.geometry.experts)
+        share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep) if found.cpu and rows is not None else None
+        result = batch.hidden.new_zeros(batch.hidden.shape)
+        if gpu := found.there + found.streamed:
+            whole = self.side.forward(layer.packed, batch, gpu, counts)
+            self._prefetch(layer, phase, found, counts)
+            if share is not None:
+                whole += start_up((share.result(),), self.device).finish()[0]
+            result = whole.to(batch.hidden.dtype)
+        elif share is not None:
+            result = start_up((share.result(),), self.device).finish()[0]
+        host = rows.finish()[0] if rows is not None and retain else batch.hidden.new_empty(0, device="cpu")
+        return result, Kept(ids, host, keep, cpu)
+
+    def backward(
+        self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Gradients of hidden, of the routing weights and, if `wanted`, of the factors, in host memory."""
+        with self._lock:
+            return self._backward(layer, batch, grad_out, kept, wanted)
+
+    def _backward(
+        self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        phase = phase_of("backward")
+        if not kept.cpu.any():  # then nothing was written there
+            kept = replace(kept, keep=kept.keep[:0])
+        counts = count(kept.ids, layer.packed.geometry.experts)
+        found = self._decide_back(layer, counts, kept, phase)
+        cpu = mask(found.cpu, layer.packed.geometry.experts)
+        grads, views = gradients_like(batch.factors) if wanted and batch.factors is not None else ([], ())
+        share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views) if found.cpu else None
+        by_role = {role: view for role, view in zip(CORE_ROLES, views, strict=False) if view is not None}
+        grad_hidden = grad_weights = None
+        if gpu := found.there + found.streamed:
+            grad_hidden, grad_weights, gradients = self.side.backward(
+                layer.packed, batch, grad_out, gpu, counts, tuple(by_role)
+            )
+            arriving = gradients.start(by_role)
+            arrived = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            self._prefetch(layer, phase, found, counts)
+        if share is not None:
+            lower = start_up(share.result(), self.device).finish()
+            grad_hidden = lower[0] if grad_hidden is None else grad_hidden.add_(lower[0])
+            grad_weights = lower[1] if grad_weights is None else grad_weights.add_(lower[1])
+        elif wanted:
+            for grad in grads:
+                grad.zero_()
+        if gpu and by_role:
+            if arrived is not None:
+                arrived.synchronize()
+            gradients.lay(arriving, by_role)
+        if grad_hidden is None or grad_weights is None:
+            grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
+        return grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype), grads
+
+    def _decide_back(self, layer: Layer, counts: NDArray[np.int64], kept: Kept, phase: Phase) -> Split:
+        """Where forward kept something, backward has the same share on the CPU."""
+        tokens = kept.ids.shape[0]
+        if not kept.keep.numel():
+            return self.decide(layer, counts, tokens, phase)
+        active = np.flatnonzero(counts).tolist()
+        here = self.slots.present(layer.packed.index)
+        if (room := self.side.residents.get(layer.packed.index)) is not None:
+            here |= room.present(layer.packed.index)
+        on_cpu = kept.cpu.numpy()
+        cpu = tuple(e for e in active if on_cpu[e])
+        gpu = [e for e in active if not on_cpu[e]]
+        expected = layer.costs["backward"].cpu(len(cpu), float(counts[list(cpu)].sum()), tokens)
+        return Split(tuple(e for e in gpu if e in here), tuple(e for e in gpu if e not in here), cpu, 0.0, expected)
+
+    # The CPU's share: a future of tensors in host memory.
+
+    def _cpu_forward(
+        self, layer: Layer, batch: Batch, rows: Descent, ids: Tensor, found: Split, cpu: Tensor, keep: Tensor
+    ) -> Future[Tensor]:
+        hidden, weights = rows.finish()
+        adapters = [packed(layer.store, batch.factors)] if batch.factors is not None else []
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.device.type == "cuda")
+
+        def work() -> Tensor:
+            return layer.store.forward(
+                hidden,
+                ids,
+                weights,
+                skip=~cpu,
+                out=out,
+                keep=keep if keep.numel() else None,
+                adapters=adapters,
+                dropout=batch.dropout,
+            )
+
+        return self._worker.submit(self._timed, layer, "forward", found, work)
+
+    def _cpu_backward(
+        self,
+        layer: Layer,
+        batch: Batch,
+        grad_out: Tensor,
+        kept: Kept,
+        found: Split,
+        cpu: Tensor,
+        views: Sequence[Tensor | None],
+    ) -> Future[tuple[Tensor, Tensor]]:
+        hidden = kept.hidden
+        if hidden.numel():
+            rising, weights = start_down((grad_out, batch.weights)).finish()
+        else:
+            rising, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
+        adapters: list[_core.Adapter] = [packed(layer.store, batch.factors)] if batch.factors is not None else []
+
+        def work() -> tuple[Tensor, Tensor]:
+            return layer.store.backward(
+                rising,
+                hidden,
+                kept.ids,
+                weights,
+                skip=~cpu,
+                keep=kept.keep if kept.keep.numel() else None,
+                adapters=adapters,
+                factors=[views] if views else None,
+                dropout=batch.dropout,
+            )
+
+        return self._worker.submit(self._timed, layer, "backward", found, work)
+
+    def _timed(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Result:
+        """What the CPU takes corrects what it is expected to take the next time."""
+        begun = time.perf_counter()
+        result = work()
+        costs = layer.costs[direction]
+        expected = (found.cpu_seconds - costs.cpu_call) / layer.correction[direction]
+        if expected > 0:
+            seen = min(4.0, max(0.25, (time.perf_counter() - begun) / expected))
+            layer.correction[direction] += SETTLE * (seen - layer.correction[direction])
+        return result
+
+    # What comes next.
+
+    def _prefetch(self, layer: Layer, phase: Phase, found: Split, counts: NDArray[np.int64]) -> None:
+        """Queue copies for the layer that came after this one the last time, if it will want the same experts."""
+        here = (layer.packed.index, phase.name)
+        if self._before is not None:
+            self._after[self._before] = here
+        self._before = here
+        layer.last[phase.name] = found
+        following = self._after.get(here)
+        if following is None or self.policy not in ("auto", "stream"):
+            return
+        target = self.layers[following[0]]
+        before = target.last.get(following[1])
+        many = counts.sum() >= MANY * len(counts)
+        if before is None or not many or not self.slots.direct(target.packed.source):
+            return
+        wanted = sorted({*before.there, *before.streamed} - self._resident(target.packed.index))[: self.slots.count]
+        self.slots.fetch(target.packed.index, target.packed.source, wanted)
+
+    def _resident(self, index: int) -> frozenset[int]:
+        room = self.side.residents.get(index)
+        return frozenset() if room is None else room.present(index)
+
+
+def count(ids: Tensor, experts: int) -> NDArray[np.int64]:
+    """Rows of each expert; ids outside count nowhere."""
+    numbers = ids.numpy().reshape(-1)
+    inside = numbers[(numbers >= 0) & (numbers < experts)]
+    return np.bincount(inside, minlength=experts)
+
+
+def mask(experts: Sequence[int], count: int) -> Tensor:
+    found = torch.zeros(count, dtype=torch.bool)
+    found[list(experts)] = True
+    return found

@@ -1,0 +1,215 @@
+"""The GPU's share of a batch: experts in groups, each fetched, decoded into one bf16 buffer, and multiplied.
+
+Groups are cut by bytes and by rows, so that neither the buffer nor the rows' intermediates grow with the batch. Copies
+are queued a few groups ahead of the products; everything else is in the order of the current stream. Rows are sorted
+once, by the place of their expert in the walk, so a group's rows are a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ktransformers.nn.factors import Factors
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.store import Dropout
+from ktransformers.place.gpu import compute
+from ktransformers.place.gpu.compute import Decoded, GroupLora, Rows, Thinning
+from ktransformers.place.gpu.decode import decode
+from ktransformers.place.gpu.factors import DeviceFactors, Gradients
+from ktransformers.place.gpu.layout import Geometry
+from ktransformers.place.gpu.slots import Key, Slots, Source
+
+GROUP_BYTES = 256 << 20  # of bf16 weights that are decoded at a time
+GROUP_ROWS = 16384
+AHEAD = 2  # groups whose copies are queued before the first of them is multiplied
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One layer as a device needs it."""
+
+    index: int
+    geometry: Geometry
+    gate: Gate
+    source: Source
+    biases: tuple[Tensor | None, Tensor | None]  # float32 [E, 2I or I] and [E, H] on the device
+
+
+@dataclass(frozen=True)
+class Batch:
+    hidden: Tensor  # [T, H]
+    ids: Tensor  # [T, k]
+    weights: Tensor  # [T, k]
+    factors: Factors | None
+    dropout: Dropout
+
+
+@dataclass(frozen=True)
+class Group:
+    experts: tuple[int, ...]
+    begin: int  # of its rows among all
+    ends: tuple[int, ...]  # from `begin` on
+    room: Slots
+
+
+class Side:
+    def __init__(self, device: torch.device, slots: Slots) -> None:
+        self.device, self.slots = device, slots
+        self.residents: dict[int, Slots] = {}  # by layer: slots of their own that are filled once
+        self._lora = DeviceFactors(device)
+        self._buffers: dict[tuple[int, ...], Tensor] = {}
+        self._finished: torch.cuda.Event | None = None
+
+    def _groups(self, layer: Packed, experts: Sequence[int], counts: NDArray[np.int64]) -> list[Group]:
+        """Residents first, then what is here, then what has to come."""
+        rooms = self.residents.get(layer.index)
+        resident = rooms.present(layer.index) if rooms is not None else frozenset()
+        here = self.slots.present(layer.index) - resident
+        bulk = max(1, GROUP_BYTES // layer.geometry.decoded_bytes)
+        parts: list[tuple[list[int], Slots]] = [
+            ([e for e in experts if e not in resident and e in here], self.slots),
+            (sorted(e for e in experts if e not in resident and e not in here), self.slots),
+        ]
+        if rooms is not None:
+            parts.insert(0, ([e for e in experts if e in resident], rooms))
+        groups, begin = [], 0
+        for chosen, room in parts:
+            most = bulk if room is not self.slots else max(1, min(bulk, room.count // (AHEAD + 1)))
+            for part in cut(chosen, counts, most):
+                ends = np.cumsum(counts[part])
+                groups.append(Group(tuple(part), begin, tuple(ends.tolist()), room))
+                begin += int(ends[-1])
+        return groups
+
+    def _fetch(self, layer: Packed, groups: Sequence[Group], at: int) -> list[int]:
+        """Slots of group `at`; those behind it are put on their way."""
+        near: frozenset[Key] = frozenset((layer.index, e) for g in groups[at : at + AHEAD + 1] for e in g.experts)
+        found = groups[at].room.fetch(layer.index, layer.source, groups[at].experts, near)
+        for group in groups[at + 1 : at + AHEAD + 1]:
+            group.room.fetch(layer.index, layer.source, group.experts, near)
+        if len(found) < len(groups[at].experts):
+            raise RuntimeError(
+                f"room for {groups[at].room.count} experts, {len(groups[at].experts)} are wanted at once"
+            )
+        return found
+
+    def _buffer(self, count: int, rows: int, columns: int, bulk: int) -> Tensor:
+        found = self._buffers.get((rows, columns))
+        if found is None or found.shape[0] < count:
+            found = torch.empty(max(count, bulk), rows, columns, dtype=torch.bfloat16, device=self.device)
+            self._buffers[rows, columns] = found
+        return found[:count]
+
+    def _decoded(self, layer: Packed, group: Group, slots: Sequence[int]) -> Decoded:
+        geometry, count = layer.geometry, len(group.experts)
+        bulk = max(1, GROUP_BYTES // geometry.decoded_bytes)
+        first = self._buffer(count, geometry.first.out_rows, geometry.hidden, bulk)
+        down = self._buffer(count, geometry.hidden, geometry.intermediate, bulk)
+        group.room.await_ready(slots)
+        where = on_device(np.array(slots, np.int32), self.device)
+        decode(group.room.first, where, geometry.first, first)
+        decode(group.room.down, where, geometry.down, down)
+        group.room.done_reading(slots)
+        if layer.biases == (None, None):
+            return Decoded(first, down)
+        experts = on_device(np.array(group.experts, np.int64), self.device)
+        return Decoded(first, down, *(None if bias is None else bias[experts] for bias in layer.biases))
+
+    def _rows(self, layer: Packed, batch: Batch, groups: Sequence[Group]) -> Tensor:
+        """Places token * k + slot of all rows, in the order of the walk."""
+        experts = [expert for group in groups for expert in group.experts]
+        place = np.full(layer.geometry.experts + 1, len(experts), np.int64)
+        place[experts] = np.arange(len(experts))
+        ids = batch.ids.reshape(-1).long()
+        ids = torch.where((ids < 0) | (ids >= layer.geometry.experts), layer.geometry.experts, ids)
+        order = torch.argsort(on_device(place, self.device)[ids], stable=True)
+        return order[: groups[-1].begin + groups[-1].ends[-1]]
+
+    def _lora_of(self, batch: Batch, group: Group, ends: Tensor) -> GroupLora | None:
+        if batch.factors is None:
+            return None
+        experts = on_device(np.array(group.experts, np.int64), self.device)
+        factors = {role: tensor[experts] for role, tensor in self._lora.of(batch.factors).items()}
+        return GroupLora(ends, factors, batch.factors.scales)
+
+    def _walk(
+        self, layer: Packed, batch: Batch, groups: Sequence[Group]
+    ) -> Iterator[tuple[Group, Rows, Decoded, GroupLora | None, Thinning | None, Tensor]]:
+        order = self._rows(layer, batch, groups)
+        tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
+        for at, group in enumerate(groups):
+            slots = self._fetch(layer, groups, at)
+            span = slice(group.begin, group.begin + group.ends[-1])
+            ends = on_device(np.array(group.ends, np.int32), self.device)
+            rows = Rows(tokens[span], weights[span], ends)
+            share, seed = batch.dropout.share, batch.dropout.seed
+            thin = Thinning(share, seed, order[span]) if share and batch.factors is not None else None
+            yield group, rows, self._decoded(layer, group, slots), self._lora_of(batch, group, ends), thin, order[span]
+
+    def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
+        """float32 [T, H]."""
+        self._open()
+        out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
+        for _, rows, weights, lora, thin, _ in self._walk(layer, batch, self._groups(layer, experts, counts)):
+            compute.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
+        self._close()
+        return out
+
+    def backward(
+        self,
+        layer: Packed,
+        batch: Batch,
+        grad_out: Tensor,
+        experts: Sequence[int],
+        counts: NDArray[np.int64],
+        wanted: Sequence[str],
+    ) -> tuple[Tensor, Tensor, Gradients]:
+        """float32 [T, H] and [T, k]; zeros where the CPU computes."""
+        self._open()
+        grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
+        grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
+        groups = self._groups(layer, experts, counts)
+        gradients = Gradients([expert for group in groups for expert in group.experts])
+        for _, rows, weights, lora, thin, places in self._walk(layer, batch, groups):
+            grad_rows, grads = compute.backward(
+                grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, thin, wanted
+            )
+            grad_weights[places] = grad_rows
+            gradients.add(grads)
+        self._close()
+        return grad_hidden, grad_weights.view(batch.ids.shape), gradients
+
+    def _open(self) -> None:
+        """The buffers belong to all calls, whatever stream they come on."""
+        if self._finished is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._finished)
+
+    def _close(self) -> None:
+        if self.device.type == "cuda":
+            self._finished = torch.cuda.current_stream(self.device).record_event()
+
+
+def cut(experts: Sequence[int], counts: NDArray[np.int64], most: int) -> Iterator[list[int]]:
+    """Pieces of at most so many experts, closed when they have rows enough."""
+    piece: list[int] = []
+    rows = 0
+    for expert in experts:
+        piece.append(expert)
+        rows += int(counts[expert])
+        if len(piece) == most or rows >= GROUP_ROWS:
+            yield piece
+            piece, rows = [], 0
+    if piece:
+        yield piece
+
+
+def on_device(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A few numbers, without waiting for the device."""
+    made = torch.from_numpy(numbers)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

@@ -1,0 +1,88 @@
+"""Which experts stay on the GPU: a budget for all layers together, spent by a strategy.
+
+`uniform` gives every layer the same number (the first layers one more where it does not divide) and takes the lowest
+ids; `frequency` takes the pairs of layer and expert that had most tokens; `front-loading` fills whole layers from the
+first on; `random` draws pairs with seed 42. Statistics are counts `[layers, experts]` under the layers' names, in a
+safetensors or JSON file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktransformers.errors import InputError
+from ktransformers.files import write_json
+
+STRATEGIES = ("uniform", "frequency", "front-loading", "random")
+SEED = 42
+
+Counts = NDArray[np.int64]  # [layers, experts]
+
+
+def budget(layers: int, experts: int, expert_bytes: int, *, count: int = 0, ratio: float = 0.0, size: int = 0) -> int:
+    """Experts in all layers together: `count` of each layer, a `ratio` of all (before count), or `size` bytes."""
+    if not 0 <= ratio <= 1:
+        raise InputError("gpu_experts_ratio", ratio, "a number from 0 to 1")
+    if not 0 <= count <= experts:
+        raise InputError("num_gpu_experts", count, f"0 to {experts}, the experts of a layer")
+    if ratio:
+        return round(ratio * layers * experts)
+    if count:
+        return layers * count
+    return min(layers * experts, size // expert_bytes)
+
+
+def choose(strategy: str, total: int, layers: int, experts: int, counts: Counts | None = None) -> list[tuple[int, ...]]:
+    """Residents of each layer, in order."""
+    if strategy not in STRATEGIES:
+        raise InputError("expert_placement_strategy", strategy, "one of " + ", ".join(STRATEGIES))
+    total = min(total, layers * experts)
+    chosen = np.zeros((layers, experts), bool)
+    if strategy == "uniform":
+        for layer in range(layers):
+            chosen[layer, : total // layers + (layer < total % layers)] = True
+    elif strategy == "front-loading":
+        chosen.reshape(-1)[:total] = True
+    elif strategy == "random":
+        chosen.reshape(-1)[np.random.default_rng(SEED).permutation(layers * experts)[:total]] = True
+    else:
+        if counts is None or counts.shape != (layers, experts):
+            given = "none" if counts is None else f"shape {list(counts.shape)}"
+            raise InputError(
+                "statistics", given, f"[{layers}, {experts}] for frequency", "record them, or take uniform"
+            )
+        chosen.reshape(-1)[np.argsort(-counts.reshape(-1), kind="stable")[:total]] = True
+    return [tuple(np.flatnonzero(row).tolist()) for row in chosen]
+
+
+def save_counts(path: Path, names: Sequence[str], counts: Counts) -> None:
+    """`.json`, or safetensors under any other name."""
+    if path.suffix == ".json":
+        write_json(path, {name: row.tolist() for name, row in zip(names, counts, strict=True)})
+        return
+    from safetensors.numpy import save_file
+
+    draft = path.with_name(path.name + ".part")
+    save_file({name: np.ascontiguousarray(row) for name, row in zip(names, counts, strict=True)}, str(draft))
+    draft.replace(path)
+
+
+def load_counts(path: Path, names: Sequence[str]) -> Counts:
+    if path.suffix == ".json":
+        try:
+            found = {name: np.asarray(row, np.int64) for name, row in json.loads(path.read_text()).items()}
+        except (ValueError, AttributeError) as error:
+            raise InputError(str(path), str(error), "an object of lists of numbers") from error
+    else:
+        from safetensors.numpy import load_file
+
+        found = load_file(str(path))
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise InputError(str(path), f"no counts of {missing[0]}", f"counts of {len(names)} layers", "record them anew")
+    return np.stack([found[name] for name in names])

@@ -1,0 +1,72 @@
+"""The decoders against the native core: what it packed, decoded here and there, has equal bits, in every format."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, encode
+from ktransformers.nn import ExpertStore
+from ktransformers.place.gpu.decode import decode
+from ktransformers.place.gpu.layout import geometry
+
+E, H, I = 3, 512, 256  # noqa: E741
+SPECS = ["bf16", "int8", "int4:32", "int4:128:f16", "int4:0", "fp8:128x128", "fp8:1x128", "fp8:row", "mxfp8", "mxfp4"]
+# Where a block's 16-bit floats are: random ones would be infinite or not numbers.
+FLOATS = {
+    "q8_0": (0,),
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "iq4_nl": (0,),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "iq4_xs": (0,),
+}
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+
+
+def blocks(spec: str, rows: int, columns: int, random: np.random.Generator) -> Encoded:
+    values, size = GGUF_BLOCKS[spec]
+    codes = random.integers(0, 256, (E, rows, columns // values, size)).astype(np.uint8)
+    for at in FLOATS[spec]:
+        codes[..., at : at + 2] = (
+            (random.random(codes.shape[:3]) * 0.1 + 0.01).astype(np.float16)[..., None].view(np.uint8)
+        )
+    return Encoded(spec, torch.from_numpy(codes.reshape(E, rows, -1)), None, columns=columns)
+
+
+@devices
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("spec", [*SPECS, "nvfp4", *FLOATS])
+def test_equal_bits(spec: str, gated: bool, device: str) -> None:
+    random = np.random.default_rng(0)
+    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    if not gated:
+        del shapes["gate"]
+    if spec in FLOATS:
+        matrices = {name: blocks(spec, *shape, random) for name, shape in shapes.items()}
+    else:
+        torch.manual_seed(0)
+        matrices = {name: torch.randn(E, *shape) for name, shape in shapes.items()}
+        if spec != "bf16":
+            matrices = {name: encode(matrix, spec) for name, matrix in matrices.items()}
+    store = ExpertStore(E, H, I, gated=gated, formats=spec)
+    store.pack(**matrices)
+    sizes, memory = geometry(E, H, I, gated, store.formats), store.memory()
+    chosen = [2, 0]
+    slots = torch.tensor(chosen, dtype=torch.int32, device=device)
+    for name, matrix, parts in (
+        ("gate_up", sizes.first, ["gate", "up"] if gated else ["up"]),
+        ("down", sizes.down, ["down"]),
+    ):
+        assert memory[name].numel() == E * matrix.expert_bytes
+        out = torch.full((2, matrix.out_rows, matrix.columns), torch.nan, dtype=torch.bfloat16, device=device)
+        decode(memory[name].view(E, -1).to(device), slots, matrix, out)
+        want = torch.stack([torch.cat([store.decode(part, expert) for part in parts]) for expert in chosen])
+        assert torch.equal(out.cpu().view(torch.int16), want.view(torch.int16))

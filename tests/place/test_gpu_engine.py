@@ -1,0 +1,262 @@
+"""Every policy against the CPU's own path: forward, gradients of hidden states, routing weights and LoRA.
+
+The CPU rounds gate and up less often than the GPU does, so results differ by bf16's rounding: 1 % of a tensor's norm,
+as in test_gpu_compute. With everything on torch's CPU device the same walk runs where there is no GPU: slots, groups,
+the split, the worker thread; only streams and pinned memory need one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ktransformers.checkpoint.encoded import encode
+from ktransformers.nn import ExpertStore
+from ktransformers.nn.factors import factors_of
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.nn.operator import apply_experts
+from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.place.attach import _geometry, new_layer
+from ktransformers.place.autograd import PlacedStore
+from ktransformers.place.engine import Engine
+from ktransformers.place.gpu.pinned import Registered
+from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.split import Costs
+
+TOLERANCE = 0.01
+# Everything costs the same: the split is somewhere in the middle.
+EVEN = Costs(1e-4, 0, 1e-4, 1e-6, 1e-4, 1e-6, 1e-5, 0, 0)
+pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+
+
+@dataclass(frozen=True)
+class Size:
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    tokens: int
+    rank: int
+
+
+SMALL = Size(8, 128, 64, 2, 41, 4)
+QWEN = Size(128, 2048, 768, 8, 512, 8)
+
+
+@dataclass(frozen=True)
+class Contracted:
+    gate: Gate
+
+
+def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = False) -> ExpertStore:
+    generator = torch.Generator().manual_seed(seed)
+    e, h, i = size.experts, size.hidden, size.intermediate
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    matrices: dict[str, Any] = {"gate": random(e, i, h), "up": random(e, i, h), "down": random(e, h, i)}
+    if spec != "bf16":
+        matrices = {name: encode(matrix, spec) for name, matrix in matrices.items()}
+    if biased:
+        matrices |= {"gate_bias": random(e, i), "up_bias": random(e, i), "down_bias": random(e, h)}
+    store = ExpertStore(e, h, i, formats=spec)
+    store.pack(**matrices)
+    return store
+
+
+def placed(store: ExpertStore, device: str, policy: str, slots: int, residents: tuple[int, ...] = ()) -> PlacedStore:
+    where, sizes = torch.device(device), _geometry(store)
+    registered = Registered(1 << 40) if where.type == "cuda" else None
+    engine = Engine(where, policy, Slots(sizes, slots, where, registered))
+    layer = new_layer(engine, 0, store, Contracted(Gate("silu")), sizes)  # type: ignore[arg-type]
+    layer.costs = {"forward": EVEN, "backward": EVEN}
+    engine.layers[0] = layer
+    if residents:
+        engine.side.residents[0] = Slots(sizes, len(residents), where, registered)
+        engine.side.residents[0].fetch(0, layer.packed.source, residents)
+    return PlacedStore(engine, layer)
+
+
+@dataclass
+class Inputs:
+    hidden: Tensor
+    ids: Tensor
+    weights: Tensor
+    lora: ExpertLora
+    grad: Tensor
+
+    def leaves(self) -> list[Tensor]:
+        found = [self.hidden, self.weights]
+        for factor in (self.lora.gate_up, self.lora.down):
+            assert factor is not None
+            found += [factor.a, factor.b]
+        return found
+
+
+def inputs(size: Size, device: str, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    e, h, i, r = size.experts, size.hidden, size.intermediate, size.rank
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    # B as PEFT has it: the expert is the innermost dimension.
+    wide = Factor((random(e, r, h) / h**0.5), (random(2 * i, r, e) / r**0.5).permute(2, 0, 1), 0.5)
+    down = Factor((random(e, r, i) / i**0.5), (random(h, r, e) / r**0.5).permute(2, 0, 1), 2.0)
+    ids = torch.rand(size.tokens, e, generator=generator).topk(size.top_k).indices
+    ids[0, 0] = -1
+    made = Inputs(
+        random(size.tokens, h).to(dtype).to(device),
+        ids.to(device),
+        torch.rand(size.tokens, size.top_k, generator=generator).to(device),
+        ExpertLora(gate_up=wide, down=down),
+        random(size.tokens, h).to(dtype).to(device),
+    )
+    for leaf in made.leaves():
+        leaf.requires_grad_()
+    return made
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach().cpu().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
+
+
+def gradients(out: Tensor, given: Inputs) -> list[Tensor]:
+    return list(torch.autograd.grad(out, given.leaves(), given.grad))
+
+
+def expected(store: ExpertStore, given: Inputs, retain: bool = True) -> list[Tensor]:
+    host = replace_device(given, "cpu")
+    out = apply_experts(store, host.hidden, host.ids, host.weights, lora=host.lora, retain=retain)
+    return [out, *gradients(out, host)]
+
+
+def replace_device(given: Inputs, device: str) -> Inputs:
+    moved = {name: getattr(given, name).detach().to(device) for name in ("hidden", "ids", "weights", "grad")}
+    for name in ("hidden", "weights"):
+        moved[name].requires_grad_()
+    return replace(given, **moved)
+
+
+def compare(got: list[Tensor], want: list[Tensor]) -> None:
+    names = ("out", "hidden", "weights", "gate_up_a", "gate_up_b", "down_a", "down_b")
+    found = {name: error(a, b) for name, a, b in zip(names, got, want, strict=False)}
+    assert all(value < TOLERANCE for value in found.values()), found
+
+
+def run(place: PlacedStore, given: Inputs, retain: bool, dropout: Dropout = NO_DROPOUT) -> list[Tensor]:
+    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), dropout, retain)
+    return [out, *gradients(out, given)]
+
+
+@devices
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("policy", ["cpu", "stream", "resident", "auto"])
+def test_policies(policy: str, retain: bool, device: str) -> None:
+    """Twice, so that the second pass finds what the first one left; with room for all, and for three at a time."""
+    store, given = make_store(SMALL), inputs(SMALL, device)
+    want = expected(store, given)
+    for slots in (16, 3):
+        place = placed(store, device, policy, slots, residents=(1, 6) if policy in ("resident", "auto") else ())
+        for turn in range(2):
+            got = run(place, given, retain)
+            if policy == "auto" and not turn:
+                first = place.layer.last["forward"]
+                assert first.cpu and first.there and first.streamed, "nothing was split"
+            assert got[0].dtype == given.hidden.dtype and str(got[0].device) == device
+            compare(got, want)
+
+
+@devices
+@pytest.mark.parametrize("spec", ["int8", "int4:32", "fp8:128x128", "mxfp4", "q4_0"])
+def test_formats(spec: str, device: str) -> None:
+    store, given = make_store(SMALL, spec), inputs(SMALL, device)
+    compare(run(placed(store, device, "stream", 8), given, True), expected(store, given))
+
+
+@devices
+def test_biases(device: str) -> None:
+    store, given = make_store(SMALL, biased=True), inputs(SMALL, device)
+    compare(run(placed(store, device, "auto", 8), given, True), expected(store, given))
+
+
+@devices
+def test_dropout(device: str) -> None:
+    """The same elements are dropped on both sides: all policies agree with the CPU."""
+    store, given = make_store(SMALL), inputs(SMALL, device)
+    dropout = Dropout(0.4, 12345)
+    want = run(placed(store, device, "cpu", 8), given, True, dropout)
+    assert error(want[0], expected(store, given)[0]) > 0.05
+    for policy in ("stream", "auto"):
+        compare([t.cpu() for t in run(placed(store, device, policy, 8), given, True, dropout)], [t.cpu() for t in want])
+
+
+@devices
+def test_checkpointing_finds_the_experts_again(device: str) -> None:
+    """Three layers under non-reentrant checkpointing: every expert crosses once forward, and not again where the slots
+    still hold it when its backward pass comes."""
+    sizes = [make_store(SMALL, seed=seed) for seed in range(3)]
+    given = inputs(SMALL, device)
+    place = placed(sizes[0], device, "stream", 3 * SMALL.experts)
+    layers = [place]
+    for index, store in enumerate(sizes[1:], 1):
+        layer = new_layer(place.engine, index, store, Contracted(Gate("silu")), _geometry(store))  # type: ignore[arg-type]
+        layer.costs = place.layer.costs
+        place.engine.layers[index] = layer
+        layers.append(PlacedStore(place.engine, layer))
+
+    def model(x: Tensor, weights: Tensor, call: Any) -> Tensor:
+        for at in range(3):
+            x = x + checkpoint(lambda x, at=at: call(at, x, weights), x, use_reentrant=False)
+        return x
+
+    factors = factors_of(given.lora)
+    out = model(given.hidden, given.weights, lambda at, x, w: layers[at](x, given.ids, w, factors, NO_DROPOUT, True))
+    got = [out, *gradients(out, given)]
+    host = replace_device(given, "cpu")
+    out = model(host.hidden, host.weights, lambda at, x, w: apply_experts(sizes[at], x, host.ids, w, lora=host.lora))
+    compare(got, [out, *gradients(out, host)])
+    assert place.engine.slots.copied_bytes == 3 * SMALL.experts * _geometry(sizes[0]).expert_bytes
+
+
+@devices
+def test_no_rows_and_inference(device: str) -> None:
+    store, given = make_store(SMALL), inputs(SMALL, device)
+    place = placed(store, device, "auto", 8)
+    nobody = torch.full_like(given.ids, -1)
+    out = place(given.hidden, nobody, given.weights, None, NO_DROPOUT, True)
+    assert not out.any()
+    (grad,) = torch.autograd.grad(out, given.hidden, given.grad)
+    assert not grad.any()
+    with torch.inference_mode():
+        out = place(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
+    compare([out], [apply_experts(store, *(t.detach().cpu() for t in (given.hidden, given.ids, given.weights)))])
+
+
+def test_counts_are_kept() -> None:
+    store, given = make_store(SMALL), inputs(SMALL, "cpu")
+    place = placed(store, "cpu", "cpu", 8)
+    run(place, given, True)
+    ids = given.ids[given.ids >= 0]
+    assert np.array_equal(place.layer.counts, np.bincount(ids.numpy(), minlength=SMALL.experts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["bf16", "int4:32"])
+def test_real_layer(spec: str) -> None:
+    store, given = make_store(QWEN, spec), inputs(QWEN, "cuda:0")
+    want = expected(store, given)
+    for policy in ("stream", "auto", "resident", "cpu"):
+        place = placed(store, "cuda:0", policy, 128, residents=tuple(range(16)) if policy == "resident" else ())
+        for _ in range(2):
+            compare(run(place, given, True), want)
