@@ -39,7 +39,9 @@ def test_version_says_what_it_runs_on() -> None:
 
 
 def test_no_arguments_and_unknown_verb() -> None:
-    assert "doctor" in kt().stdout
+    alone = kt()
+    assert (alone.returncode, alone.stdout) == (0, kt("--help").stdout) and "doctor" in alone.stdout
+    assert kt("--version").stdout == kt("version").stdout
     done = kt("doctr")
     assert done.returncode == 2
     assert "doctr" in done.stderr

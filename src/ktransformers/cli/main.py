@@ -7,6 +7,7 @@ come inside the verb.
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -23,6 +24,7 @@ from ktransformers.cli.merge import merge
 from ktransformers.cli.model import edit, model, rm
 from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
+from ktransformers.cli.quant import quant
 from ktransformers.cli.run import run
 from ktransformers.cli.serve import CONTEXT, serve
 from ktransformers.cli.train import sft, train
@@ -33,12 +35,24 @@ from ktransformers.errors import KTError
 
 app = typer.Typer(
     name="kt",
-    help="Run the experts of Mixture-of-Experts models on the CPU.",
-    no_args_is_help=True,
+    help="Fit, fine-tune, serve and judge Mixture-of-Experts models, their experts computed on the CPU.",
     pretty_exceptions_enable=False,
     context_settings={"max_content_width": 120},
     rich_markup_mode=None,  # plain help: half of the time went into importing a Markdown parser
 )
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    shown: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if shown:
+        version()
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 app.command()(bench)
 app.command()(chat)
 app.command()(convert)
@@ -49,6 +63,7 @@ app.command()(merge)
 app.command()(microbench)
 app.command()(plan)
 app.command()(prove)
+app.command()(quant)
 app.command()(run)
 app.command(context_settings=CONTEXT)(serve)
 app.command()(train)
