@@ -67,6 +67,7 @@ def test_a_run_learns_and_leaves_the_familiar_directory(finished: tuple[Path, Re
     assert "kt train" in (output / "README.md").read_text()
     last = [step for step in watcher.steps if "loss" in step.values][-1]
     assert last.tokens_per_second > 0 and 0 < last.expert_share < 1 and last.memory > 0
+    assert 0 < last.roof_share < 1
 
 
 def test_the_manifest_tells_what_was_trained(finished: tuple[Path, Result, Quiet], tiny: Path) -> None:

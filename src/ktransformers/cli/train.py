@@ -62,6 +62,8 @@ def step_line(progress: Progress) -> str:
         shown.append(f"{progress.tokens_per_second:.0f} tokens/s")
     if progress.expert_share is not None:
         shown.append(f"experts {progress.expert_share:.0%}")
+    if progress.roof_share is not None:
+        shown.append(f"{progress.roof_share:.0%} of the roof")
     shown.append(f"{progress.memory / 2**30:.1f} GB")
     if progress.gpu_memory:
         shown.append(f"{progress.gpu_memory / 2**30:.1f} GB GPU")
@@ -139,6 +141,8 @@ class Screen(Lines):
             table.add_row("speed", f"{progress.tokens_per_second:.0f} tokens/s")
         if progress.expert_share is not None:
             table.add_row("time", f"{progress.expert_share:.0%} in experts, the rest elsewhere")
+        if progress.roof_share is not None:
+            table.add_row("roof", f"{progress.roof_share:.0%} of what this machine's experts can do at best")
         gpu = f", {progress.gpu_memory / 2**30:.1f} GB GPU at most" if progress.gpu_memory else ""
         table.add_row("memory", f"{progress.memory / 2**30:.1f} GB{gpu}")
         table.add_row("time left", f"{clock_text(progress.remaining)}, {clock_text(progress.elapsed)} so far")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ktransformers import library
 from ktransformers.errors import InputError
 from ktransformers.nn.adapter import expert_adapters, set_lora_dropout
 from ktransformers.train.resolve import isa_of
@@ -35,7 +36,7 @@ ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "f
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
     """The model's directory; None where it is on the hub and not to be fetched now."""
     given = settings.model_name_or_path
-    path = Path(given)
+    path = Path(library.resolve(given))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model_name_or_path", f"{given}, a folder without config.json", "a model's folder")
@@ -111,6 +112,7 @@ def open_model(
         device=None if device.type == "cpu" else device,
         pool=pool,
         isa=isa_of(settings.experts.kt_backend),
+        precision=settings.experts.precision,
         progress=progress,
     )
     if settings.model.flash_attn != "auto":

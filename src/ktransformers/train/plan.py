@@ -22,10 +22,12 @@ from ktransformers.train.data.render import PairTokens, Renderer, Tokens, show
 from ktransformers.train.data.templates import find_form, jinja, missing_tokens
 from ktransformers.train.forecast import try_forecast
 from ktransformers.train.model import locate_model, read_config, skeleton
+from ktransformers.train.resolve import isa_of
 from ktransformers.train.settings import SECTIONS, Settings
 from ktransformers.train.targets import Targets, find_targets, trained_numbers
 
 PACKAGES = ("trl", "datasets", "accelerate")
+EXACT_ISAS = ("generic", "avx2")  # the variants that have exact kinds
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         _check_packing(model, settings)
         forecast, more = try_forecast(settings, directory, read_config(directory), data.longest)
         notes += more
+        notes += _precision_notes(settings, read_config(directory))
     plan = Plan(
         settings=settings,
         model=None if directory is None else str(directory),
@@ -237,6 +240,21 @@ def _check_vocabulary(split: Split, model: Any, directory: Path) -> None:
         ids = row.prompt + row.chosen + row.rejected if isinstance(row, PairTokens) else row.ids
         if max(ids) >= size:
             raise InputError(str(directory), f"token {max(ids)}", f"tokens below {size}, the model's vocabulary")
+
+
+def _precision_notes(settings: Settings, words: dict[str, Any]) -> list[str]:
+    """Exact experts are asked for; where they cannot be had is said before anything is loaded."""
+    if settings.experts.precision == "bf16":
+        return []
+    isa = isa_of(settings.experts.kt_backend)
+    if isa not in (None, *EXACT_ISAS):
+        backend = settings.experts.kt_backend
+        raise InputError(
+            "precision", f"f32 with kt_backend {backend}", f"auto, {' or '.join(EXACT_ISAS)}", "leave kt_backend out"
+        )
+    dtype = dtype_of(settings, words)
+    mixed = f", though the rest computes in {str(dtype).removeprefix('torch.')}" if dtype.itemsize < 4 else ""
+    return [f"precision f32: experts take twice the memory of the forecast and more time{mixed}"]
 
 
 def _check_packages() -> None:

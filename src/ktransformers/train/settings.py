@@ -104,6 +104,9 @@ class ExpertSettings(Section):
     kt_threadpool_count: int | None = Field(None, ge=1, description="groups of threads, one per NUMA node by itself")
     kt_backend: str | None = Field(None, description="auto, or a CPU variant as in AMXBF16")
     kt_expert_weight_format: str = Field("bf16", description="format of the experts in memory")
+    precision: Literal["bf16", "f32"] = Field(
+        "bf16", description="of the experts' arithmetic; f32 computes with a float32 checkpoint's numbers unrounded"
+    )
     kt_cpu_activation: Literal["retain", "recompute"] | None = Field(
         None, description="with checkpointing: keep what the experts computed, or compute it again"
     )

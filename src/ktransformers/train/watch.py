@@ -2,7 +2,8 @@
 
 A LoRA pair begins with B = 0, so A has no gradient until B has moved: a pair is dead when B never got one, or when A
 got none although B was not zero. Of experts only the whole tensor must learn; single experts that no token visited are
-listed. The clock measures the experts from the outside, in both directions.
+listed. The clock measures the experts from the outside, in both directions, and holds them against what the machine
+could do (`Roof`), by the rates that the planner has measured.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktransformers.errors import KTError
+from ktransformers.nn import ExpertStore
 from ktransformers.nn.adapter import expert_adapters
 from ktransformers.nn.contract import expert_modules
+from ktransformers.place.calibrate import this_machine
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Progress:
     gpu_memory: int  # peak bytes on the GPU, 0 without one
     elapsed: float
     remaining: float
+    roof_share: float | None = None  # of what the experts took, the time that the machine needs for it at best
 
 
 Report = Callable[[Progress], None]
@@ -129,40 +133,85 @@ def _moves(parameter: Tensor) -> bool:
     return parameter.grad is not None and bool(parameter.grad.ne(0).any())
 
 
+@dataclass(frozen=True)
+class Roof:
+    """The rates of this machine that no kernel exceeds; LoRA's part of the work, a few percent, is not counted."""
+
+    flops: float  # of the bare multiply loop
+    read: float  # bytes a second from memory
+
+    def seconds(self, store: ExpertStore, tokens: int, top_k: int) -> float:
+        """One pass of a layer's experts, either direction: multiplying, or reading those that are touched."""
+        numbers = (3 if store.gated else 2) * store.hidden_size * store.intermediate_size
+        touched = 1 - (1 - top_k / store.num_experts) ** tokens  # share of them, where routes are uniform
+        return max(2 * tokens * top_k * numbers / self.flops, touched * store.packed_bytes / self.read)
+
+
+def this_roof() -> Roof | None:
+    """By the planner's measurement, which was made once on this machine; None where it could not be."""
+    try:
+        cpu = this_machine().cpu
+    except KTError:
+        return None
+    return Roof(cpu.tile_flops, cpu.read_bytes)
+
+
+def _keeps_experts(model: nn.Module) -> bool:
+    """Checkpointing chooses what it keeps: layers that run again take the experts' results from before."""
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    return any("context_fn" in getattr(function, "keywords", {}) for function in functions)
+
+
 class ExpertClock:
-    """Seconds spent in expert layers, forward and backward, by hooks around them.
+    """Seconds spent in expert layers, forward and backward, by hooks around them, and what they would be at the roof.
 
     The input goes through a view of its own, whose gradient is complete when the experts' backward has ended; that of
-    the output is complete when it begins.
+    the output is complete when it begins. A layer that checkpointing runs again does so inside its own backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.seconds = 0.0
+        self.roof_seconds = 0.0
+        self.roof: Roof | None = None  # once it is known
         self._begun = 0.0
+        self._kept = _keeps_experts(model)
         self._handles = []
         for module in expert_modules(model).values():
             self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden: Any
-        hidden, *rest = args
+        hidden, ids, *rest = args
+        best = self._best(module, ids)
         if torch.is_grad_enabled() and hidden.requires_grad:
             hidden = hidden.view_as(hidden)
-            hidden.register_hook(self._stop)
+            hidden.register_hook(lambda gradient: self._stop(best))
+        again = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        self.roof_seconds += 0.0 if again and self._kept else best
         self._begun = time.perf_counter()
-        return (hidden, *rest)
+        return (hidden, ids, *rest)
+
+    def _best(self, module: nn.Module, ids: Tensor) -> float:
+        store = getattr(module, "kt_store", None)  # a layer that was never called is packed by its first call
+        if self.roof is None or store is None:
+            return 0.0
+        return self.roof.seconds(store, ids.shape[:-1].numel(), ids.shape[-1])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.seconds += time.perf_counter() - self._begun
-        if torch.is_grad_enabled() and output.requires_grad:
+        """`output` is None where recomputation has all it needs and stops in the middle."""
+        now = time.perf_counter()
+        self.seconds += now - self._begun
+        self._begun = now  # what ran again did so inside a backward that goes on
+        if output is not None and torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(self._start)
 
     def _start(self, gradient: Tensor) -> None:
         self._begun = time.perf_counter()
 
-    def _stop(self, gradient: Tensor) -> None:
+    def _stop(self, best: float) -> None:
         self.seconds += time.perf_counter() - self._begun
+        self.roof_seconds += best
 
     def close(self) -> None:
         for handle in self._handles:
@@ -190,11 +239,13 @@ class Journal(TrainerCallback):
     report: Report
     begun: float = 0.0
     first_step: int = 0
-    _last: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), init=False)  # time, tokens, expert seconds
+    _last: tuple[float, ...] = field(default=(0.0,) * 4, init=False)  # time, tokens, seconds of experts, at the roof
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.clock.roof is None:
+            self.clock.roof = this_roof()
         self.begun, self.first_step = time.perf_counter(), state.global_step
-        self._last = (self.begun, 0.0, self.clock.seconds)
+        self._last = (self.begun, 0.0, self.clock.seconds, self.clock.roof_seconds)
         if state.is_world_process_zero:
             self._forget_after(state.global_step)
 
@@ -215,13 +266,15 @@ class Journal(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
-        now, tokens, expert = time.perf_counter(), float(logs.get("num_tokens", 0.0)), self.clock.seconds
+        now, tokens = time.perf_counter(), float(logs.get("num_tokens", 0.0))
+        expert, best = self.clock.seconds, self.clock.roof_seconds
         since = max(now - self._last[0], 1e-9)
         training = "loss" in logs
         rate = (tokens - self._last[1]) / since if training and self._last[1] else None
         share = (expert - self._last[2]) / since if training else None
+        roof = (best - self._last[3]) / max(expert - self._last[2], 1e-9) if training and self.clock.roof else None
         if training:
-            self._last = (now, tokens, expert)
+            self._last = (now, tokens, expert, best)
         elapsed = now - self.begun
         done = max(state.global_step - self.first_step, 1)
         remaining = elapsed / done * (state.max_steps - state.global_step)
@@ -240,6 +293,7 @@ class Journal(TrainerCallback):
             gpu,
             elapsed,
             remaining,
+            roof,
         )
         self.report(Progress(*progress))
 
