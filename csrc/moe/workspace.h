@@ -1,5 +1,9 @@
-// Working memory that calls borrow and give back: calls of one pool run one after another most of the time, so all
-// layers of a model share one buffer that has grown to the largest call.
+// Memory that is borrowed and given back, because what the system hands out fresh it first has to clear, page by page,
+// at a tenth of the speed at which it can be written.
+//
+// An Arena is for the work of calls: those of one pool run one after another most of the time, so all layers of a model
+// share one buffer that has grown to the largest call. A Lender is for tensors that a training step makes and the next
+// one makes again: activations kept for backward, gradients.
 #pragma once
 
 #include <algorithm>
@@ -34,6 +38,60 @@ class Arena {
  private:
   std::mutex mutex_;
   std::vector<Buffer> free_;
+};
+
+// Never holds more than was in use at one time.
+class Lender {
+ public:
+  Buffer borrow(size_t bytes) {
+    bytes = (bytes + kStep - 1) / kStep * kStep;
+    std::lock_guard lock(mutex_);
+    auto best = free_.end();
+    for (auto it = free_.begin(); it != free_.end(); it++)
+      if (it->size() >= bytes && it->size() <= bytes + bytes / 4 && (best == free_.end() || it->size() < best->size()))
+        best = it;
+    Buffer found;
+    if (best != free_.end()) {
+      found = std::move(*best);
+      free_.erase(best);
+    } else {
+      drop_to(used_ + bytes > most_ ? 0 : most_ - used_ - bytes);
+      found = Buffer(bytes);
+    }
+    used_ += found.size();
+    most_ = std::max(most_, used_);
+    return found;
+  }
+
+  void give_back(Buffer buffer) {
+    std::lock_guard lock(mutex_);
+    used_ -= buffer.size();
+    free_.push_back(std::move(buffer));
+    drop_to(most_ - used_);
+  }
+
+  size_t held() const {
+    std::lock_guard lock(mutex_);
+    size_t sum = used_;
+    for (const Buffer& b : free_) sum += b.size();
+    return sum;
+  }
+
+ private:
+  static constexpr size_t kStep = 2 << 20;
+
+  // Lets the oldest go until at most so many bytes lie unused.
+  void drop_to(size_t bytes) {
+    size_t sum = 0;
+    for (const Buffer& b : free_) sum += b.size();
+    auto it = free_.begin();
+    for (; sum > bytes; it++) sum -= it->size();
+    free_.erase(free_.begin(), it);
+  }
+
+  mutable std::mutex mutex_;
+  std::vector<Buffer> free_;  // in the order in which they came back
+  size_t used_ = 0, most_ = 0;
 };
 
 }  // namespace kt

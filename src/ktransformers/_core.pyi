@@ -33,6 +33,11 @@ class HostCallbacks(TypedDict):
 def variants() -> list[VariantInfo]: ...
 def isa() -> str: ...
 def machine() -> Machine: ...
+def lend(bytes: int) -> Any:
+    """A numpy array of uint8, not cleared, whose memory is used again once nobody holds it."""
+
+def lent_bytes() -> int:
+    """All that `lend` holds, in use or not."""
 def host_callbacks() -> HostCallbacks:
     """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.errors import InputError
+from ktransformers.nn import lent
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.store import ExpertStore
 
@@ -135,6 +135,6 @@ def _new_adapter(store: ExpertStore, views: dict[str, Tensor]) -> _core.Adapter:
 
 def gradients_like(factors: Factors) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
     """New tensors for the gradients, in the places of `factors.tensors`, and the same memory in the core's order."""
-    made = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
+    made = [lent.empty(tensor.shape, tensor.dtype) for tensor in factors.tensors]
     views = factors.halves(made)
     return made, tuple(views.get(role) for role in CORE_ROLES)

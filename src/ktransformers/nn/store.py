@@ -22,6 +22,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.errors import InputError
+from ktransformers.nn import lent
 from ktransformers.nn.given import formats_of, halves_of_encoded, halves_of_tensor, matrices_of, refuse, vectors_of
 
 # Of the order of bytes in `ExpertStore.memory`; docs/formats.md describes it.
@@ -301,7 +302,7 @@ class ExpertStore:
 
     def new_keep(self, tokens: int, top_k: int) -> Tensor:
         """Memory for gate and up of every (token, slot); its contents belong to the core."""
-        return torch.empty(self.keep_bytes(tokens, top_k), dtype=torch.uint8)
+        return lent.empty((self.keep_bytes(tokens, top_k),), torch.uint8)
 
     def keep_bytes(self, tokens: int, top_k: int) -> int:
         return tokens * top_k * self._experts.keep_row_bytes
@@ -370,7 +371,7 @@ class ExpertStore:
         if not isinstance(hidden, Tensor):
             raise TypeError(f"hidden: given a {type(hidden).__name__}, expected a torch tensor")
         if out is None:
-            out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            out = _result_like(hidden)
         elif out.shape != hidden.shape:
             raise InputError("out", f"shape {list(out.shape)}", f"the shape of hidden, {list(hidden.shape)}")
         if hidden.dim() == 2:
@@ -381,6 +382,13 @@ class ExpertStore:
             raise InputError(
                 "out", f"strides {list(out.stride())}", "a tensor viewable as rows", "pass out.contiguous()"
             ) from None
+
+
+def _result_like(hidden: Tensor) -> Tensor:
+    """Contiguous; pinned where hidden is, because then it is on its way to the same device."""
+    if torch.cuda.is_initialized() and hidden.is_pinned():
+        return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+    return lent.empty(hidden.shape, hidden.dtype)
 
 
 def _flat(tensor: Tensor) -> Tensor:
