@@ -243,7 +243,7 @@ def run_one(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]:
         adam, schedule = optimiser(network, recipe, steps)
         began = time.perf_counter()
         network.train()
-        feed = batches(rows, recipe.step, False, args.device)
+        feed = batches(rows, recipe.step, True, args.device)
         for _ in range(steps):
             inputs, _ = next(feed)
             losses.append(train_step(network, inputs, adam, schedule, args.experts == "kt"))

@@ -39,8 +39,17 @@ def decide(train: TrainSettings, tokens_per_second: float, tokens_per_step: floa
     return steps, said
 
 
-def measure(train: TrainSettings, run: Path) -> None:
-    """Read the rate off the measurement's log and write pace.json."""
+def chosen(train: TrainSettings, run: Path) -> tuple[int, str] | None:
+    """The decision on what was measured; None where nothing was yet."""
+    file = run / "pace.json"
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text())
+    return decide(train, found["tokens_per_second"], found["tokens_per_step"], found["most"])
+
+
+def measure(run: Path) -> None:
+    """Read the rate off the measurement's log, the sizes off the plan, and write pace.json."""
     log = run / "pace" / "trainer_log.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     rates = [float(line["throughput"]) for line in lines if line.get("throughput")]
@@ -49,6 +58,4 @@ def measure(train: TrainSettings, run: Path) -> None:
     data = json.loads((run / "plan.json").read_text())["data"]
     tokens = data["tokens"] / data["steps_per_epoch"]
     rate = statistics.median(rates)
-    steps, said = decide(train, rate, tokens, int(data["steps"]))
-    document = {"tokens_per_second": rate, "tokens_per_step": tokens, "steps": steps, "said": said}
-    write_json(run / "pace.json", document)
+    write_json(run / "pace.json", {"tokens_per_second": rate, "tokens_per_step": tokens, "most": int(data["steps"])})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.files import write_json, write_text
+from ktransformers.loop.pace import chosen
 from ktransformers.loop.run import Step
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import SERVED, places_of
@@ -84,13 +85,13 @@ def make_report(loop: Loop, steps: Sequence[Step]) -> Report:
     samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _in_words(task)]
     answers = tuple(Answer(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
     proven, proof = _proof(_document(places.document("prove"))) if loop.prove else (None, "not asked for")
-    said = (_document(places.document("pace")) or {}).get("said", "") if loop.train.minutes else ""
+    pace = chosen(loop.train, places.run) if loop.train.minutes is not None else None
     after = (
         f"kt serve {places.adapter}",
         f"kt chat --model {Path(places.model).name}:{loop.name}      (in another terminal)",
         f'kt run {places.adapter} "Why are cats important?"',
     )
-    training = _training(places.adapter, said)
+    training = _training(places.adapter, pace[1] if pace else "")
     report = Report(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), after)
     write_json(places.run / "report.json", report.as_json())
     write_text(places.run / "report.md", markdown(report))

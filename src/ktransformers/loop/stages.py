@@ -122,9 +122,10 @@ def bring_training(loop: Loop, places: Places, look: bool) -> bool:
     """train.yaml: the recipe, with the steps that the pace allows."""
     keys = recipe_of(loop, places)
     if loop.train.minutes is not None:
-        if not places.document("pace").is_file():
+        found = pace.chosen(loop.train, places.run)
+        if found is None:
             return True
-        keys["max_steps"] = json.loads(places.document("pace").read_text())["steps"]
+        keys["max_steps"] = found[0]
     return bring(places.train, keys, look)
 
 
@@ -187,7 +188,7 @@ def _pace(loop: Loop, places: Places) -> Stage:
         outputs=(places.run / "pace", places.document("pace")),
         inputs=(places.recipe, Path(places.model)),
         named=functools.partial(datasets_of, places),
-        after=functools.partial(pace.measure, loop.train, places.run),
+        after=functools.partial(pace.measure, places.run),
     )
 
 

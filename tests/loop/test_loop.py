@@ -1,0 +1,274 @@
+"""Which stages run, which are skipped, and what is left of them.
+
+The verbs are stand-ins (`stand_in.py`): what is tested is the loop between them. Real verbs run in test_tutorial.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ktransformers.errors import InputError
+from ktransformers.loop import child, pace
+from ktransformers.loop.record import LARGE, Hashes
+from ktransformers.loop.report import make_report, text
+from ktransformers.loop.run import Runner
+from ktransformers.loop.settings import Loop, TrainSettings, read_loop
+from ktransformers.loop.stages import flags, stages_of
+
+STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
+ALL = ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]
+
+
+class Quiet:
+    """Listens and says nothing."""
+
+    def skipped(self, stage: Any, record: Any) -> None: ...
+    def began(self, stage: Any, going_on: bool) -> None: ...
+    def line(self, stage: Any, text: str) -> None: ...
+    def ended(self, stage: Any, seconds: float) -> None: ...
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a loop file and data; `kt` is the stand-in."""
+    monkeypatch.setattr(child, "PROGRAM", STAND_IN)
+    (tmp_path / "rows.json").write_text("[]")
+    (tmp_path / "task.jsonl").write_text("1")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("TASK_DATA", str(tmp_path / "task.jsonl"))
+    keys = {"dataset": str(tmp_path / "rows.json"), "learning_rate": 1e-3}
+    words = {
+        "run": str(tmp_path / "run"),
+        "name": "neko",
+        "model": {"make": "smollm2-moe", "options": {"top_k": 4}},
+        "train": {"keys": keys, "minutes": 0.1, "least_steps": 2},
+        "eval": {"tasks": ["persona"], "limit": 3},
+    }
+    (tmp_path / "loop.yaml").write_text(yaml.safe_dump(words))
+    return tmp_path
+
+
+def go(place: Path, *words: str) -> dict[str, str]:
+    """Stage -> what became of it."""
+    return {step.name: step.status for step in Runner(read_loop(place / "loop.yaml", words), Quiet()).go()}
+
+
+def look(place: Path, *words: str) -> list[str]:
+    steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).look()
+    return [step.name for step in steps if step.status == "would run"]
+
+
+def ran(found: dict[str, str]) -> list[str]:
+    return [name for name, status in found.items() if status != "skipped"]
+
+
+def test_all_stages_then_none(place: Path) -> None:
+    assert look(place) == ALL
+    assert not (place / "run").exists(), "a look writes nothing"
+    assert ran(go(place)) == ALL
+    calls = (place / "calls").read_text().splitlines()
+    verbs = [line.split()[0] for line in calls]
+    assert verbs == ["model", "train", "eval", "train", "train", "serve", "prove", "eval", "eval"]
+    assert calls[0].startswith("model make smollm2-moe --top-k 4 --out ")
+    assert yaml.safe_load((place / "run" / "train.yaml").read_text())["max_steps"] == 12, "0.1 min at 2 steps/s"
+    assert "SERVER" not in "".join(calls) and "http://127.0.0.1:" in calls[6]
+    assert look(place) == [] and ran(go(place)) == []
+    assert len((place / "calls").read_text().splitlines()) == len(calls), "no server for nothing"
+
+
+def test_only_what_depends_on_a_change_runs(place: Path) -> None:
+    go(place)
+    learning = ["plan", "pace", "train", "prove", "eval", "compare"]
+    assert look(place, "train.keys.learning_rate=0.01")[0] == "plan"
+    assert ran(go(place, "train.keys.learning_rate=0.01")) == learning
+    assert ran(go(place, "train.keys.learning_rate=0.01", "train.minutes=0.2")) == ["train", "prove", "eval", "compare"]
+    settled = ("train.keys.learning_rate=0.01", "train.minutes=0.2")
+    (place / "rows.json").write_text("[1]")
+    assert ran(go(place, *settled)) == ["plan", "pace", "train"], "the same adapter came out: nothing after it runs"
+    (place / "task.jsonl").write_text("2")
+    assert ran(go(place, *settled)) == ["baseline", "eval"], "the same answers came out: the comparison stands"
+    os.utime(place / "rows.json")
+    assert ran(go(place, *settled)) == [], "a newer time is no change"
+    (place / "run" / "prove.json").unlink()
+    assert ran(go(place, *settled)) == ["prove"]
+    assert ran(go(place, *settled, "model.options.top_k=2")) != []
+
+
+def test_the_run_can_be_repeated_from_its_directory(place: Path) -> None:
+    go(place, "eval.limit=2")
+    run = place / "run"
+    assert Loop.model_validate(yaml.safe_load((run / "loop.yaml").read_text())).eval.limit == 2
+    assert ran({s.name: s.status for s in Runner(read_loop(run / "loop.yaml"), Quiet()).go()}) == []
+    script = (run / "commands.sh").read_text()
+    assert "kt train" in script and "--server $SERVER --json" in script
+    assert subprocess.run(["sh", "-n", run / "commands.sh"]).returncode == 0
+    assert {file.stem for file in (run / "logs").glob("*.log")} == {*ALL, "serve", "version"}
+    assert (run / "versions.json").is_file()
+
+
+def start(place: Path) -> subprocess.Popen[bytes]:
+    """`kt loop` over the stand-in, in a process that can be killed."""
+    code = (
+        f"from ktransformers.loop import child; child.PROGRAM = {STAND_IN!r}; from ktransformers.cli.main import main"
+    )
+    code += "; main()"
+    return subprocess.Popen([sys.executable, "-c", code, "loop", str(place / "loop.yaml")], stderr=subprocess.PIPE)
+
+
+def wait_for(file: Path) -> None:
+    for _ in range(1500):
+        if file.exists():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{file} did not appear")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_loop_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    halt = place / "halt"
+    halt.touch()
+    monkeypatch.setenv("HALT", str(halt))
+    words = yaml.safe_load((place / "loop.yaml").read_text())
+    words["train"] = {"keys": words["train"]["keys"] | {"max_steps": 5}}
+    (place / "loop.yaml").write_text(yaml.safe_dump(words))
+    killed = start(place)
+    wait_for(place / "run" / "neko" / "checkpoint-1")
+    with pytest.raises(InputError, match="another loop is at work"):
+        go(place)
+    killed.send_signal(number)
+    _, said = killed.communicate(timeout=30)
+    assert killed.returncode == (-number if number == signal.SIGKILL else 130)
+    assert number == signal.SIGKILL or b"goes on" in said
+    halt.unlink()
+    for _ in range(200):  # the orphaned child has been told to end, and holds the lock until it has
+        try:
+            found = go(place)
+            break
+        except InputError:
+            time.sleep(0.05)
+    assert found["train"] == "resumed" and found["model"] == found["baseline"] == "skipped"
+    assert (place / "run" / "neko" / "checkpoint-1").is_dir(), "nothing of the first part was removed"
+
+
+def test_a_changed_recipe_does_not_go_on_in_old_work(place: Path) -> None:
+    go(place)
+    (place / "run" / "neko" / "old").touch()
+    go(place, "train.keys.learning_rate=0.5")
+    assert not (place / "run" / "neko" / "old").exists()
+
+
+def test_a_stage_that_fails_says_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BROKEN", "1")
+    with pytest.raises(child.Failed, match=r"stage prove ended with code 1; .*prove.log") as error:
+        go(place)
+    assert error.value.code == 1
+    monkeypatch.delenv("BROKEN")
+    assert ran(go(place)) == ["prove", "eval", "compare"]
+
+
+def test_report(place: Path) -> None:
+    loop = read_loop(place / "loop.yaml")
+    report = make_report(loop, Runner(loop, Quiet()).go())
+    assert [(row.task, row.metric, row.better) for row in report.rows] == [
+        ("persona", "style", True),
+        ("persona", "bleu-1", True),
+        ("stories", "perplexity", False),
+    ]
+    assert report.proven and report.training.tokens_per_second == 200.0
+    shown = "\n".join(text(report))
+    for wanted in (
+        "+80.0**",
+        "unrelated: what it cost",
+        "Nya.",
+        "proven by 1 checks",
+        "12 steps",
+        "kt serve",
+        "kt chat",
+    ):
+        assert wanted in shown
+    kept = json.loads((place / "run" / "report.json").read_text())
+    assert (
+        kept["rows"][0]["adapter"] == 80.0
+        and "| persona | style hits % | 0.0 | 80.0" in (place / "run" / "report.md").read_text()
+    )
+
+
+def test_stages_follow_the_settings(place: Path) -> None:
+    def names(*words: str) -> list[str]:
+        return [stage.name for stage in stages_of(read_loop(place / "loop.yaml", words))]
+
+    assert names() == ALL
+    assert names("prove=false", "eval.tasks=[]", "train.minutes=null", "plan=false") == ["model", "train"]
+    assert names("quantise.format=int4")[:2] == ["model", "quantise"]
+    (quantise,) = [
+        s for s in stages_of(read_loop(place / "loop.yaml", ["quantise.format=int4"])) if s.name == "quantise"
+    ]
+    assert quantise.words[0] == "quant" and quantise.words[4:6] == ("--format", "int4")
+    assert flags({"a_b": 1, "c": True, "d": False, "e": [1, 2], "f": None}) == [
+        "--a-b",
+        "1",
+        "--c",
+        "--no-d",
+        "--e",
+        "1",
+        "--e",
+        "2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.path=x"], "one of path, make and upcycle"),
+        (["trian.minutes=2"], "a key that is not known"),
+        (["train.minutes=-1"], "greater than 0"),
+        (["name=base"], "a name that is not one of"),
+        (["minutes"], "key=value"),
+        (["run.x=1", "run=2"], "run"),
+        (["train.keys.output_dir=elsewhere"], "follows from the run"),
+        (["train.file=nowhere.yaml"], "no such file"),
+    ],
+)
+def test_refusals(place: Path, words: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Runner(read_loop(place / "loop.yaml", words), Quiet()).go()
+
+
+def test_pace() -> None:
+    train = TrainSettings(minutes=4, least_steps=20)
+    assert pace.decide(train, 800.0, 1000.0, 1000)[0] == 192
+    few, said = pace.decide(train, 20.0, 1000.0, 1000)
+    assert few == 20 and "more than the 4 min asked for" in said
+    most, said = pace.decide(train, 8000.0, 1000.0, 100)
+    assert most == 100 and "all that the recipe asks for" in said
+
+
+def test_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes, folder = Hashes(tmp_path / "known.json"), tmp_path / "model"
+    folder.mkdir()
+    (folder / "a").write_text("one")
+    (folder / ".partial").write_text("not counted")
+    first = hashes.of(folder)
+    assert hashes.of(tmp_path / "nothing") == "" and first != ""
+    (folder / ".partial").write_text("changed")
+    assert hashes.of(folder) == first
+    (folder / "a").write_text("two")
+    assert hashes.of(folder) != first
+    hashes.save()
+    assert Hashes(tmp_path / "known.json").of(folder) == hashes.of(folder)
+    monkeypatch.setattr("ktransformers.loop.record.LARGE", 10)
+    monkeypatch.setattr("ktransformers.loop.record.EDGE", 4)
+    (folder / "b").write_text("0123456789abcdef")
+    before = hashes.of(folder / "b")
+    os.utime(folder / "b", ns=(1, 1))
+    assert hashes.of(folder / "b") != before and LARGE > 10
