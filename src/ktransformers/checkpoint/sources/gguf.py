@@ -1,9 +1,9 @@
 """A source of GGUF: one file, a split set, or a directory with either; types may differ from tensor to tensor.
 
 Experts are views of the mapped file, block for block as they lie; both the stacked tensors (`ffn_gate_exps`) and the
-older ones of single experts (`ffn_gate.7`) are read. MXFP4 alone is rearranged, because its blocks hold the scale between
-the codes and pair column j with j + 16. All other tensors are decoded by the `gguf` package when they are asked for, and
-go by their Hugging Face names (`gguf_names.py`).
+older ones of single experts (`ffn_gate.7`) are read. MXFP4 alone is rearranged, because its blocks hold the scale
+between the codes and pair column j with j + 16. All other tensors are decoded by the `gguf` package when they are asked
+for, and go by their Hugging Face names (`gguf_names.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, nibbles, pair_nibbles
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, pair_nibbles
 from ktransformers.checkpoint.experts import ExpertShape, Formats, Piece
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.sources.gguf_config import config_of
 from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
 from ktransformers.checkpoint.sources.gguf_names import (
     NAME,
-    OLD,
     family_of,
     hugging_face,
     is_expert,
@@ -220,7 +219,7 @@ def _encoded(tensor: GGUFTensor, data: Tensor, columns: int) -> Encoded:
         return Encoded(tensor.kind, data, None, columns=columns, name=tensor.name)
     if tensor.kind != "mxfp4":
         raise InputError(tensor.name, f"type {tensor.kind}", "floats or one of " + ", ".join(GGUF_BLOCKS))
-    blocks = data.unflatten(-1, (-1, 17))
-    low_then_high = nibbles(blocks[..., 1:]).unflatten(-1, (16, 2)).transpose(-1, -2).flatten(-2)
+    blocks = data.reshape(*data.shape[:2], -1, 17)
+    low_then_high = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=-1)
     codes = pair_nibbles(low_then_high).flatten(-2)
     return Encoded("mxfp4", codes, blocks[..., 0].contiguous(), columns=columns, name=tensor.name)

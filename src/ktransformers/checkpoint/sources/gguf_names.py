@@ -1,10 +1,10 @@
 """llama.cpp's names of tensors in the words of Hugging Face, for the families whose weights it takes as they are.
 
 Within a layer a row of the table says which module a tensor is; `.weight` and `.bias` stay. Three things do not fit a
-table. Rows of q and k of the architecture `llama` (Mixtral) are in another order, because llama.cpp rotates neighbouring
-pairs of a head and transformers its two halves. Newer files of MLA models hold `kv_b_proj` in two tensors, the one of
-keys transposed. And the gate of Qwen's shared expert is a vector where the model has a matrix of one row. A name without
-a row is refused, because leaving it out would leave a part of the model random.
+table. Rows of q and k of the architecture `llama` (Mixtral) are in another order, because llama.cpp rotates
+neighbouring pairs of a head and transformers its two halves. Newer files of MLA models hold `kv_b_proj` in two tensors,
+that of keys transposed. And the gate of Qwen's shared expert is a vector where the model has a matrix of one row. A
+name without a row is refused, because leaving it out would leave a part of the model random.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The bytes are those of its AMX tiles, cut for P NUMA nodes: gate and up by rows, down by columns. Nothing in a file says
 what it holds, so every size is held against the model's shape, and INT4 and INT8 are told apart by it. Blocks of 64
 (INT8) or 128 (INT4) rows by 3584 columns hold steps of 32 rows by 64 bytes, two tiles of 16 rows each, in which 32-bit
-words are transposed; a byte of INT4 has the columns j and j + 64 of a step. Values are q s for INT8 and 16 q s for INT4,
-q from -7 to 7. A scale is of one row of one part, so with P > 1 a row of down has P scales: INT4 then has groups of I/P
-columns, and INT8, for which no such format exists, comes as numbers, at twice the bytes and without loss.
+words are transposed; a byte of INT4 has the columns j and j + 64 of a step. Values are q s for INT8 and 16 q s for
+INT4, q from -7 to 7. A scale is of one row of one part, so with P > 1 a row of down has P scales: INT4 then has groups
+of I/P columns, and INT8, for which no such format exists, comes as numbers, at twice the bytes and without loss.
 """
 
 from __future__ import annotations

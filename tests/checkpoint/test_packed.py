@@ -1,0 +1,276 @@
+"""Files of a packed directory by themselves: laid out, mapped, journalled, and refused when they were altered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ktransformers.checkpoint.journal import JOURNAL, Journal
+from ktransformers.checkpoint.mapped import map_file
+from ktransformers.checkpoint.packed import (
+    Manifest,
+    PackedLayer,
+    ShardRecord,
+    Source,
+    content_hash,
+    manifest_words,
+    read_manifest,
+)
+from ktransformers.checkpoint.rest import copy_small_files, divide
+from ktransformers.checkpoint.sources import PlainTensor
+from ktransformers.checkpoint.tensorfile import PAGE, FileLayout, TensorFile, lay_out, read_layout, sha256
+from ktransformers.errors import InputError
+
+TENSORS = {
+    "experts.gate_up_proj": torch.arange(5000, dtype=torch.int64).to(torch.uint8),
+    "experts.down_proj": torch.arange(4096, dtype=torch.int64).to(torch.uint8),
+    "experts.down_proj_bias": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+}
+SPELLED = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def layout_of(tensors: dict[str, torch.Tensor]) -> FileLayout:
+    entries = [(name, SPELLED[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return lay_out(entries, {"format": "kt", "conversion": "7"}, padding="experts.padding")
+
+
+def write(path: Path) -> FileLayout:
+    layout = layout_of(TENSORS)
+    file = TensorFile(path, layout)
+    for name, tensor in reversed(TENSORS.items()):
+        half = tensor.numel() // 2
+        flat = tensor.reshape(-1)
+        file.write(name, flat[half:].contiguous(), half * tensor.element_size())
+        file.write(name, flat[:half].contiguous())
+    file.finish()
+    return layout
+
+
+def test_file_is_safetensors_with_tensors_at_pages(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    layout = write(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
+    assert path.stat().st_size == layout.size
+    assert all(layout.slots[name].offset % PAGE == 0 for name in TENSORS)
+    with safe_open(path, framework="pt") as opened:
+        assert opened.metadata() == {"format": "kt", "conversion": "7"}
+        for name, tensor in TENSORS.items():
+            assert torch.equal(opened.get_tensor(name), tensor)
+        assert {name for name in opened.keys() if name not in TENSORS} == {"experts.padding.1"}  # noqa: SIM118
+    assert read_layout(path) == layout
+    mapped = map_file(path, "prefault")
+    for name, tensor in TENSORS.items():
+        slot = layout.slots[name]
+        found = mapped[slot.offset : slot.offset + slot.bytes].view(tensor.dtype).view(tensor.shape)
+        assert torch.equal(found, tensor)
+
+
+def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    file = TensorFile(tmp_path / "a.safetensors", layout_of(TENSORS))
+    file.write("experts.down_proj", TENSORS["experts.down_proj"])
+    assert [entry.name for entry in tmp_path.iterdir()] == [".a.safetensors.partial"]
+    with pytest.raises(ValueError, match="4096 bytes at 1, and it has 4096"):
+        file.write("experts.down_proj", TENSORS["experts.down_proj"], 1)
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:-1], "bytes where its header says"),
+        (lambda data: data + b"x", "bytes where its header says"),
+        (lambda data: data[:5], "too few for its header"),
+        (lambda data: b"\xff" * 8 + data[8:], "too few for its header"),
+        (lambda data: data[:8] + b"[" + data[9:], "expected a whole safetensors file"),
+    ],
+)
+def test_damaged_files(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write(path)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(InputError, match=message):
+        read_layout(path)
+
+
+def test_pages_words(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    with pytest.raises(InputError, match="pages: given 'soon', expected one of lazy, prefault, lock"):
+        map_file(tmp_path / "a", "soon")
+
+
+def test_mapped_memory_outlives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(256)) * 64)
+    tensor = map_file(path)
+    part = tensor[256:512]
+    path.unlink()
+    del tensor
+    assert part.tolist() == list(range(256))
+
+
+def manifest(**changes: Any) -> Manifest:
+    layer = PackedLayer(
+        module="model.language_model.layers.3.mlp.experts",
+        file="packed-00003.safetensors",
+        experts=2,
+        hidden=64,
+        intermediate=32,
+        gated=True,
+        biased=False,
+        formats={"gate": "int4:32", "up": "int4:32", "down": "int8"},
+        tensors={"gate_up": "a", "down": "b"},
+        bytes={"gate_up": 1, "down": 2},
+        layout={},
+    )
+    words: dict[str, Any] = {
+        "version": 1,
+        "layout": 2,
+        "conversion": "7",
+        "made_by": "a test",
+        "formats": {"gate": "int4:32"},
+        "source": Source(name="source", files=[]),
+        "layers": [layer],
+        "shards": {"packed-00003.safetensors": ShardRecord(bytes=1, header_sha256="a", sha256="b")},
+    }
+    return Manifest(**words | changes)
+
+
+def save_manifest(directory: Path, words: dict[str, Any]) -> None:
+    (directory / "kt_packed.json").write_text(json.dumps(words))
+    packed = {"manifest": "kt_packed.json", "sha256": words.get("sha256")}
+    config = {"quantization_config": {"quant_method": "kt", "packed": packed}}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_manifest_round_trip(tmp_path: Path) -> None:
+    save_manifest(tmp_path, manifest_words(manifest()))
+    found = read_manifest(tmp_path)
+    assert found == manifest()
+    # A text model out of the files of the vision model around it has another name for the same layer.
+    assert found.locate("model.layers.3.mlp.experts") is found.layers[0]
+    with pytest.raises(InputError, match=r"model\.layers\.4\.mlp\.experts: given no expert tensors"):
+        found.locate("model.layers.4.mlp.experts")
+
+
+def test_manifests_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"given no kt_packed\.json, expected a packed directory; run kt quant again"):
+        read_manifest(tmp_path)
+    words = manifest_words(manifest())
+    altered = json.loads(json.dumps(words))
+    altered["layers"][0]["experts"] = 3
+    save_manifest(tmp_path, altered)
+    with pytest.raises(InputError, match="it was altered"):
+        read_manifest(tmp_path)
+    newer = {key: value for key, value in words.items() if key != "sha256"} | {"version": 2}
+    save_manifest(tmp_path, newer | {"sha256": content_hash(newer)})
+    with pytest.raises(InputError, match="a manifest of version 2, expected version 1; run kt quant again"):
+        read_manifest(tmp_path)
+    more = {key: value for key, value in words.items() if key != "sha256"} | {"colour": "blue"}
+    save_manifest(tmp_path, more | {"sha256": content_hash(more)})
+    with pytest.raises(InputError, match="colour: Extra inputs are not permitted"):
+        read_manifest(tmp_path)
+    save_manifest(tmp_path, words)
+    other = manifest_words(manifest(conversion="8"))
+    (tmp_path / "kt_packed.json").write_text(json.dumps(other))
+    with pytest.raises(InputError, match="files of two conversions lie together"):
+        read_manifest(tmp_path)
+    (tmp_path / "kt_packed.json").write_text("{")
+    with pytest.raises(InputError, match="expected the manifest of a packed directory"):
+        read_manifest(tmp_path)
+
+
+def enter(journal: Journal, name: str, data: bytes = b"data") -> None:
+    file = journal.directory / name
+    file.write_bytes(data)
+    journal.enter(name, ShardRecord(bytes=len(data), header_sha256="-", sha256=sha256(file)), {"of": name})
+
+
+def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    plan = {"conversion": "one", "formats": {"down": "int8"}}
+    journal = Journal(tmp_path / "out", plan)
+    enter(journal, "a")
+    enter(journal, "b")
+    with pytest.raises(InputError, match="a conversion that is running"):
+        Journal(tmp_path / "out", plan)
+    journal.close()
+    text = (journal.directory / JOURNAL).read_text()
+    (journal.directory / JOURNAL).write_text(text + '{"file": "c", "rec')  # a kill in the middle of a line
+    (journal.directory / ".c.partial").write_bytes(b"half")
+    (journal.directory / "b").write_bytes(b"dota")
+    again = Journal(tmp_path / "out", plan | {"conversion": "two"})
+    assert again.plan["conversion"] == "one"
+    assert set(again.shards) == {"a", "b"}
+    assert again.recheck() == ["b"]
+    assert set(again.shards) == {"a"} and again.about == {"a": {"of": "a"}}
+    assert not (again.directory / ".c.partial").exists()
+    enter(again, "b", b"data again")
+    assert not (tmp_path / "out").exists()
+    again.publish()
+    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == ["a", "b"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_journal_refuses_another_plan(tmp_path: Path) -> None:
+    Journal(tmp_path / "out", {"conversion": "one", "formats": {"down": "int8"}}).close()
+    with pytest.raises(
+        InputError, match=r'begun differently \(formats \{"down": "int8"\}, now \{"down": "int4:32"\}\)'
+    ):
+        Journal(tmp_path / "out", {"conversion": "two", "formats": {"down": "int4:32"}})
+    (tmp_path / "other.partial").mkdir()
+    (tmp_path / "other.partial" / "photo.jpg").write_bytes(b"")
+    with pytest.raises(InputError, match=r"given photo\.jpg and no journal"):
+        Journal(tmp_path / "other", {})
+
+
+def test_rest_is_divided_by_size_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.checkpoint.rest.SHARD_BYTES", 100)
+    values = {
+        "a": torch.randn(5, 3).bfloat16(),
+        "b": torch.randn(9),
+        "c": torch.randn(40),
+        "d": torch.tensor([True, False, True]),
+    }
+
+    def reader(name: str) -> PlainTensor:
+        return PlainTensor(name, values[name].dtype, tuple(values[name].shape), lambda: values[name])
+
+    shards = divide(map(reader, values), {"format": "pt"})
+    assert [(shard.file, [tensor.name for tensor in shard.tensors]) for shard in shards] == [
+        ("model-00001-of-00003.safetensors", ["b", "a"]),  # wide dtypes first, so that none is misaligned
+        ("model-00002-of-00003.safetensors", ["c"]),
+        ("model-00003-of-00003.safetensors", ["d"]),
+    ]
+    done: list[int] = []
+    for shard in shards:
+        shard.write(tmp_path, done.append)
+        with safe_open(tmp_path / shard.file, framework="pt") as opened:
+            for tensor in shard.tensors:
+                assert torch.equal(opened.get_tensor(tensor.name), values[tensor.name])
+    assert sum(done) == sum(value.nbytes for value in values.values())
+    wrong = divide([PlainTensor("a", torch.float32, (2,), lambda: torch.zeros(3))], {})
+    with pytest.raises(InputError, match=r"a: given .* of shape \[3\], expected .* of shape \[2\]"):
+        wrong[0].write(tmp_path / ".", done.append)
+
+
+def test_small_files(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for directory in (source, target, source / "additional_chat_templates", source / "onnx"):
+        directory.mkdir()
+    for name in (
+        "tokenizer.json",
+        "LICENSE",
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        ".gitattributes",
+    ):
+        (source / name).write_text(name)
+    (source / "model.safetensors.index.json").write_text("{}")
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
+    assert copy_small_files(source, target) == ["LICENSE", "additional_chat_templates", "tokenizer.json"]
+    assert (target / "additional_chat_templates" / "tool.jinja").read_text() == "{{ x }}"

@@ -1,0 +1,404 @@
+"""Releases of every kind, written here and read back: the numbers of the source bit for bit, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ktransformers.checkpoint import Encoded, ExpertShape, decode
+from ktransformers.checkpoint.quantisation import accept
+from ktransformers.checkpoint.sources import LayerSource, open_source
+from ktransformers.errors import InputError
+
+from .releases import KINDS, kt_parts, kt_tiles, write_gguf, write_kt_tree
+
+E, H, I = 3, 256, 160  # noqa: E741
+SHAPE = ExpertShape(E, H, I)
+MODULE = "model.layers.0.mlp.experts"
+SIZES = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+
+
+def numbers(layer: LayerSource) -> dict[str, Tensor]:
+    """All experts by role, in float32; every piece is one expert."""
+    found: dict[str, list[Tensor]] = {}
+    for expert, piece in enumerate(layer.pieces()):
+        assert piece.first_expert == expert and not piece.fused
+        for role, part in piece.tensors.items():
+            if isinstance(part, Encoded):
+                assert layer.formats[role] == part.format
+            found.setdefault(role, []).append(decode(part)[0] if isinstance(part, Encoded) else part.float())
+    return {role: torch.stack(parts) for role, parts in found.items()}
+
+
+def written(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(tensors of a checkpoint, numbers by role)."""
+    make = KINDS[kind][0]
+    tensors, expected = {}, {}
+    for role, (n, k) in SIZES.items():
+        parts = [make(n, k, 10 * expert + len(role)) for expert in range(E)]
+        expected[role] = torch.stack([value for _, value in parts])
+        for expert, (endings, _) in enumerate(parts):
+            tensors |= {f"{MODULE}.{expert}.{role}_proj.{ending}": tensor for ending, tensor in endings.items()}
+    return tensors, expected
+
+
+def save(directory: Path, tensors: dict[str, Tensor]) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for role, value in expected.items():
+        assert torch.equal(found[role], value), role
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_a_release(kind: str, tmp_path: Path) -> None:
+    make, spec, words = KINDS[kind]
+    tensors, expected = written(kind)
+    attention, value = make(I, H, 77)
+    plain = {"model.layers.0.input_layernorm.weight": torch.ones(H), "model.embed_tokens.weight": torch.ones(4, H)}
+    tensors |= plain | {f"model.layers.0.self_attn.q_proj.{ending}": part for ending, part in attention.items()}
+    source = open_source(save(tmp_path, tensors), words)
+    layer = source.layer(MODULE, SHAPE)
+    assert layer.formats == dict.fromkeys(SIZES, spec)
+    same(numbers(layer), expected)
+    assert layer.bytes == sum(t.numel() * t.element_size() for name, t in tensors.items() if "experts" in name)
+    rest = {tensor.name: tensor for tensor in source.rest()}
+    assert set(rest) == {*plain, "model.layers.0.self_attn.q_proj.weight"}
+    projection = rest["model.layers.0.self_attn.q_proj.weight"]
+    assert source.quantised and projection.shape == (I, H) and projection.dtype == torch.bfloat16
+    assert torch.equal(projection.read(), value.bfloat16())
+    source.release()
+    same(numbers(layer), expected)  # and again
+
+
+def test_scale_that_divides(tmp_path: Path) -> None:
+    """compressed-tensors divide by the outer scale; we multiply by its inverse, a rounding of float32 apart."""
+    make = KINDS["nvfp4 compressed"][0]
+    parts, value = make(64, 64, 1)
+    parts["weight_global_scale"] = torch.tensor([4096.0 * 1.37])
+    (tensor,) = open_source(save(tmp_path, {f"x.{ending}": part for ending, part in parts.items()})).rest()
+    expected = value / 1.37
+    assert float(((tensor.read().float() - expected).abs() / expected.abs().clamp_min(1e-9)).max()) <= 2**-8
+
+
+def test_codes_are_not_copied(tmp_path: Path) -> None:
+    tensors, _ = written("compressed int4")
+    layer = open_source(save(tmp_path, tensors)).layer(MODULE, SHAPE)
+    first, second = (next(layer.pieces()).tensors["up"] for _ in range(2))
+    assert isinstance(first, Encoded) and isinstance(second, Encoded)
+    assert first.codes.data_ptr() == second.codes.data_ptr()
+
+
+def test_mixed_formats(tmp_path: Path) -> None:
+    """A format belongs to a matrix; experts of one layer agree."""
+    first, expected = written("fp8 blocks")
+    second, others = written("compressed int4")
+    tensors = {name: part for name, part in first.items() if "down" not in name}
+    tensors |= {name: part for name, part in second.items() if "down" in name}
+    layer = open_source(save(tmp_path, tensors)).layer(MODULE, SHAPE)
+    assert layer.formats == {"gate": "fp8:128x128", "up": "fp8:128x128", "down": "int4:32"}
+    same(numbers(layer), expected | {"down": others["down"]})
+    odd = {name: part for name, part in tensors.items() if ".2.up_proj" not in name}
+    odd |= {name: part for name, part in second.items() if ".2.up_proj" in name}
+    with pytest.raises(InputError, match=r"experts\.2\.up_proj\.\w+: given int4:32, expected fp8:128x128"):
+        open_source(save(tmp_path, odd)).layer(MODULE, SHAPE)
+
+
+@pytest.mark.parametrize("group", [0, 64, 160])
+def test_groups_of_compressed_tensors(group: int, tmp_path: Path) -> None:
+    from .releases import packed_int4
+
+    parts, value = packed_int4(64, 320, 1, group or 320)
+    source = open_source(save(tmp_path, {f"x.{ending}": part for ending, part in parts.items()}))
+    (tensor,) = source.rest()
+    assert tensor.name == "x.weight" and torch.equal(tensor.read(), value.bfloat16())
+
+
+def fused_gpt_oss() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Rows of gate and up in turns, 16 bytes for 32 columns."""
+    tensors, expected = {}, {}
+    for role, (n, k) in {"gate_up": (2 * I, H), "down": (H, I)}.items():
+        parts = [KINDS["mxfp4"][0](n, k, expert + n) for expert in range(E)]
+        blocks = torch.stack([endings["weight"].view(torch.uint8) for endings, _ in parts])
+        scales = torch.stack([endings["scale"].view(torch.uint8) for endings, _ in parts])
+        tensors[f"{MODULE}.{role}_proj_blocks"] = blocks.reshape(E, n, k // 32, 16)
+        tensors[f"{MODULE}.{role}_proj_scales"] = scales
+        tensors[f"{MODULE}.{role}_proj_bias"] = torch.randn(E, n)
+        expected[role] = torch.stack([value for _, value in parts])
+    both, bias = expected.pop("gate_up"), tensors[f"{MODULE}.gate_up_proj_bias"]
+    expected |= {"gate": both[:, 0::2], "up": both[:, 1::2], "gate_bias": bias[:, 0::2], "up_bias": bias[:, 1::2]}
+    return tensors, expected | {"down_bias": tensors[f"{MODULE}.down_proj_bias"]}
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Against transformers' own reading of the blocks, too."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, expected = fused_gpt_oss()
+    shape = ExpertShape(E, H, I, biased=True, transposed=True)
+    layer = open_source(save(tmp_path, tensors), {"quant_method": "mxfp4"}).layer(MODULE, shape, interleaved=True)
+    assert layer.formats == dict.fromkeys(SIZES, "mxfp4")
+    found = numbers(layer)
+    same(found, expected)
+    stock = convert_moe_packed_tensors(
+        tensors[f"{MODULE}.gate_up_proj_blocks"], tensors[f"{MODULE}.gate_up_proj_scales"], dtype=torch.float32
+    )
+    assert torch.equal(stock.transpose(1, 2)[:, 0::2], found["gate"])
+    short = tensors | {f"{MODULE}.down_proj_scales": tensors[f"{MODULE}.down_proj_scales"][:, :8].clone()}
+    with pytest.raises(InputError, match=r"down_proj_scales: given U8 \[3, 8, 5\], expected U8 \[3, 256, 5\]"):
+        open_source(save(tmp_path, short)).layer(MODULE, shape, interleaved=True)
+
+
+@pytest.mark.parametrize(("inner", "transposed", "spec"), [(128, False, "fp8:128x128"), (160, True, "fp8:1x128")])
+def test_fused_fp8(inner: int, transposed: bool, spec: str, tmp_path: Path) -> None:
+    """A block with rows of gate and of up keeps its scale for each row."""
+    tensors, values = {}, {}
+    for role, (n, k) in {"gate_up": (2 * inner, H), "down": (H, inner)}.items():
+        n, k = (k, n) if transposed else (n, k)
+        parts = [KINDS["fp8 blocks"][0](n, k, expert + n) for expert in range(E)]
+        tensors[f"{MODULE}.{role}_proj"] = torch.stack([endings["weight"] for endings, _ in parts])
+        tensors[f"{MODULE}.{role}_proj_scale_inv"] = torch.stack([endings["weight_scale_inv"] for endings, _ in parts])
+        stacked = torch.stack([value for _, value in parts])
+        values[role] = stacked.transpose(1, 2) if transposed else stacked
+    both = values.pop("gate_up")
+    source = open_source(save(tmp_path, tensors))
+    layer = source.layer(MODULE, ExpertShape(E, H, inner, transposed=transposed))
+    assert layer.formats == {"gate": spec, "up": spec, "down": "fp8:128x128"}
+    same(numbers(layer), values | {"gate": both[:, :inner], "up": both[:, inner:]})
+
+
+def refuse(directory: Path, tensors: dict[str, Tensor], message: str, words: dict[str, Any] | None = None) -> None:
+    with pytest.raises(InputError, match=message):
+        layer = open_source(save(directory, tensors), words).layer(MODULE, SHAPE)
+        list(layer.pieces())
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    tensors, _ = written("fp8 blocks")
+    name = f"{MODULE}.1.up_proj.weight"
+    without = {key: part for key, part in tensors.items() if key != f"{name}_scale_inv"}
+    refuse(tmp_path, without, r"experts\.1\.up_proj\.weight: given F8_E4M3 \[160, 256\], expected .* a scale beside it")
+    odd = tensors | {f"{name}_scale_inv": torch.ones(7, 3)}
+    refuse(tmp_path, odd, r"up_proj\.weight_scale_inv: given F32 \[7, 3\], expected \[2, 2\] \(blocks of 128 x 128\)")
+    refuse(tmp_path, tensors | {name: tensors[name][:100]}, r"up_proj\.weight: given shape \[100, 256\]")
+    wide = tensors[name].float().to(torch.float8_e5m2)
+    refuse(tmp_path, tensors | {name: wide}, r"up_proj\.weight: given F8_E5M2")
+
+    tensors, _ = written("compressed int4")
+    name = f"{MODULE}.2.down_proj.weight"
+    refuse(tmp_path, tensors | {f"{name}_zero_point": torch.zeros(1)}, r"down_proj\.weight_zero_point: .*symmetric")
+    refuse(tmp_path, tensors | {f"{name}_shape": torch.tensor([3, 4])}, r"down_proj\.weight_shape: given \[3, 4\]")
+    refuse(
+        tmp_path, tensors | {f"{name}_scale": torch.ones(H, 7)}, r"down_proj\.weight_scale: .*multiple of 32 columns"
+    )
+
+    tensors, _ = written("gptq")
+    name, words = f"{MODULE}.0.gate_proj", KINDS["gptq"][2]
+    refuse(tmp_path, tensors | {f"{name}.qzeros": torch.zeros(8, 20, dtype=torch.int32)}, r"gate_proj\.qzeros: .*asymm")
+    turned = tensors | {f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}
+    refuse(tmp_path, turned, r"gate_proj\.g_idx: given columns in order of activation \(desc_act\)", words)
+    refuse(tmp_path, tensors, r"gate_proj\.qzeros: .*expected 8 throughout", words | {"checkpoint_format": "gptq_v2"})
+
+    tensors, _ = written("nvfp4 compressed")
+    name = f"{MODULE}.0.gate_proj.weight"
+    refuse(tmp_path, tensors | {f"{name}_global_scale": torch.ones(3)}, r"weight_global_scale: .*one F32 number")
+    tensors, _ = written("mxfp4")
+    refuse(tmp_path, tensors | {f"{MODULE}.0.gate_proj.scale": torch.ones(I, 8)}, r"gate_proj\.scale: .*e8m0 scales")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, r"quantised with 'awq' \(bits 4\), expected one of fp8"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act true"),
+        ({"quant_method": "gptq", "bits": 8}, "bits 8, expected bits 4"),
+        ({"quant_method": "gptq", "bits": 4, "sym": False}, "sym false"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"symmetric": False}}}},
+            "symmetric false",
+        ),
+        ({"bits": 4}, "'an unnamed method'"),
+    ],
+)
+def test_methods_are_refused_by_name(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        accept("config.json", words)
+
+
+def gguf_layer(kinds: dict[str, str], stacked: bool = True) -> tuple[dict[str, tuple[Any, str]], dict[str, Tensor]]:
+    import gguf
+
+    generator = numpy.random.default_rng(0)
+    tensors: dict[str, tuple[Any, str]] = {}
+    expected = {}
+    for role, kind in kinds.items():
+        n, k = (256, 512) if role == "down" else (512, 256)
+        values = generator.standard_normal((E, n, k)).astype(numpy.float32)
+        quantised = gguf.GGMLQuantizationType[kind]
+        if kind in ("F32", "F16"):
+            data = values if kind == "F32" else values.astype(numpy.float16)
+            expected[role] = torch.from_numpy(data.astype(numpy.float32))
+        else:
+            try:
+                data = gguf.quants.quantize(values, quantised)
+            except NotImplementedError:  # any bytes, but no numbers beyond what float16 scales allow
+                block = gguf.GGML_QUANT_SIZES[quantised][1]
+                data = generator.integers(0, 60, (E, n, k // 256 * block), dtype=numpy.uint8)
+            expected[role] = torch.from_numpy(gguf.quants.dequantize(data, quantised))
+        if stacked:
+            tensors[f"blk.0.ffn_{role}_exps.weight"] = (data, kind)
+        else:
+            tensors |= {f"blk.0.ffn_{role}.{expert}.weight": (data[expert], kind) for expert in range(E)}
+    return tensors, expected
+
+
+GGUF_SHAPE = ExpertShape(E, 256, 512)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"},
+        {"gate": "F16", "up": "F32", "down": "Q8_0"},
+        {"gate": "MXFP4", "up": "MXFP4", "down": "IQ4_XS"},
+        {"gate": "IQ2_XXS", "up": "Q3_K", "down": "BF16"},
+    ],
+)
+def test_gguf(kinds: dict[str, str], stacked: bool, tmp_path: Path) -> None:
+    """Types differ from tensor to tensor; the numbers are those of the gguf package."""
+    pytest.importorskip("gguf")
+    tensors, expected = gguf_layer(kinds, stacked)
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "qwen3moe", {}, tensors)
+    source = open_source(tmp_path)
+    layer = source.layer(MODULE, GGUF_SHAPE)
+    plain = {"F16": "bf16", "F32": "bf16", "BF16": "bf16"}
+    assert layer.formats == {role: plain.get(kind, kind.lower()) for role, kind in kinds.items()}
+    same(numbers(layer), expected)
+    assert source.files == [file] and source.expert_roots == ["model.layers.0.mlp"]
+    assert source.rest() == []
+
+
+def test_gguf_in_parts(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    tensors, expected = gguf_layer({"gate": "Q8_0", "up": "Q8_0", "down": "Q5_0"})
+    for part, name in enumerate(tensors, 1):
+        write_gguf(tmp_path / f"m-{part:05}-of-00003.gguf", "qwen3moe", {"split.count": 3}, {name: tensors[name]})
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"a vision tower")
+    for path in (tmp_path, tmp_path / "m-00002-of-00003.gguf"):
+        same(numbers(open_source(path).layer(MODULE, GGUF_SHAPE)), expected)
+    (tmp_path / "m-00003-of-00003.gguf").unlink()
+    with pytest.raises(InputError, match=r"m-00003-of-00003\.gguf: given no such file, expected all 3 parts"):
+        open_source(tmp_path)
+
+
+def test_gguf_refusals(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    tensors, _ = gguf_layer({"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"})
+    file = tmp_path / "a.gguf"
+    write_gguf(file, "qwen3moe", {}, tensors)
+    whole = file.read_bytes()
+    with pytest.raises(
+        InputError, match=r"ffn_gate_exps\.weight: given shape \[3, 512, 256\], expected \[3, 160, 256\]"
+    ):
+        open_source(file).layer(MODULE, SHAPE)
+    with pytest.raises(InputError, match=r"layers\.7\.mlp\.experts: given neither blk\.7\.ffn_gate_exps\.weight nor"):
+        open_source(file).layer("model.layers.7.mlp.experts", GGUF_SHAPE)
+    file.write_bytes(whole[:-1000])
+    with pytest.raises(InputError, match=r"ffn_down_exps\.weight: given .* bytes in a\.gguf, .* not complete"):
+        open_source(file)
+    for end in (3, 20, 90, 200):
+        file.write_bytes(whole[:end])
+        with pytest.raises(InputError, match=r"a\.gguf: given a file that does not open"):
+            open_source(file)
+    file.write_bytes(whole)
+    write_gguf(tmp_path / "b.gguf", "qwen3moe", {}, tensors)
+    with pytest.raises(InputError, match=r"several models \(a\.gguf, b\.gguf\)"):
+        open_source(tmp_path)
+    write_gguf(tmp_path / "b.gguf", "unheard", {}, {"token_embd.weight": (numpy.zeros((2, 32), numpy.float32), "F32")})
+    with pytest.raises(InputError, match=r"architecture 'unheard', expected one of llama"):
+        open_source(tmp_path / "b.gguf").rest()
+    write_gguf(tmp_path / "b.gguf", "qwen3moe", {}, {"blk.0.odd.weight": (numpy.zeros((2, 32), numpy.float32), "F32")})
+    with pytest.raises(InputError, match=r"blk\.0\.odd\.weight: given a tensor without a known place"):
+        open_source(tmp_path / "b.gguf").rest()
+
+
+@pytest.mark.parametrize("method", ["INT8", "INT4"])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (160, 256), (96, 3840)])
+def test_tiles_of_kt_kernel(method: str, n: int, k: int) -> None:
+    from ktransformers.checkpoint.sources.kt_kernel import untile
+
+    limit = 127 if method == "INT8" else 7
+    codes = torch.randint(-limit, limit + 1, (n, k), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    assert torch.equal(untile(kt_tiles(codes, method), n, k, method.lower()), codes)
+
+
+KT_SHAPE = ExpertShape(2, 256, 512)
+KT_SIZES = {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
+
+
+@pytest.mark.parametrize("form", ["tree", "merged"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["INT8", "INT4"])
+def test_kt_kernel(method: str, parts: int, form: str, tmp_path: Path) -> None:
+    merged, expected = {}, {}
+    for role, (n, k) in KT_SIZES.items():
+        experts = [kt_parts(n, k, role, method, parts, expert + n) for expert in range(2)]
+        expected[role] = torch.stack([value for _, value in experts])
+        for expert, (cut, _) in enumerate(experts):
+            write_kt_tree(tmp_path / "tree", 0, expert, role, method, cut)
+            for part, (codes, scale) in enumerate(cut):
+                name = f"blk.0.ffn_{role}_exps.{expert}.numa.{part}"
+                merged |= {f"{name}.weight": codes.view(torch.int8), f"{name}.scale": scale}
+    others = {"blk.0.self_attn.q_proj.weight": torch.ones(2, 2), "embed_tokens.weight": torch.ones(2, 2)}
+    save(tmp_path / "merged", merged | others | {"lm_head.weight": torch.ones(2, 2)})
+    source = open_source(tmp_path / form)
+    layer = source.layer(MODULE, KT_SHAPE)
+    inner = "int8" if method == "INT8" else "int4:0:f32"
+    down = inner if parts == 1 else "bf16" if method == "INT8" else f"int4:{512 // parts}:f32"
+    assert layer.formats == {"gate": inner, "up": inner, "down": down}
+    same(numbers(layer), expected)
+    names = {"model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"}
+    assert {tensor.name for tensor in source.rest()} == (names if form == "merged" else set())
+    with pytest.raises(InputError, match="INT4"):
+        open_source(tmp_path / form).layer(MODULE, ExpertShape(2, 256, 768))
+    with pytest.raises(InputError, match=r"expected 1 experts"):
+        open_source(tmp_path / form).layer(MODULE, ExpertShape(1, 256, 512))
+    with pytest.raises(InputError, match=r"given no layer 5 in"):
+        open_source(tmp_path / form).layer("model.layers.5.mlp.experts", KT_SHAPE)
+
+
+def test_kt_tree_cut_short(tmp_path: Path) -> None:
+    for role, (n, k) in KT_SIZES.items():
+        for expert in range(2):
+            write_kt_tree(tmp_path, 0, expert, role, "INT8", kt_parts(n, k, role, "INT8", 2, 1)[0])
+    file = next((tmp_path / "_layer_0" / "_numa_1").glob("INT8_up_1_*_quant_.kt"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    with pytest.raises(InputError, match=r"_quant_\.kt: given 65531 bytes, expected 65536, as its name says"):
+        open_source(tmp_path)
+    file.unlink()
+    with pytest.raises(InputError, match=r"up of expert 1, NUMA part 1, quant: given nothing in"):
+        open_source(tmp_path).layer(MODULE, KT_SHAPE)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="given nothing there"):
+        open_source(tmp_path / "nowhere")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(InputError, match="no weights that are known"):
+        open_source(tmp_path)
