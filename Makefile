@@ -57,8 +57,9 @@ soak: build  ## the tests marked soak
 bench: build  ## speed against the roof of this machine
 	$(PY) bench/moe.py
 
-demo: build  ## the expert kernel at work on a small shape
-	$(PY) examples/kernel_demo.py
+# make demo WORDS="train.minutes=1 eval.limit=8" for a shorter one
+demo: build  ## a small MoE made, tuned, proven, served and judged, with a table at the end
+	$(VENV)/bin/kt loop examples/demo.yaml $(WORDS)
 
 wheel: $(VENV)/.installed  ## one wheel with all variants, in dist/
 	$(PY) -m build --wheel --no-isolation --outdir dist -C build-dir=build/wheel -C cmake.define.KT_WERROR=ON .
