@@ -23,7 +23,7 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import NO_DROPOUT, Dropout
-from ktransformers.place.attach import _geometry, new_layer
+from ktransformers.place.attach import geometry_of, new_layer
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.engine import Engine
 from ktransformers.place.gpu.pinned import Registered
@@ -51,11 +51,6 @@ SMALL = Size(8, 128, 64, 2, 41, 4)
 QWEN = Size(128, 2048, 768, 8, 512, 8)
 
 
-@dataclass(frozen=True)
-class Contracted:
-    gate: Gate
-
-
 def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = False) -> ExpertStore:
     generator = torch.Generator().manual_seed(seed)
     e, h, i = size.experts, size.hidden, size.intermediate
@@ -74,10 +69,10 @@ def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = Fal
 
 
 def placed(store: ExpertStore, device: str, policy: str, slots: int, residents: tuple[int, ...] = ()) -> PlacedStore:
-    where, sizes = torch.device(device), _geometry(store)
+    where, sizes = torch.device(device), geometry_of(store)
     registered = Registered(1 << 40) if where.type == "cuda" else None
     engine = Engine(where, policy, Slots(sizes, slots, where, registered))
-    layer = new_layer(engine, 0, store, Contracted(Gate("silu")), sizes)  # type: ignore[arg-type]
+    layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = {"forward": EVEN, "backward": EVEN}
     engine.layers[0] = layer
     if residents:
@@ -148,10 +143,10 @@ def replace_device(given: Inputs, device: str) -> Inputs:
     return replace(given, **moved)
 
 
-def compare(got: list[Tensor], want: list[Tensor]) -> None:
+def compare(got: list[Tensor], want: list[Tensor], times: float = 1) -> None:
     names = ("out", "hidden", "weights", "gate_up_a", "gate_up_b", "down_a", "down_b")
     found = {name: error(a, b) for name, a, b in zip(names, got, want, strict=False)}
-    assert all(value < TOLERANCE for value in found.values()), found
+    assert all(value < times * TOLERANCE for value in found.values()), found
 
 
 def run(place: PlacedStore, given: Inputs, retain: bool, dropout: Dropout = NO_DROPOUT) -> list[Tensor]:
@@ -210,7 +205,7 @@ def test_checkpointing_finds_the_experts_again(device: str) -> None:
     place = placed(sizes[0], device, "stream", 3 * SMALL.experts)
     layers = [place]
     for index, store in enumerate(sizes[1:], 1):
-        layer = new_layer(place.engine, index, store, Contracted(Gate("silu")), _geometry(store))  # type: ignore[arg-type]
+        layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
         layer.costs = place.layer.costs
         place.engine.layers[index] = layer
         layers.append(PlacedStore(place.engine, layer))
@@ -225,8 +220,8 @@ def test_checkpointing_finds_the_experts_again(device: str) -> None:
     got = [out, *gradients(out, given)]
     host = replace_device(given, "cpu")
     out = model(host.hidden, host.weights, lambda at, x, w: apply_experts(sizes[at], x, host.ids, w, lora=host.lora))
-    compare(got, [out, *gradients(out, host)])
-    assert place.engine.slots.copied_bytes == 3 * SMALL.experts * _geometry(sizes[0]).expert_bytes
+    compare(got, [out, *gradients(out, host)], times=4)  # each layer takes on what the one before it rounded
+    assert place.engine.slots.copied_bytes == 3 * SMALL.experts * geometry_of(sizes[0]).expert_bytes
 
 
 @devices

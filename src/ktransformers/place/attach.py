@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ktransformers import env, log
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import Contract, expert_modules
+from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents as chosen
@@ -135,7 +136,7 @@ def attach(
             continue
         store, contract = _parts(module)
         try:
-            kinds.setdefault(_geometry(store), []).append((name, store, contract))
+            kinds.setdefault(geometry_of(store), []).append((name, store, contract))
         except InputError as error:
             placement.left[name] = str(error)
     for name, reason in placement.left.items():
@@ -145,7 +146,7 @@ def attach(
         engine = Engine(where, word, slots)
         placement.engines.append(engine)
         for name, store, contract in found:
-            layer = new_layer(engine, len(engine.layers), store, contract, sizes)
+            layer = new_layer(engine, len(engine.layers), store, contract.gate, sizes)
             if not engine.layers and word == "auto":
                 costs, slots.link_rate = costs_of(layer.packed, store, engine.side, anew=calibrate)
                 layer.costs = costs
@@ -158,14 +159,14 @@ def attach(
     return placement
 
 
-def new_layer(engine: Engine, index: int, store: ExpertStore, contract: Contract, sizes: Geometry) -> Layer:
+def new_layer(engine: Engine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> Layer:
     memory = store.memory()
     source = Source(memory["gate_up"].view(sizes.experts, -1), memory["down"].view(sizes.experts, -1))
     biases = (
         _bias(memory.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
         _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
     )
-    packed = Packed(index, sizes, contract.gate, source, biases)
+    packed = Packed(index, sizes, gate, source, biases)
     return Layer(packed, store, dict.fromkeys(("forward", "backward"), NOMINAL), np.zeros(sizes.experts, np.int64))
 
 
@@ -182,7 +183,7 @@ def _parts(module: Any) -> tuple[ExpertStore, Contract]:
     return module.kt_store, module.kt_contract
 
 
-def _geometry(store: ExpertStore) -> Geometry:
+def geometry_of(store: ExpertStore) -> Geometry:
     if store.precision != "bf16":
         raise InputError("precision", store.precision, "bf16", "such experts are computed on the CPU")
     return geometry(store.num_experts, store.hidden_size, store.intermediate_size, store.gated, store.formats)

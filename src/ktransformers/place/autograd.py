@@ -31,8 +31,7 @@ class _Experts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        hidden, ids, weights, ids_host, hidden_host, keep, cpu = ctx.saved_tensors[:7]
-        tensors = ctx.saved_tensors[7:]
+        hidden, ids, weights, ids_host, hidden_host, keep, cpu, *tensors = ctx.saved_tensors
         factors = Factors(ctx.roles, tuple(tensors), ctx.scales) if ctx.roles else None
         batch = Batch(hidden.detach(), ids, weights.detach(), factors, ctx.dropout)
         learns = any(ctx.needs_input_grad[8:])

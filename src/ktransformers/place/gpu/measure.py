@@ -80,7 +80,7 @@ def _measure(layer: Packed, store: ExpertStore, side: Side) -> Measured:
     top_k = min(8, experts)
     large = min(4096, max(SMALL, LARGE * experts // top_k))
     batches = [_batch(layer, tokens, top_k) for tokens in (SMALL, large)]
-    link = _link_rate(layer, side)
+    link = link_rate(layer, side)
     gpu_call, gpu_expert, gpu_row = _gpu(layer, side, batches[1])
     memory = layer.geometry.expert_bytes / default_pool().rate("read", 0.05)
     token = 2 * 2 * layer.geometry.hidden / link
@@ -119,7 +119,7 @@ def _cpu(store: ExpertStore, batches: list[tuple[Tensor, Tensor, Tensor]], direc
     return expert, row
 
 
-def _link_rate(layer: Packed, side: Side) -> float:
+def link_rate(layer: Packed, side: Side) -> float:
     slots = side.slots
     count = max(1, min(slots.count, layer.geometry.experts, (256 << 20) // layer.geometry.expert_bytes))
 

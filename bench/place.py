@@ -1,0 +1,248 @@
+"""Where a layer of experts is best computed: tokens x policy x format, and auto beside the best fixed policy.
+
+    python bench/place.py --formats bf16,int4:32 --tokens 1,512,8192 --json place.json
+
+A step walks forward through several layers, more than the GPU has room for, and with `--backward` back through them
+with LoRA of rank 8; the time is per layer. Policies take turns within a round, so that a machine that drifts does so
+for all of them. The table shows each policy's median, auto over the best of the others, and the floors: all bytes over
+PCIe, and all touched bytes out of memory, at the rates measured in the same run. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shapes import SHAPES, Shape, make_weights
+from timing import Table, describe_machine, print_last_line, save
+
+if TYPE_CHECKING:
+    import torch
+
+    from ktransformers.nn import ExpertStore
+    from ktransformers.place.autograd import PlacedStore
+
+LAYERS = 4
+POLICIES = ("cpu", "stream", "auto")
+RANK = 8
+SLACK, SLACK_SECONDS = 1.05, 0.2e-3  # auto may be that much slower than the best fixed policy
+
+
+@dataclass(frozen=True)
+class Load:
+    hidden: torch.Tensor
+    ids: list[torch.Tensor]  # of each layer
+    weights: torch.Tensor
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b")
+    parser.add_argument("--formats", type=words, default=["bf16", "int8", "int4:32"])
+    parser.add_argument("--tokens", type=words, default=["1", "16", "128", "512", "2048", "8192", "16384"])
+    parser.add_argument("--policies", type=words, default=list(POLICIES), help="of cpu, stream, auto")
+    parser.add_argument("--backward", action="store_true", help="forward and backward with LoRA, else forward alone")
+    parser.add_argument("--pin", choices=["map", "stage"], default="map")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a cell, two rounds at least")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
+    return parser.parse_args(argv)
+
+
+def stores(shape: Shape, spec: str) -> list[ExpertStore]:
+    from ktransformers.checkpoint.encoded import encode
+    from ktransformers.nn import ExpertStore
+
+    found = []
+    for seed in range(LAYERS):
+        weights = make_weights(shape, seed)
+        matrices: dict[str, Any] = {"gate": weights.gate, "up": weights.up, "down": weights.down}
+        if spec != "bf16":
+            matrices = {name: encode(matrix, spec) for name, matrix in matrices.items()}
+        store = ExpertStore(shape.experts, shape.hidden, shape.intermediate, formats=spec)
+        store.pack(**matrices)
+        found.append(store)
+    return found
+
+
+def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[PlacedStore]:
+    from ktransformers.nn.gate import Gate
+    from ktransformers.place.attach import geometry_of, new_layer
+    from ktransformers.place.autograd import PlacedStore
+    from ktransformers.place.engine import Engine
+    from ktransformers.place.gpu.measure import costs_of
+    from ktransformers.place.gpu.slots import Slots
+
+    sizes = geometry_of(made[0])
+    slots = Slots(sizes, 2 * sizes.experts, device, registered)
+    engine = Engine(device, policy, slots)
+    found = []
+    for index, store in enumerate(made):
+        layer = new_layer(engine, index, store, Gate("silu"), sizes)
+        if policy == "auto":
+            if index == 0:
+                layer.costs, slots.link_rate = costs_of(layer.packed, store, engine.side, anew=True)
+            else:
+                layer.costs = engine.layers[0].costs
+        engine.layers[index] = layer
+        found.append(PlacedStore(engine, layer))
+    return found
+
+
+def load_of(shape: Shape, tokens: int, device: torch.device) -> Load:
+    import torch
+
+    generator = torch.Generator().manual_seed(tokens)
+    ids = [torch.rand(tokens, shape.experts, generator=generator).topk(shape.top_k).indices for _ in range(LAYERS)]
+    hidden = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
+    weights = torch.rand(tokens, shape.top_k, generator=generator).softmax(-1)
+    return Load(hidden.to(device), [one.to(device) for one in ids], weights.to(device))
+
+
+def lora_of(shape: Shape) -> Any:
+    import torch
+
+    from ktransformers.nn.factors import factors_of
+    from ktransformers.nn.lora import ExpertLora, Factor
+
+    def random(*sizes: int) -> torch.Tensor:
+        return (torch.randn(*sizes) / sizes[-1] ** 0.5).pin_memory().requires_grad_()
+
+    e, h, i = shape.experts, shape.hidden, shape.intermediate
+    wide = Factor(random(e, RANK, h), random(e, 2 * i, RANK), 1.0)
+    return factors_of(ExpertLora(gate_up=wide, down=Factor(random(e, RANK, i), random(e, h, RANK), 1.0)))
+
+
+def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) -> float:
+    """Seconds per layer."""
+    import torch
+
+    from ktransformers.nn.store import NO_DROPOUT
+
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    hidden = load.hidden.detach().requires_grad_(backward)
+    with torch.set_grad_enabled(backward):
+        x = hidden
+        for layer, ids in zip(layers, load.ids, strict=True):
+            x = x + 0.1 * layer(x, ids, load.weights, factors if backward else None, NO_DROPOUT, backward)
+        if backward:
+            x.backward(load.hidden)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / len(layers)
+
+
+def rates(layers: list[PlacedStore]) -> dict[str, float]:
+    from ktransformers.nn import default_pool
+    from ktransformers.place.gpu.measure import link_rate
+
+    first = layers[0]
+    return {
+        "link": link_rate(first.layer.packed, first.engine.side),
+        "memory": default_pool().rate("read", 0.1),
+    }
+
+
+def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
+    for layers in engines.values():  # kernels are loaded, memory is at hand, the split has settled
+        for _ in range(3):
+            step(layers, load, factors, args.backward)
+    taken: dict[str, list[float]] = {policy: [] for policy in engines}
+    begun = time.perf_counter()
+    for turn in range(args.rounds):
+        if turn >= 2 and time.perf_counter() - begun > args.seconds:
+            break
+        for policy, layers in engines.items():
+            step(layers, load, factors, args.backward)
+            taken[policy].append(step(layers, load, factors, args.backward))
+    found: dict[str, Any] = {policy: statistics.median(times) for policy, times in taken.items()}
+    if "auto" in engines:
+        last = engines["auto"][0].layer.last.get("backward" if args.backward else "forward")
+        layer = engines["auto"][0].layer
+        found["split"] = None if last is None else [len(last.there), len(last.streamed), len(last.cpu)]
+        found["correction"] = dict(layer.correction)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    import torch
+
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        print("place.py: no CUDA device", file=sys.stderr)
+        return 1
+    from ktransformers.place.gpu.pinned import Registered
+
+    device, shape = torch.device("cuda:0"), SHAPES[args.shape]
+    document: dict[str, Any] = {
+        "bench": "place",
+        "machine": describe_machine() | {"gpu": torch.cuda.get_device_name(device)},
+        "shape": shape.name,
+        "direction": "both" if args.backward else "forward",
+        "pin": args.pin,
+        "cells": [],
+    }
+    policies = [policy for policy in POLICIES if policy in args.policies]
+    head = [
+        "format",
+        "tokens",
+        *(f"{policy} ms" for policy in policies),
+        "auto/best",
+        "",
+        "PCIe ms",
+        "DRAM ms",
+        "split",
+    ]
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 12])
+    factors = lora_of(shape) if args.backward else None
+    for spec in args.formats:
+        made = stores(shape, spec)
+        registered = Registered(1 << 62) if args.pin == "map" else None
+        engines = {policy: engine_of(made, policy, registered, device) for policy in policies}
+        measured = rates(next(iter(engines.values())))
+        for tokens in map(int, args.tokens):
+            load = load_of(shape, tokens, device)
+            times = cell(engines, load, factors, args)
+            touched = statistics.mean(len(set(ids.flatten().tolist())) for ids in load.ids)
+            moved = touched * engines[policies[0]][0].layer.packed.geometry.expert_bytes * (2 if args.backward else 1)
+            row = {"format": spec, "tokens": tokens, **times, "rates": measured}
+            row |= {"pcie": moved / measured["link"], "dram": moved / measured["memory"]}
+            fixed = [times[policy] for policy in policies if policy != "auto"]
+            if "auto" in times and fixed:
+                row["ratio"] = times["auto"] / min(fixed)
+                row["within"] = times["auto"] <= max(SLACK * min(fixed), min(fixed) + SLACK_SECONDS)
+            document["cells"].append(row)
+            ratio, within = row.get("ratio"), row.get("within")
+            table.row(
+                [
+                    spec,
+                    str(tokens),
+                    *(f"{1e3 * times[policy]:.2f}" for policy in policies),
+                    "" if ratio is None else f"{ratio:.2f}",
+                    "" if within is None else "ok" if within else "slow",
+                    f"{1e3 * row['pcie']:.2f}",
+                    f"{1e3 * row['dram']:.2f}",
+                    "" if times.get("split") is None else "/".join(map(str, times["split"])),
+                ]
+            )
+            if args.json:
+                save(document, args.json)
+        if registered is not None:
+            torch.cuda.synchronize()
+            registered.close()
+        del engines, made
+        torch.cuda.empty_cache()
+    print_last_line(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
