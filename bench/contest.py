@@ -37,14 +37,14 @@ class Program:
 class Column:
     head: str
     width: int
-    key: str  # of a cell; `peers/kt` looks into what it finds
+    key: str  # of a cell; `peers/kt` looks into what it finds, `peers/*` takes the first
     digits: int | None = None  # None: a word or a count
     scale: float = 1.0
 
     def shown(self, cell: dict[str, Any]) -> str:
         value: Any = cell
         for part in self.key.split("/"):
-            value = value.get(part, {})
+            value = next(iter(value.values()), {}) if part == "*" else value.get(part, {})
         if value == {} or (self.digits is None and not value):
             return "-"
         return str(value) if self.digits is None else f"{value * self.scale:.{self.digits}f}"
@@ -186,11 +186,15 @@ class Contest(ABC):
         self.document: dict[str, Any] = {"bench": self.NAME, "machine": machine, "cells": []}
         self.failed = False
         print(f"{machine['cpu']}: {machine['cpus']} CPUs, {self.pool.threads} threads, torch {machine['torch']}")
-        self.columns = [*self.COLUMNS, *(column for name in args.peers for column in self.peer_columns(name))]
+        self.columns = [*self.COLUMNS, *self.peer_columns(args.peers)]
         self.table = Table([column.head for column in self.columns], [column.width for column in self.columns])
 
-    def peer_columns(self, name: str) -> list[Column]:
-        return [Column(f"{name} ms", 9, f"peers/{name}", 3), Column(f"{name} x", 5, f"speedup/{name}", 2)]
+    def peer_columns(self, peers: Mapping[str, str]) -> list[Column]:
+        pairs = [
+            (Column(f"{name} ms", 9, f"peers/{name}", 3), Column(f"{name} x", 5, f"speedup/{name}", 2))
+            for name in peers
+        ]
+        return [column for pair in pairs for column in pair]
 
     def note(self, text: str) -> None:
         print(f"! {text}", flush=True)

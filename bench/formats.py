@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -226,8 +226,10 @@ class Bench(Contest):
         super().__init__(args)
         self.document.update(rank=RANK, memory=[])
 
-    def peer_columns(self, name: str) -> list[Column]:
-        return [*super().peer_columns(name), Column(f"{name} error", 7, f"peer_errors/{name}", 4)]
+    def peer_columns(self, peers: Mapping[str, str]) -> list[Column]:
+        """A format has one at most, so all share the columns."""
+        columns = [Column("kt ms", 9, "peers/*", 3), Column("kt x", 5, "speedup/*", 2)]
+        return [*columns, Column("kt error", 7, "peer_errors/*", 4)] if peers else []
 
     @contextmanager
     def peers_beside(self, format: str, isa: str, programs: dict[str, Program]) -> Iterator[dict[str, Peer]]:
@@ -302,10 +304,13 @@ class Bench(Contest):
     def measure_training(
         self, stand: Stand, ours: train_step.Ours, sweeper: Sweeper, source: Source, truth: Truth
     ) -> None:
+        from ktransformers import _core
+
         shape = stand.shape
         layers = self.args.layers or min(TRAINED_LAYERS, shape.layers(self.cache, source.bytes))
         request = {"do": "load", "shape": shape.name, "layers": layers}
         request["max_tokens"] = max([PROBE_TOKENS, *self.args.train_tokens])
+        lent = _core.lent_bytes()
         stand.ours.ask(request)
         resident = {name: answer["resident"] for name, answer in self.ask_peers(stand.peers, request).items()}
         mine, theirs = self.probe(stand, source, truth, truth.training_errors)
@@ -317,7 +322,8 @@ class Bench(Contest):
             self.compare(f"{shape.name} {stand.format}, {tokens} tokens with LoRA", answers)
             for cell in cells:
                 self.add_with_errors(cell, mine, theirs)
-        self.add_memory(stand, ours, sweeper.resident(), source, layers, resident)
+        grown = sweeper.resident() - (_core.lent_bytes() - lent)
+        self.add_memory(stand, ours, grown, source, layers, resident)
 
     def compare(self, where: str, answers: dict[str, dict[str, Any]]) -> None:
         """Weights differ by design, so only routes are held against each other; results have been probed."""
@@ -326,13 +332,13 @@ class Bench(Contest):
                 self.note(f"{where}, {name}: routed differently, so the times do not compare")
 
     def add_memory(
-        self, stand: Stand, ours: train_step.Ours, resident: int, source: Source, layers: int, theirs: dict[str, int]
+        self, stand: Stand, ours: train_step.Ours, grown: int, source: Source, layers: int, theirs: dict[str, int]
     ) -> None:
-        """What training has left beyond the packed experts and LoRA: factors, their gradients, both packed, in bf16."""
+        """`grown` is what training has left in this process besides activations and gradients, which are lent."""
         shape = stand.shape
-        lora = ours.packed_lora_bytes + 2 * 2 * shape.experts * lora_parameters(shape)
+        lora = ours.packed_lora_bytes + 2 * shape.experts * lora_parameters(shape)
         packed = layers * ours.packed_bytes
-        scratch = resident - packed - layers * lora
+        scratch = grown - packed - layers * lora
         entry: dict[str, Any] = {
             "shape": shape.name,
             "isa": stand.isa,
@@ -348,7 +354,7 @@ class Bench(Contest):
         }
         self.document["memory"].append(entry)
         told = [f"released {entry['released_bytes'] / 1e6:.1f} MB", f"packed {packed / 1e6:.1f}"]
-        told += [f"left by training beside it and LoRA {scratch / 1e6:.1f} ({100 * scratch / packed:.1f} %)"]
+        told += [f"kept beside these and LoRA {scratch / 1e6:.1f} ({100 * scratch / packed:.1f} %)"]
         told += [f"{name} {value / 1e6:.1f}" for name, value in theirs.items()]
         print(f"    {shape.name}, {stand.format}, {layers} layers: {', '.join(told)}", flush=True)
         if self.args.json:

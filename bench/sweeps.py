@@ -123,7 +123,7 @@ class Sweeper(Runner):
         """The bytes that the process has grown by once the batch at hand is dropped: layers, LoRA, and what is kept to
         compute with."""
         self._tokens = 0
-        self._sweep = _nothing
+        self._sweep: Callable[[int], Swept] = _nothing
         return resident_bytes() - self._before
 
     def _results(self, work: Work) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ class Sweeper(Runner):
         if self._tokens == tokens:
             return
         work = make_work(self._shape, tokens, self._layers)
-        self._sweep: Callable[[int], Swept] = self._contender.bind(work)
+        self._sweep = self._contender.bind(work)
         first = self._sweep(0)
         norms = {name: float(tensor.float().norm()) for name, tensor in first.results.items()}
         self._check: dict[str, Any] = {"unique_experts": work.unique_experts, "routes": work.routes, "norms": norms}

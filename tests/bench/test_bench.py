@@ -1,7 +1,6 @@
 """The benches run, print a table and end with the JSON document that others read; no speed is judged here.
 
-kt-kernel is no dependency of ours and exists for x86 only, so its peer is driven against a stand-in that computes the
-layer in torch from the same raw addresses.
+kt-kernel's peer is driven against a stand-in that computes the layer in torch from the same raw addresses.
 """
 
 from __future__ import annotations
@@ -18,74 +17,8 @@ import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 CELL = {"shape": str, "tokens": int, "isa": str, "format": str, "mode": str, "ms": float, "roof_ms": float}
+STAND_IN = Path(__file__).resolve().parent / "stand_in"  # for kt-kernel
 SHORT = ["--shapes", "tiny", "--layers", "2", "--seconds-per-cell", "0.03"]
-
-KT_STAND_IN = """
-import ctypes
-import torch
-from peers.torch_loop import forward
-from shapes import Weights
-
-__version__ = "stand-in"
-
-
-def tensor(address, dtype, *shape):
-    count = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
-    return torch.frombuffer((ctypes.c_char * count).from_address(address), dtype=dtype).view(shape)
-
-
-class WorkerPoolConfig:
-    pass
-
-
-class CPUInfer:
-    def __init__(self, config):
-        assert config.subpool_count == 1 and config.subpool_thread_count[0] >= 1
-        self.backend_ = object()
-        print("its chatter does not reach the answers", flush=True)
-
-    def submit(self, task):
-        task()
-
-    def sync(self):
-        pass
-
-
-class MOEConfig:
-    def __init__(self, experts, top_k, hidden, intermediate, on_gpu):
-        self.sizes = experts, hidden, intermediate
-
-
-class AMXBF16_MOE:
-    def __init__(self, config):
-        self.config = config
-
-    def load_weights_task(self):
-        def run():
-            (e, h, i), c, dtype = self.config.sizes, self.config, torch.bfloat16
-            up = [tensor(address, dtype, e, i, h).clone() for address in (c.gate_proj, c.up_proj)]
-            self.weights = Weights(*up, tensor(c.down_proj, dtype, e, h, i).clone())
-
-        return run
-
-    def forward_task(self, count, top_k, ids, weights, hidden, out, add):
-        def run():
-            t, h = int(tensor(count, torch.int32, 1)), self.config.sizes[1]
-            assert t <= self.config.max_len and not add
-            inputs = tensor(hidden, torch.bfloat16, t, h), tensor(ids, torch.int64, t, top_k)
-            result = forward(self.weights, *inputs, tensor(weights, torch.float32, t, top_k))
-            tensor(out, torch.bfloat16, t, h).copy_(result)
-
-        return run
-
-
-class moe:
-    MOEConfig, AMXBF16_MOE = MOEConfig, AMXBF16_MOE
-
-
-import sys
-kt_kernel_ext = sys.modules[__name__]
-"""
 
 
 def run_moe(*options: str, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[str], dict[str, Any]]:
@@ -133,10 +66,9 @@ def test_alternation() -> None:
     assert any("in turns with torch" in line for line in table)
 
 
-def test_peers_do_the_same_work(tmp_path: Path) -> None:
-    (tmp_path / "kt_kernel.py").write_text(KT_STAND_IN)
+def test_peers_do_the_same_work() -> None:
     # The stand-in shadows no installed package: the peer finds it by PYTHONPATH alone.
-    env = {"KT_PEER_PYTHONPATH": str(tmp_path)}
+    env = {"KT_PEER_PYTHONPATH": str(STAND_IN)}
     _, document = run_moe("--tokens", "1,3", "--peers", f"kt={sys.executable}", "torch", env=env)
     check(document, [(0, "pack"), (1, "forward"), (3, "forward")])
     assert "notes" not in document, document["notes"]

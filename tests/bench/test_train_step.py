@@ -1,7 +1,7 @@
 """The training bench runs, prints a table and ends with the JSON document; no speed is judged here.
 
-kt-kernel is no dependency of ours and exists for x86 only, so its peer is driven against a stand-in that trains the
-layer with torch's autograd from the same raw addresses. Gradients that differ from ours would come back as notes.
+kt-kernel's peer is driven against a stand-in that trains the layer with torch's autograd from the same raw addresses.
+Gradients that differ from ours would come back as notes.
 """
 
 from __future__ import annotations
@@ -18,112 +18,10 @@ import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODES = ["forward", "forward_lora", "backward", "backward_lora", "backward_lora_recompute"]
+STAND_IN = Path(__file__).resolve().parent / "stand_in"  # for kt-kernel
 SHORT = ["--shapes", "tiny", "--isa", "generic", "--layers", "2", "--seconds-per-cell", "0.03"]
 EXPERT = 3 * 512 * 256  # parameters of one expert of the tiny shape
 FACTORS = 3 * 8 * (512 + 256)  # and of its LoRA
-
-KT_STAND_IN = """
-import ctypes
-import os
-import sys
-import torch
-import torch.nn.functional as F
-
-__version__ = "stand-in"
-FACTORS = [f"{matrix}_lora_{factor}" for matrix in ("gate", "up", "down") for factor in "ab"]
-BROKEN = os.environ.get("STAND_IN_BROKEN")
-if BROKEN and "--private" in sys.argv:
-    raise ImportError("no wheel for this CPU")
-
-
-def tensor(address, dtype, *shape):
-    count = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
-    return torch.frombuffer((ctypes.c_char * count).from_address(address), dtype=dtype).view(shape)
-
-
-class WorkerPoolConfig:
-    pass
-
-
-class CPUInfer:
-    def __init__(self, config):
-        self.backend_ = object()
-
-    def submit(self, task):
-        task()
-
-    def sync(self):
-        pass
-
-
-class MOESFTConfig:
-    def __init__(self, experts, top_k, hidden, intermediate):
-        self.sizes = experts, hidden, intermediate
-
-
-class AMXBF16_SFT_MOE:
-    def __init__(self, config):
-        (e, h, i), c = config.sizes, config
-        self.config, self.saved = config, None
-        assert c.authoritative_optimizer_grads and not c.full_weight_grad and c.max_cache_depth == 1
-        assert c.share_backward_bb is ("--private" not in sys.argv) and c.lora_rank == 8
-        r, self.scale = c.lora_rank, c.lora_alpha / c.lora_rank
-        self.shapes = [(e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r)]
-
-    def load_weights_task(self):
-        def run():
-            (e, h, i), c = self.config.sizes, self.config
-            shapes = {"gate_proj": (e, i, h), "up_proj": (e, i, h), "down_proj": (e, h, i)}
-            self.base = [tensor(getattr(c, n), torch.bfloat16, *s).float() for n, s in shapes.items()]
-
-        return run
-
-    def linear(self, rows, place, expert):
-        a, b = (self.lora[2 * place + n][expert] for n in (0, 1))
-        return F.linear(rows, self.base[place][expert]) + self.scale * F.linear(F.linear(rows, a), b)
-
-    def forward_sft_task(self, count, top_k, ids, weights, hidden, out, save):
-        def run():
-            t, h = int(tensor(count, torch.int32, 1)), self.config.sizes[1]
-            assert t <= self.config.max_len and save and self.saved is None
-            lora = [tensor(getattr(self.config, n), torch.bfloat16, *s) for n, s in zip(FACTORS, self.shapes)]
-            self.lora = [factor.float().requires_grad_() for factor in lora]
-            x = tensor(hidden, torch.bfloat16, t, h).float().requires_grad_()
-            w = tensor(weights, torch.float32, t, top_k).clone().requires_grad_()
-            chosen = tensor(ids, torch.int64, t, top_k)
-            result = torch.zeros(t, h)
-            for expert in chosen.unique().tolist():
-                rows, slots = (chosen == expert).nonzero(as_tuple=True)
-                inner = F.silu(self.linear(x[rows], 0, expert)) * self.linear(x[rows], 1, expert)
-                y = self.linear(inner, 2, expert) * w[rows, slots][:, None]
-                result = result.index_add(0, rows, y)
-            tensor(out, torch.bfloat16, t, h).copy_(result.detach())
-            self.saved = x, w, result
-
-        return run
-
-    def backward_task(self, grad_out, grad_hidden, *rest):
-        *factors, grad_weights, gate, up, down = rest
-        assert len(factors) == 6 and (gate, up, down) == (0, 0, 0)
-
-        def run():
-            (x, w, result), self.saved = self.saved, None
-            above = tensor(grad_out, torch.bfloat16, *x.shape).float()
-            gx, gw, *own = torch.autograd.grad(result, [x, w, *self.lora], above)
-            tensor(grad_hidden, torch.bfloat16, *x.shape).copy_(gx)
-            tensor(grad_weights, torch.float32, *w.shape).copy_(gw)
-            for address, grad in zip(factors, own):
-                tensor(address, torch.bfloat16, *grad.shape).copy_(grad * (2 if BROKEN else 1))
-
-        return run
-
-
-class moe:
-    MOESFTConfig, AMXBF16_SFT_MOE = MOESFTConfig, AMXBF16_SFT_MOE
-
-
-kt_kernel_ext = sys.modules[__name__]
-"""
 
 
 def run_bench(*options: str, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[str], dict[str, Any]]:
@@ -180,9 +78,8 @@ def test_table_and_document(tmp_path: Path) -> None:
     assert cells[3, "backward_lora"]["over_forward"] == pytest.approx(ratio, rel=1e-4)
 
 
-def test_peers_get_the_same_gradients(tmp_path: Path) -> None:
-    (tmp_path / "kt_kernel.py").write_text(KT_STAND_IN)
-    env = {"KT_PEER_PYTHONPATH": str(tmp_path)}
+def test_peers_get_the_same_gradients() -> None:
+    env = {"KT_PEER_PYTHONPATH": str(STAND_IN)}
     peers = [f"kt={sys.executable}", f"kt_private={sys.executable}"]
     _, document = run_bench("--tokens", "20", "--peers", *peers, env=env)
     cells = check(document, [20])
@@ -195,10 +92,9 @@ def test_peers_get_the_same_gradients(tmp_path: Path) -> None:
     assert document["memory"][0]["peers"].keys() == {"kt", "kt_private"}
 
 
-def test_peers_that_fail_or_differ_are_told(tmp_path: Path) -> None:
+def test_peers_that_fail_or_differ_are_told() -> None:
     """Here `kt` gives LoRA gradients twice too large, and `kt_private` does not start."""
-    (tmp_path / "kt_kernel.py").write_text(KT_STAND_IN)
-    env = {"KT_PEER_PYTHONPATH": str(tmp_path), "STAND_IN_BROKEN": "1"}
+    env = {"KT_PEER_PYTHONPATH": str(STAND_IN), "STAND_IN_BROKEN": "1"}
     peers = [f"kt_private={sys.executable}", f"kt={sys.executable}"]
     _, document = run_bench("--tokens", "20", "--peers", *peers, env=env, status=1)
     cells = check(document, [20])

@@ -1,0 +1,113 @@
+"""The bench of formats runs, counts the bytes of the release, and tells how far results are from those of bf16 weights.
+
+No speed is judged. kt-kernel's peers are driven against the stand-in, which rounds weights with one scale per row, so
+their errors are known roughly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+STAND_IN = Path(__file__).resolve().parent / "stand_in"  # for kt-kernel
+SHORT = ["--shapes", "tiny", "--isa", "generic", "--layers", "2", "--seconds-per-cell", "0.02"]
+EXPERT = 3 * 512 * 256  # parameters of one expert of the tiny shape
+ROWS = 256 + 256 + 512  # of its three matrices
+# Bytes of an expert as released: codes and scales.
+BYTES = {
+    "int8": EXPERT + 4 * ROWS,
+    "int4:32": EXPERT / 2 + 2 * EXPERT / 32,
+    "q4_k": EXPERT / 256 * 144,
+    "bf16": 2 * EXPERT,
+}
+# Relative errors of the output that Gaussian weights give, generously.
+ERRORS = {"int8": (0.004, 0.016), "int4:32": (0.05, 0.17), "bf16": (0.0002, 0.005)}
+
+
+def run_bench(*options: str, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[str], dict[str, Any]]:
+    """Lines of the table, and the document of the last line."""
+    command = [sys.executable, str(BENCH / "formats.py"), *SHORT, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    *table, last = done.stdout.splitlines()
+    return table, json.loads(last)
+
+
+def test_every_format_on_its_own_bytes(tmp_path: Path) -> None:
+    options = ["--formats", ",".join(BYTES), "--tokens", "1,3", "--train-tokens", "5"]
+    table, document = run_bench(*options, "--json", str(tmp_path / "formats.json"))
+    assert document == json.loads((tmp_path / "formats.json").read_text())
+    assert document["bench"] == "formats" and "notes" not in document
+    modes = [(0, "pack"), (1, "forward"), (3, "forward"), (5, "forward_lora"), (5, "backward_lora")]
+    found = [(cell["format"], cell["tokens"], cell["mode"]) for cell in document["cells"]]
+    assert found == [(name, *mode) for name in BYTES for mode in modes]
+    rows = [line.split() for line in table if line.startswith("tiny ")]
+    assert [(row[1], row[4]) for row in rows] == [(name, mode) for name, _, mode in found]
+    for cell in document["cells"]:
+        assert 0 < cell["ms"] < math.inf and cell["share"] == pytest.approx(cell["roof_ms"] / cell["ms"], rel=1e-4)
+        touched = BYTES[cell["format"]] * cell.get("unique_experts", 8)
+        assert cell["gbs"] == pytest.approx(touched / cell["ms"] / 1e6, rel=1e-4)
+        assert ("error" in cell) == (cell["format"] != "q4_k" and cell["mode"] != "pack")
+        if "error" in cell:
+            low, high = ERRORS[cell["format"]]
+            assert low < cell["error"] < high
+    for memory, (name, size) in zip(document["memory"], BYTES.items(), strict=True):
+        assert memory["format"] == name and memory["released_bytes"] == 2 * 8 * size
+        assert 1 <= memory["packed_over_released"] < 1.1
+
+
+def test_peers_stand_beside_their_format() -> None:
+    env = {"KT_PEER_PYTHONPATH": str(STAND_IN)}
+    peers = [f"kt_int8={sys.executable}", f"kt_int4={sys.executable}"]
+    options = ["--formats", "int8,int4:32,mxfp4", "--tokens", "2", "--train-tokens", "5"]
+    _, document = run_bench(*options, "--peers", *peers, env=env)
+    assert "notes" not in document, document["notes"]
+    facts = document["machine"]["peers"]
+    assert (facts["kt_int8"]["kind"], facts["kt_int4"]["kind"]) == ("int8", "int4")
+    beside = {"int8": "kt_int8", "int4:32": "kt_int4"}
+    for cell in document["cells"]:
+        name = beside.get(cell["format"])
+        assert list(cell["peers"]) == ([name] if name else [])
+        assert all(ms > 0 for ms in cell["peers"].values())
+        if name and cell["mode"] != "pack":
+            # One scale per row errs less than kt-kernel, which also rounds activations, and more than groups do.
+            low, high = {"int8": (0.008, 0.03), "int4:32": (0.17, 0.4)}[cell["format"]]
+            assert low < cell["peer_errors"][name] < high
+    for memory in document["memory"]:
+        assert list(memory["peers"]) == ([beside[memory["format"]]] if memory["format"] in beside else [])
+
+
+def test_made_up_blocks_are_sane(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(BENCH))
+    from formats import BLOCK_SCALES, random_blocks
+
+    from ktransformers.checkpoint.encoded import decode
+
+    for name in BLOCK_SCALES:
+        values = decode(random_blocks(name, 1, 32, 512)) * math.sqrt(512)
+        assert 0.8 < float(values.std()) < 1.3 and abs(float(values.mean())) < 0.2, name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--formats", "int5"], ["int5", "int4:GROUP"]),
+        (["--formats", "iq1_m"], ["iq1_m", "q4_k"]),
+        (["--formats", ""], ["--formats", "mxfp4"]),
+        (["--peers", "kt"], ["kt_int8"]),
+        (["--train-tokens", "0"], ["--train-tokens"]),
+    ],
+)
+def test_wrong_options_are_explained(options: list[str], words: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(BENCH / "formats.py"), *options], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words)
