@@ -149,7 +149,7 @@ def _fp8(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
 
     def build(read: Read) -> Encoded:
         found = _floats(read(scale.name)).reshape(shape)
-        found = found.reshape(1).expand(rows) if expand else found
+        found = found.reshape(1).repeat(rows) if expand else found
         return Encoded(spec, _bytes(read(weight.name)), found[None], columns=columns, name=weight.name)
 
     return Matrix(spec, build)
@@ -160,7 +160,7 @@ def _int8(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
         raise scale.refuse(f"one float scale for each of {rows} rows")
 
     def build(read: Read) -> Encoded:
-        scales = _floats(read(scale.name)).reshape(-1).expand(rows)
+        scales = _floats(read(scale.name)).reshape(-1).expand(rows).contiguous()
         return Encoded("int8", read(weight.name)[None], scales[None], columns=columns, name=weight.name)
 
     return Matrix("int8", build)

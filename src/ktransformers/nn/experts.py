@@ -10,6 +10,7 @@ again (`nn/transfer.py`).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from ktransformers import _core
-from ktransformers.checkpoint import Piece
+from ktransformers.checkpoint import Encoded, Piece
+from ktransformers.checkpoint.sources import LayerSource
 from ktransformers.errors import InputError
 from ktransformers.nn.adapter import read_lora
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
@@ -56,7 +58,12 @@ def register() -> None:
 
 
 def new_store(
-    contract: Contract, *, pool: _core.Pool | None = None, isa: str | None = None, precision: str = "bf16"
+    contract: Contract,
+    *,
+    pool: _core.Pool | None = None,
+    isa: str | None = None,
+    precision: str = "bf16",
+    formats: str | Mapping[str, str] = "bf16",
 ) -> ExpertStore:
     """An empty store for experts of this kind."""
     shape, gate = contract.shape, contract.gate
@@ -71,12 +78,28 @@ def new_store(
         pool=pool,
         isa=isa,
         precision=precision,
+        formats=formats,
     )
+
+
+def pack_layer(
+    contract: Contract,
+    experts: LayerSource,
+    *,
+    pool: _core.Pool | None = None,
+    isa: str | None = None,
+    precision: str = "bf16",
+) -> ExpertStore:
+    """A store with the layer's experts in the formats that its files have."""
+    store = new_store(contract, pool=pool, isa=isa, precision=precision, formats=experts.formats)
+    for piece in experts.pieces():
+        pack_piece(store, contract, piece)
+    return store
 
 
 def pack_piece(store: ExpertStore, contract: Contract, piece: Piece) -> None:
     store.pack(
-        **piece.tensors,  # roles are the names of pack's arguments
+        **piece.tensors,  # type: ignore[arg-type]  # roles are the names of pack's arguments
         transposed=piece.fused and contract.shape.transposed,
         interleaved=piece.fused and contract.interleaved,
         first_expert=piece.first_expert,
@@ -97,7 +120,9 @@ def pack_module(
     store = new_store(contract, pool=pool, isa=isa, precision=precision)
     parameters = {role: module.get_parameter(parameter) for role, parameter in contract.parameters().items()}
     for expert in range(contract.shape.num_experts):
-        tensors = {role: tensor[expert].detach().cpu() for role, tensor in parameters.items()}
+        tensors: dict[str, Tensor | Encoded] = {
+            role: tensor[expert].detach().cpu() for role, tensor in parameters.items()
+        }
         pack_piece(store, contract, Piece(expert, True, tensors))
     if free:
         settle(module, contract, store, strip(module, contract))

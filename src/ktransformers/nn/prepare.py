@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktransformers.checkpoint.quantisation import describe
 from ktransformers.errors import InputError
 from ktransformers.files import sync, write_json
 
@@ -84,23 +85,6 @@ def take_quantisation(words: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     for key in KEYS:
         taken = left.pop(key, None) or taken
     return left, taken
-
-
-def describe(source: dict[str, Any]) -> str:
-    """'fp8' (weight_block_size [128, 128]): the method, and what tells its kinds apart."""
-    details = [
-        f"{key} {source[key]}"
-        for key in ("format", "fmt", "bits", "group_size", "weight_block_size")
-        if source.get(key) is not None
-    ]
-    return f"{source.get('quant_method', 'an unnamed method')!r}" + (f" ({', '.join(details)})" if details else "")
-
-
-def refuse_quantised(where: str, source: dict[str, Any] | None) -> None:
-    """Until the store reads the format itself."""
-    if source is not None:
-        given = f"a checkpoint quantised with {describe(source)}"
-        raise InputError(where, given, "bf16, fp16 or fp32", "take an unquantised one")
 
 
 def prepare(source: str | Path, directory: str | Path) -> Prepared:

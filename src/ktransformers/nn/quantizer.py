@@ -2,15 +2,16 @@
 
 transformers asks an out-of-tree quantizer twice. Before weights are loaded the model is a skeleton on the meta device:
 the experts are found, checked against the checkpoint's headers, and their parameters removed, so that transformers
-reads everything else and never the experts. Afterwards they go from the files into stores, a layer at a time. Nothing
-is quantised: the name is that of the door. With a quantizer transformers no longer compares shapes, so that is done
-here, too.
+reads everything else and never the experts. Afterwards they go from the files into stores, in the formats of the files
+and a layer at a time. Nothing is quantised: the name is that of the door. With a quantizer transformers no longer
+compares shapes, so that is done here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktransformers import _core
-from ktransformers.checkpoint import ExpertTensors, Shards, check, find_experts, locate, read
+from ktransformers.checkpoint.quantisation import accept
+from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import keep_from_ddp
-from ktransformers.nn.experts import new_store, pack_module, pack_piece, select, settle, strip
-from ktransformers.nn.prepare import refuse_quantised
+from ktransformers.nn.experts import pack_layer, pack_module, select, settle, strip
+from ktransformers.nn.packed import PackedExperts, open_packed
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -39,7 +41,9 @@ log = logger(__name__)
 class KTConfig(QuantizationConfigMixin):
     """Pass it as `quantization_config`. Of what it holds `isa`, `precision` and `source` are written to files.
 
-    `source` is the quantisation that the files themselves have, as `prepare` records it.
+    `source` is the quantisation that the files themselves have and `experts` the place of the experts where that is
+    another than the rest's, as `prepare` records them; `weights` is either, opened. `packed` is what `kt quant`
+    says of a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums) belong.
     """
 
     def __init__(
@@ -50,16 +54,28 @@ class KTConfig(QuantizationConfigMixin):
         source: dict[str, Any] | None = None,
         quant_method: str = IMPLEMENTATION,
         precision: str = "bf16",
+        experts: str | None = None,
+        weights: Source | None = None,
+        packed: dict[str, Any] | None = None,
+        pages: str = "lazy",
+        verify: bool = False,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa
         self.precision = precision
         self.source = source
+        self.experts = experts
+        self.weights = weights
+        self.packed = packed
+        self.pages = pages
+        self.verify = verify
+        self.packed_at: Path | None = None  # where that is not beside the rest
         self.pool = pool
         self.progress = progress
 
     def to_dict(self) -> dict[str, Any]:
-        found = {"quant_method": self.quant_method, "isa": self.isa, "source": self.source}
+        words = ("quant_method", "isa", "source", "experts", "packed")
+        found = {word: getattr(self, word) for word in words}
         if self.precision != "bf16":
             found["precision"] = self.precision
         return {key: value for key, value in found.items() if value is not None}
@@ -78,7 +94,7 @@ class Layer:
     name: str
     module: nn.Module
     contract: Contract
-    tensors: ExpertTensors
+    experts: LayerSource | None  # None: packed
     dtypes: dict[str, torch.dtype]  # of the parameters that were there
 
 
@@ -91,30 +107,30 @@ class KTQuantizer(HfQuantizer):
         self._config = quantization_config
         self._layers: list[Layer] = []
         self._shapes: dict[str, torch.Size] = {}
-        self._shards: Shards | None = None
+        self._source: Source | None = None
+        self._packed: PackedExperts | None = None
         self._inside = False
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Asked before anything is built."""
-        refuse_quantised("quantization_config", self._config.source)
+        if self._config.packed is None:
+            accept("quantization_config", self._config.source)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        if not checkpoint_files:
-            raise InputError("checkpoint", "no files", "a safetensors checkpoint", "pass a directory or a model id")
-        self._shards = Shards(checkpoint_files)
-        found = find_experts(self._shards.names)
+        source = self._open(checkpoint_files)
         modules = expert_modules(model)
         if not modules:
             raise _no_experts(model)
         for name, module in modules.items():
             contract = read_contract(name, module)
-            tensors = locate(found, name)
-            check(self._shards, tensors, contract.shape)
-            self._layers.append(Layer(name, module, contract, tensors, strip(module, contract)))
+            if self._packed is not None:
+                self._packed.check(name, contract)
+            experts = None if self._packed else source.layer(name, contract.shape, contract.interleaved)
+            self._layers.append(Layer(name, module, contract, experts, strip(module, contract)))
             module._is_hf_initialized = True  # type: ignore[assignment]
-        names = self._shards.names
+        names = [tensor.name for tensor in source.rest()]
         self._inside = not hasattr(model, "language_model") and any(
             name.startswith("language_model.") for name in names
         )
@@ -123,7 +139,23 @@ class KTQuantizer(HfQuantizer):
         _ignore_unexpected(model, r"\.experts\.")
         _ignore_unexpected(model, r"\.block_sparse_moe\.(input|output)_linear")
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self._shards.release()
+        source.release()
+
+    def _open(self, files: list[str] | None) -> Source:
+        """Where the experts are: beside the rest, or elsewhere."""
+        config = self._config
+        if config.packed_at is not None:
+            self._packed = PackedExperts(config.packed_at, pages=config.pages, verify=config.verify)
+        if config.weights is not None:
+            self._source = config.weights
+        elif config.experts is not None:
+            self._source = open_source(config.experts, config.source)
+        elif files:
+            self._packed = self._packed or open_packed(files, pages=config.pages, verify=config.verify)
+            self._source = open_source(Path(files[0]).parent, config.source, files=files)
+        else:
+            raise InputError("checkpoint", "no files", "a safetensors checkpoint", "pass a directory or a model id")
+        return self._source
 
     def get_weight_conversions(self) -> list[Any]:
         """A text model from the files of the vision model around it: their names have one word more."""
@@ -137,18 +169,21 @@ class KTQuantizer(HfQuantizer):
             expected = self._shapes.get(name)
             if expected is not None and tensor.shape != expected:
                 raise InputError(name, f"shape {list(tensor.shape)}", f"{list(expected)}, as config.json says")
-        config, shards = self._config, self._shards
-        assert shards is not None
+        config, source = self._config, self._source
+        assert source is not None
         for done, layer in enumerate(self._layers, 1):
-            store = new_store(layer.contract, pool=config.pool, isa=config.isa, precision=config.precision)
-            for piece in read(shards, layer.tensors, layer.contract.shape):
-                pack_piece(store, layer.contract, piece)
-            shards.release()
+            options: Any = {"pool": config.pool, "isa": config.isa, "precision": config.precision}
+            if layer.experts is None:
+                assert self._packed is not None
+                store = self._packed.store(layer.name, layer.contract, **options)
+            else:
+                store = pack_layer(layer.contract, layer.experts, **options)
+            source.release()
             settle(layer.module, layer.contract, store, layer.dtypes)
             log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
-        self._layers, self._shapes, self._shards = [], {}, None
+        self._layers, self._shapes, self._source = [], {}, None
         select(model)
         keep_from_ddp(model)
         return model
