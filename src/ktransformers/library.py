@@ -239,6 +239,16 @@ def resolve(given: str) -> str:
     return given
 
 
+def written_down(given: str) -> str:
+    """What to note of a model for others, who do not know the names of this machine: its hub id, or its path."""
+    if "/" in given or not given or Path(given).expanduser().exists():
+        return given
+    entry = find(given)
+    if entry is None:
+        return given
+    return entry.repo if entry.repo and entry.source == "huggingface" else str(entry.path)
+
+
 def complete(incomplete: str) -> list[str]:
     """Names that begin so, for shells; a broken registry completes nothing."""
     try:

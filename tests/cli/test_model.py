@@ -125,6 +125,7 @@ def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
 
 def test_verbs_find_models_by_name(kt: Call, tmp_path: Path) -> None:
     from ktransformers.serve.target import resolve
+    from ktransformers.train.model import locate_model
     from ktransformers.train.resolve import read_settings
 
     place = write_model(tmp_path / "disk" / "some folder")
@@ -136,6 +137,12 @@ def test_verbs_find_models_by_name(kt: Call, tmp_path: Path) -> None:
     words = {"output_dir": str(tmp_path / "out"), "dataset": "identity"}
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == str(place)  # so that the adapter names a base that PEFT finds
+    assert locate_model(settings.model, download=False) == place
+    kt("model", "edit", "neko", "--repo", "someone/neko")
+    settings = read_settings({"model_name_or_path": "neko", **words})
+    assert settings.model.model_name_or_path == "someone/neko"  # and, where there is one, that others find too
+    assert locate_model(settings.model, download=False) == place
+    assert library.written_down("a/b") == "a/b" and library.written_down("unknown") == "unknown"
     refused = kt("eval", "neko", "--task", "persona", "--engine", "nonsense")
     assert "nonsense" in refused.error
     assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(place)
