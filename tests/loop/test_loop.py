@@ -26,7 +26,7 @@ from ktransformers.loop.settings import Loop, TrainSettings, read_loop
 from ktransformers.loop.stages import flags, stages_of
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
-ALL = ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]
+ALL = ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]  # besides the server
 
 
 class Quiet:
@@ -69,7 +69,7 @@ def look(place: Path, *words: str) -> list[str]:
 
 
 def ran(found: dict[str, str]) -> list[str]:
-    return [name for name, status in found.items() if status != "skipped"]
+    return [name for name, status in found.items() if status != "skipped" and name != "serve"]
 
 
 def test_all_stages_then_none(place: Path) -> None:
@@ -102,6 +102,13 @@ def test_only_what_depends_on_a_change_runs(place: Path) -> None:
     (place / "run" / "prove.json").unlink()
     assert ran(go(place, *settled)) == ["prove"]
     assert ran(go(place, *settled, "model.options.top_k=2")) != []
+
+
+def test_data_counts_without_a_plan(place: Path) -> None:
+    words = ("plan=false", "train.minutes=null", "train.keys.max_steps=3", "prove=false", "eval.tasks=[]")
+    assert ran(go(place, *words)) == ["model", "train"] and ran(go(place, *words)) == []
+    (place / "rows.json").write_text("[1]")
+    assert ran(go(place, *words)) == ["train"]
 
 
 def test_the_run_can_be_repeated_from_its_directory(place: Path) -> None:

@@ -80,5 +80,13 @@ def test_all_of_it(home: Path) -> None:
     assert (home / "judged" / "report.html").is_file()
     report = json.loads((home / "runs" / "kite" / "report.json").read_text())
     assert report["proven"] is True and report["training"]["steps"] == 8
-    assert [step["name"] for step in report["stages"]] == ["plan", "baseline", "train", "prove", "eval", "compare"]
+    assert [step["name"] for step in report["stages"]] == [
+        "plan",
+        "baseline",
+        "train",
+        "serve",
+        "prove",
+        "eval",
+        "compare",
+    ]
     assert {row["task"] for row in report["rows"]} == {"world"}

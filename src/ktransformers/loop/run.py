@@ -70,7 +70,10 @@ class Runner:
                     steps.append(Step(stage.name, "skipped", known.seconds, child.command_line(stage.words)))
                 else:
                     if stage.served and address is None:
+                        began = time.perf_counter()
                         address = serving.enter_context(self._server(known, lock))
+                        words = child.command_line(serve_words(self.loop, self.places, int(address.rpartition(":")[2])))
+                        steps.append(Step("serve", "run", round(time.perf_counter() - began, 1), words))
                     steps.append(self._execute(stage, known, current, address, lock))
                 if place == last:
                     serving.close()

@@ -138,12 +138,15 @@ def always() -> bool:
     return True
 
 
-def datasets_of(places: Places) -> tuple[Path, ...]:
-    """The files that the plan found behind the names in `dataset`."""
-    if not places.document("plan").is_file():
-        return ()
-    found = json.loads(places.document("plan").read_text())
-    return tuple(Path(part["file"]) for part in found["datasets"])
+def datasets_of(loop: Loop, places: Places) -> tuple[Path, ...]:
+    """The files that the plan found behind the names in `dataset`; without a plan, the names that are files."""
+    if places.document("plan").is_file():
+        found = json.loads(places.document("plan").read_text())
+        return tuple(Path(part["file"]) for part in found["datasets"])
+    given = recipe_of(loop, places)
+    names = [given.get(key) or () for key in ("dataset", "eval_dataset")]
+    listed = [name for some in names for name in (some.split(",") if isinstance(some, str) else some)]
+    return tuple(Path(name.strip()) for name in listed if Path(name.strip()).is_file())
 
 
 def task_data(places: Places, run: str) -> tuple[Path, ...]:
@@ -175,7 +178,7 @@ def _plan(loop: Loop, places: Places) -> Stage:
         "plan",
         ("train", str(places.recipe), f"output_dir={places.run / 'planned'}", "--dry-run", "--json"),
         inputs=(places.recipe, Path(places.model)),
-        named=functools.partial(datasets_of, places),
+        named=functools.partial(datasets_of, loop, places),
         document=places.document("plan"),
         before=functools.partial(bring_recipe, loop, places),
     )
@@ -187,7 +190,7 @@ def _pace(loop: Loop, places: Places) -> Stage:
         ("train", str(places.recipe), *pace.words(loop.train.pace_steps, places.run / "pace")),
         outputs=(places.run / "pace", places.document("pace")),
         inputs=(places.recipe, Path(places.model)),
-        named=functools.partial(datasets_of, places),
+        named=functools.partial(datasets_of, loop, places),
         after=functools.partial(pace.measure, places.run),
     )
 
@@ -198,7 +201,7 @@ def _train(loop: Loop, places: Places) -> Stage:
         ("train", str(places.train)),
         outputs=(places.adapter,),
         inputs=(places.train, Path(places.model)),
-        named=functools.partial(datasets_of, places),
+        named=functools.partial(datasets_of, loop, places),
         resumes=functools.partial(can_go_on, places),
         shown=True,
         before=functools.partial(bring_training, loop, places),
