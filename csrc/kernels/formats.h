@@ -31,31 +31,46 @@ struct Header {
   const uint8_t* bytes(int field) const { return (const uint8_t*)at + field * kTileN; }
 };
 
+// W bytes from row n of a field on.
+template <int W>
+inline U32<W> bytes_of(const uint8_t* field, int n) {
+  // In two steps: the compiler takes longer ones apart.
+  auto wider = __builtin_convertvector(load<typename Vec<W>::u8>(field + n), typename Vec<W>::u16);
+  return __builtin_convertvector(wider, U32<W>);
+}
+
+template <int W>
+inline F32<W> to_floats(U32<W> v) {
+  return __builtin_convertvector((I32<W>)v, F32<W>);
+}
+
 template <int W>
 inline void halves_to_floats(const char* from, float* out) {
   for (int n = 0; n < kTileN; n += W) store(out + n, from_f16<W>(from + n * 2));
 }
 
-inline float e8m0(uint8_t bits) {
-  uint32_t u = bits == 255 ? 0x7fc00000u : bits ? (uint32_t)bits << 23 : 0x00400000u;
-  return load<float>(&u);
+template <int W>
+inline F32<W> e8m0(U32<W> code) {
+  U32<W> bits = code << 23;
+  bits |= (U32<W>)((I32<W>)code == 0) & 0x00400000u;
+  return (F32<W>)(bits | ((U32<W>)((I32<W>)code == 255) & 0x7fc00000u));
 }
 
+// Of a byte at the top of its lane.
 template <int W>
 inline F32<W> e4m3(U32<W> code) {
-  U32<W> magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
+  U32<W> magnitude = (code >> 4) & (0x7fu << 20), sign = code & 0x80000000u;
   // Subnormals: 2^-6 and eighths of it, less 2^-6. The others move their exponent's bias from 7 to 127.
-  F32<W> tiny = (F32<W>)((magnitude << 20) + (121u << 23)) - splat<F32<W>>(0x1p-6f);
-  F32<W> normal = (F32<W>)((magnitude << 20) + (120u << 23));
-  F32<W> value = select<F32<W>>((I32<W>)magnitude < 8, tiny, normal);
-  U32<W> nan = (U32<W>)((I32<W>)magnitude == 0x7f) & 0x7fc00000u;
+  F32<W> tiny = (F32<W>)(magnitude + (121u << 23)) - splat<F32<W>>(0x1p-6f);
+  F32<W> normal = (F32<W>)(magnitude + (120u << 23));
+  F32<W> value = select<F32<W>>((I32<W>)magnitude < (8 << 20), tiny, normal);
+  U32<W> nan = (U32<W>)((I32<W>)magnitude == (0x7f << 20)) & 0x7fc00000u;
   return (F32<W>)((U32<W>)value | sign | nan);
 }
 
 template <int W>
 inline void e4m3_to_floats(const uint8_t* from, float* out) {
-  for (int n = 0; n < kTileN; n += W)
-    store(out + n, e4m3<W>(__builtin_convertvector(load<typename Vec<W>::u8>(from + n), U32<W>)));
+  for (int n = 0; n < kTileN; n += W) store(out + n, e4m3<W>(bytes_of<W>(from, n) << 24));
 }
 
 constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
@@ -92,9 +107,10 @@ inline F32<W> counted4(U32<W> code) {
   return counted<W, 4, low>(code);
 }
 
+// A signed byte at the top of its lane.
 template <int W>
 inline F32<W> signed8(U32<W> code) {
-  return __builtin_convertvector((I32<W>)(code << 24) >> 24, F32<W>);
+  return __builtin_convertvector((I32<W>)code >> 24, F32<W>);
 }
 
 // `tile`: the k tile's number in its span; `whole`: the strip, for what all of it shares. s and m as in RowScales.
@@ -148,7 +164,7 @@ template <>
 struct Decoder<Codec::mxfp8> : Decoder<Codec::fp8> {
   template <int W>
   static void scales(const Format&, Header h, int, const char*, RowScales& r) {
-    for (int n = 0; n < kTileN; n++) r.s[0][n] = e8m0(h.bytes(0)[n]);
+    for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, e8m0<W>(bytes_of<W>(h.bytes(0), n)));
   }
 };
 
@@ -239,14 +255,12 @@ struct Decoder<Codec::q2_k> {
   static constexpr bool offset = true;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    alignas(64) float d[kTileN], least[kTileN];
-    halves_to_floats<W>(h.at + 16 * kTileN, d);
-    halves_to_floats<W>(h.at + 18 * kTileN, least);
-    for (int half = 0; half < 2; half++) {
-      const uint8_t* packed = h.bytes(2 * tile + half);
-      for (int n = 0; n < kTileN; n++) {
-        r.s[half][n] = d[n] * (float)(packed[n] & 15);
-        r.m[half][n] = -(least[n] * (float)(packed[n] >> 4));
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n), least = from_f16<W>(h.at + 18 * kTileN + 2 * n);
+      for (int half = 0; half < 2; half++) {
+        U32<W> both = bytes_of<W>(h.bytes(2 * tile + half), n);
+        store(r.s[half] + n, d * to_floats<W>(both & 15u));
+        store(r.m[half] + n, -(least * to_floats<W>(both >> 4)));
       }
     }
   }
@@ -262,14 +276,13 @@ struct Decoder<Codec::q3_k> {
   static constexpr bool offset = false;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    alignas(64) float d[kTileN];
-    halves_to_floats<W>(h.at + 12 * kTileN, d);
-    for (int half = 0; half < 2; half++) {
-      int i = 2 * tile + half;
-      const uint8_t *low = h.bytes(i % 8), *high = h.bytes(8 + i % 4);
-      for (int n = 0; n < kTileN; n++) {
-        int scale = ((low[n] >> (i / 8 * 4)) & 15) | ((high[n] >> (i / 4 * 2)) & 3) << 4;
-        r.s[half][n] = d[n] * (float)(scale - 32);
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 12 * kTileN + 2 * n);
+      for (int half = 0; half < 2; half++) {
+        int i = 2 * tile + half;
+        U32<W> low = bytes_of<W>(h.bytes(i % 8), n) >> (uint32_t)(i / 8 * 4);
+        U32<W> high = bytes_of<W>(h.bytes(8 + i % 4), n) >> (uint32_t)(i / 4 * 2);
+        store(r.s[half] + n, d * to_floats<W>(((low & 15u) | (high & 3u) << 4) - 32u));
       }
     }
   }
@@ -285,16 +298,21 @@ struct Decoder<Codec::q4_k> {
   static constexpr bool offset = true;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    alignas(64) float d[kTileN], least[kTileN];
-    halves_to_floats<W>(h.at, d);
-    halves_to_floats<W>(h.at + 2 * kTileN, least);
     // Eight scales and eight minima of six bits in twelve bytes, the last four of each in pieces.
-    const uint8_t *a = h.bytes(4 + tile), *b = h.bytes(4 + tile + 4), *c = h.bytes(4 + (tile < 4 ? 0 : tile - 4));
-    for (int n = 0; n < kTileN; n++) {
-      int scale = tile < 4 ? a[n] & 63 : (b[n] & 15) | (c[n] >> 6) << 4;
-      int minimum = tile < 4 ? b[n] & 63 : (b[n] >> 4) | (a[n] >> 6) << 4;
-      r.s[0][n] = d[n] * (float)scale;
-      r.m[0][n] = -(least[n] * (float)minimum);
+    const uint8_t *a = h.bytes(4 + tile), *b = h.bytes(8 + tile), *c = h.bytes(tile);
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 2 * n), least = from_f16<W>(h.at + 2 * kTileN + 2 * n);
+      U32<W> scale = bytes_of<W>(a, n), minimum = bytes_of<W>(b, n);
+      if (tile < 4) {
+        scale &= 63u;
+        minimum &= 63u;
+      } else {
+        U32<W> low = minimum;
+        minimum = (low >> 4) | (scale >> 6) << 4;
+        scale = (low & 15u) | (bytes_of<W>(c, n) >> 6) << 4;
+      }
+      store(r.s[0] + n, d * to_floats<W>(scale));
+      store(r.m[0] + n, -(least * to_floats<W>(minimum)));
     }
   }
   template <int W>
@@ -317,11 +335,10 @@ struct Decoder<Codec::q6_k> {
   static constexpr bool offset = false;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    alignas(64) float d[kTileN];
-    halves_to_floats<W>(h.at + 16 * kTileN, d);
-    for (int half = 0; half < 2; half++) {
-      const int8_t* scale = (const int8_t*)h.bytes(2 * tile + half);
-      for (int n = 0; n < kTileN; n++) r.s[half][n] = d[n] * (float)scale[n];
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n);
+      for (int half = 0; half < 2; half++)
+        store(r.s[half] + n, d * signed8<W>(bytes_of<W>(h.bytes(2 * tile + half), n) << 24));
     }
   }
   template <int W>
@@ -336,12 +353,13 @@ struct Decoder<Codec::iq4_xs> {
   static constexpr bool offset = false;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    alignas(64) float d[kTileN];
-    halves_to_floats<W>(h.at, d);
-    const uint8_t *low = h.bytes(4 + tile / 2), *high = (const uint8_t*)h.at + 2 * kTileN;
-    for (int n = 0; n < kTileN; n++) {
-      int scale = ((low[n] >> (tile % 2 * 4)) & 15) | ((load<uint16_t>(high + 2 * n) >> (2 * tile)) & 3) << 4;
-      r.s[0][n] = d[n] * (float)(scale - 32);
+    const uint8_t* low = h.bytes(4 + tile / 2);
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 2 * n);
+      auto high = __builtin_convertvector(load<typename Vec<W>::u16>(h.at + 2 * kTileN + 2 * n), U32<W>);
+      U32<W> scale = ((bytes_of<W>(low, n) >> (uint32_t)(tile % 2 * 4)) & 15u) | ((high >> (uint32_t)(2 * tile)) & 3u)
+                                                                                     << 4;
+      store(r.s[0] + n, d * to_floats<W>(scale - 32u));
     }
   }
   template <int W>
@@ -362,9 +380,11 @@ inline U32<W> plane_bits(const char* plane, int j, int lane) {
 }
 
 // A code of one plane keeps its neighbours' bits above it, which every `number` masks; that of two is put together.
+// Whole bytes come at the top of their lanes, with neighbours' bits below.
 template <int W, Codec C>
 inline U32<W> code_at(const char* codes, int j, int lane) {
   constexpr int low = kCodecRows[(int)C].plane[0], high = kCodecRows[(int)C].plane[1];
+  if constexpr (low == 8) return load<U32<W>>(codes + (j / 4 * kLanesOfTile + lane) * 4) << (uint32_t)(24 - j % 4 * 8);
   U32<W> code = plane_bits<W, low>(codes, j, lane);
   if constexpr (high > 0) {
     U32<W> rest = plane_bits<W, high>(codes + kTileN * kTileK * low / 8, j, lane);
@@ -403,6 +423,30 @@ struct TileRow<Bf16Pairs> {
   }
 };
 
+// The same value, of which the compiler knows nothing: a product that may not be fused with the addition after it.
+template <class V>
+inline V apart(V v) {
+#if defined(__AVX512F__)
+  constexpr int widest = 64;
+#elif defined(__AVX__)
+  constexpr int widest = 32;
+#else
+  constexpr int widest = 16;
+#endif
+  if constexpr (sizeof(V) > widest) {
+    asm("" : "+m"(v));
+  } else {
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#else
+    asm("" : "+m"(v));
+#endif
+  }
+  return v;
+}
+
 inline void two_lanes_each(const float* rows, float* lanes) {
   for (int n = 0; n < kTileN; n++) lanes[2 * n] = lanes[2 * n + 1] = rows[n];
 }
@@ -430,7 +474,7 @@ inline void decode_tile(const RowScales& r, const char* codes, char* tile) {
         constexpr int per_half = kTileK / 2 / D::halves;
         V product = D::template number<W>(code_at<W, C>(codes, j, lane + v * W)) * s[j / per_half][v];
         x[v] = product;
-        if constexpr (D::offset) x[v] = __builtin_assoc_barrier(product) + m[j / per_half][v];
+        if constexpr (D::offset) x[v] = apart(product) + m[j / per_half][v];
       }
       TileRow<Real>::template put<W>(tile, j, lane, x[0], x[1]);
     }

@@ -101,9 +101,86 @@ class Unfinished {
   int next_ = 0, per_step_ = 0;
 };
 
+// What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode.
+template <class Rows, class Decoding>
+struct Meanwhile {
+  Rows& rows;
+  Decoding* decoding;  // null: blocks are tiles
+
+  // The k-th pair of weight tiles.
+  const char* tiles(const char* b, int k, int tile_bytes) {
+    return decoding ? decoding->tiles(k) : b + (int64_t)k * 2 * tile_bytes;
+  }
+  void step() {
+    rows.step();
+    if (decoding) decoding->step();
+  }
+  void all() { rows.all(); }
+};
+
 struct Nothing {
+  static const char* tiles(const char* b, int k, int tile_bytes) { return b + (int64_t)k * 2 * tile_bytes; }
   void step() {}
   void all() {}
+};
+
+constexpr int kRingAhead = 4;  // pairs of tiles by which decoding is ahead of multiplying
+
+// The blocks of one unit, decoded pair of tiles by pair of tiles while others are multiplied: the vector units have
+// nothing else to do. Where a block is multiplied once, its tiles never leave L1. Where several passes read it, it goes
+// to one of two places in turn, and the next block is decoded evenly over the steps of all passes.
+template <class Isa>
+class DecodingAhead {
+ public:
+  template <class Unit>
+  DecodingAhead(const Unit& u, int passes)
+      : at_(u.base.b),
+        block_bytes_((int64_t)u.block_bytes),
+        k_tiles_(u.base.k_tiles),
+        passes_(passes),
+        all_((int64_t)(u.block1 - u.block0) * u.base.k_tiles) {
+    if constexpr (requires { u.coded; }) how_ = u.coded.how, k0_ = u.coded.k0, out_ = u.coded.decoded;
+  }
+
+  // Begins a pass over the block that is `index`-th of the unit.
+  void begin(int index, int pass) {
+    first_ = (int64_t)index * k_tiles_;
+    steps_ = (int64_t)pass * k_tiles_;
+  }
+  const char* tiles(int k) {
+    int64_t here = first_ + k, need = here + kRingAhead, end = first_ + 2 * k_tiles_;
+    if (end > all_) end = all_;
+    if (need >= end) need = end - 1;
+    while (done_ <= need) decode_one();
+    return place(here);
+  }
+  void step() {
+    steps_++;
+    if (passes_ == 1) return;
+    // At most two at a step: the first block of a unit has nobody before it to be decoded beside.
+    int64_t wanted = first_ + k_tiles_ + steps_ / passes_;
+    for (int i = 0; i < 2 && done_ < wanted && done_ < all_; i++) decode_one();
+  }
+
+ private:
+  char* place(int64_t n) const {
+    int64_t slot = passes_ == 1 ? n % kRingTiles : n % (2 * k_tiles_);
+    return out_ + slot * 2 * Isa::tile_bytes;
+  }
+  void decode_one() {
+    decode_block<Isa>(*how_, at_, k0_ + k_, 1, place(done_));
+    done_++;
+    if (++k_ == k_tiles_) k_ = 0, at_ += block_bytes_;
+  }
+
+  const Encoding* how_ = nullptr;
+  const char* at_;  // the block that is decoded
+  int64_t block_bytes_;
+  int k0_ = 0, k_tiles_, passes_;
+  int64_t all_;  // pairs of tiles in the unit
+  char* out_ = nullptr;
+  int k_ = 0;                                 // of it, to come next
+  int64_t done_ = 0, first_ = 0, steps_ = 0;  // pairs decoded; of the block that is multiplied; steps in it
 };
 
 // W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
@@ -152,7 +229,12 @@ template <class Isa, class Unit, class Where, class Finish>
 inline void for_each_product(const Unit& u, bool complete, const char* after, bool turned, const Drop& drop,
                              const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
-  Unfinished<typename Isa::Real, Finish> unfinished(finish);
+  using Rows = Unfinished<typename Isa::Real, Finish>;
+  Rows unfinished(finish);
+  const Encoding* how = nullptr;
+  DecodingAhead<Isa> ahead_of_it(u, passes), *decoding = nullptr;
+  if constexpr (requires { u.coded; }) how = u.coded.how;
+  if (how && Isa::overlaps) decoding = &ahead_of_it;
   Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     ProductOf<typename Isa::Real> p;
@@ -164,9 +246,7 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
     p.rows = u.tiling.rows;
     const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : after;
     if (turned) next = nullptr;
-    const Encoding* how = nullptr;
-    if constexpr (requires { u.coded; }) how = u.coded.how;
-    if constexpr (requires { u.coded; })
+    if constexpr (requires { u.coded; } && !Isa::overlaps)
       if (how) {
         decode_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
         p.s.b = u.coded.decoded;
@@ -180,7 +260,9 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
                     : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
       if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
-      Isa::multiply(p, unfinished);
+      if (decoding) decoding->begin(block - u.block0, pass);
+      Meanwhile<Rows, DecodingAhead<Isa>> meanwhile{unfinished, decoding};
+      Isa::multiply(p, meanwhile);
       unfinished.all();
       if (complete) unfinished.put(p);
     }

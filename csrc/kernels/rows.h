@@ -107,15 +107,16 @@ struct RowIsa {
   using Vector = typename Arith::Vector;
   using Real = Lane<Vector>;
   static constexpr int width = kLanes<Vector>, elem = Arith::elem, tile_bytes = Arith::tile_bytes, max_rows = MR;
+  static constexpr bool overlaps = false;
   static constexpr DType panel = Arith::panel;
   static void enter(int) {}
   static void leave() {}
   static Tiling tiling(int32_t live) { return {MR, (live + MR - 1) / MR}; }
   static void outer(const Outer& o) { run_outer<Vector>(o); }
   // The vector units do the product itself, so nothing is gained by mixing other rows' work into it.
-  template <class Rows>
-  static void multiply(const ProductOf<Real>& p, Rows& unfinished) {
-    unfinished.all();
+  template <class Beside>
+  static void multiply(const ProductOf<Real>& p, Beside& meanwhile) {
+    meanwhile.all();
     for (int t = 0; t < p.tiles; t++) {
       int live = p.live - t * p.rows < p.rows ? p.live - t * p.rows : p.rows;
       Ahead ahead = p.ahead;

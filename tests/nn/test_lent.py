@@ -17,10 +17,12 @@ def test_memory_comes_back() -> None:
     place = first.data_ptr()
     view = first.view(torch.bfloat16)[:10].zero_()
     del first
-    assert lent.empty((8 * MB,), torch.uint8).data_ptr() != place, "a view still holds it"
+    second = lent.empty((8 * MB,), torch.uint8)
+    assert second.data_ptr() != place, "a view still holds it"
     del view
     gc.collect()
-    assert lent.empty((7 * MB, 1), torch.uint8).data_ptr() == place
+    third = lent.empty((7 * MB, 1), torch.uint8)
+    assert third.data_ptr() == place, "what is free and large enough is taken"
 
 
 def test_no_more_is_held_than_was_in_use() -> None:
