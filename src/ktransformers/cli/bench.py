@@ -61,17 +61,17 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Measure how fast a model reads and writes here: llama-bench's tests."""
-    from ktransformers.serve.speed import Test
-
     form = "json" if as_json else form
     if form not in FORMATS:
         raise InputError("format", repr(form), f"one of {', '.join(FORMATS)}")
+    model = ask.for_model(model, form != "md")
+    from ktransformers.serve.speed import Test
+
     tests = [Test(prompt=number) for number in counts("n-prompt", n_prompt) if number]
     depths = counts("n-depth", n_depth) or [0]
     tests += [Test(new=number, depth=depth) for number in counts("n-gen", n_gen) if number for depth in depths]
     if not tests:
         raise InputError("n-prompt, n-gen", "nothing to measure", "a number above 0")
-    model = ask.for_model(model, form != "md")
     document = _document(model, tests, repetitions, sequences, cpu_threads, device, dtype, form)
     if output is not None:
         from ktransformers.files import write_json
