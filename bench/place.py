@@ -75,11 +75,11 @@ def stores(shape: Shape, spec: str) -> list[ExpertStore]:
 
 def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[PlacedStore]:
     from ktransformers.nn.gate import Gate
-    from ktransformers.place.attach import geometry_of, new_layer
     from ktransformers.place.autograd import PlacedStore
     from ktransformers.place.engine import Engine
     from ktransformers.place.gpu.measure import costs_of
     from ktransformers.place.gpu.slots import Slots
+    from ktransformers.place.placement import geometry_of, new_layer
 
     sizes = geometry_of(made[0])
     slots = Slots(sizes, 2 * sizes.experts, device, registered)

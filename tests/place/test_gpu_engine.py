@@ -23,11 +23,11 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import NO_DROPOUT, Dropout
-from ktransformers.place.attach import geometry_of, new_layer
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.engine import Engine
 from ktransformers.place.gpu.pinned import Registered
 from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.place.split import Costs
 
 TOLERANCE = 0.01

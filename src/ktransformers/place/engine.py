@@ -105,7 +105,6 @@ class Engine:
         keep = layer.store.new_keep(*ids.shape) if retain and rows is not None else ids.new_empty(0, dtype=torch.uint8)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep) if found.cpu and rows is not None else None
-        result = batch.hidden.new_zeros(batch.hidden.shape)
         if gpu := found.there + found.streamed:
             whole = self.side.forward(layer.packed, batch, gpu, counts)
             self._prefetch(layer, phase, found, counts)
@@ -114,6 +113,8 @@ class Engine:
             result = whole.to(batch.hidden.dtype)
         elif share is not None:
             result = start_up((share.result(),), self.device).finish()[0]
+        else:  # nobody was asked for
+            result = torch.zeros_like(batch.hidden)
         host = rows.finish()[0] if rows is not None and retain else batch.hidden.new_empty(0, device="cpu")
         return result, Kept(ids, host, keep, cpu)
 

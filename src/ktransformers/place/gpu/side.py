@@ -106,7 +106,7 @@ class Side:
             self._buffers[rows, columns] = found
         return found[:count]
 
-    def _decoded(self, layer: Packed, group: Group, slots: Sequence[int]) -> Decoded:
+    def _decoded(self, layer: Packed, group: Group, slots: Sequence[int], experts: Tensor) -> Decoded:
         geometry, count = layer.geometry, len(group.experts)
         bulk = max(1, GROUP_BYTES // geometry.decoded_bytes)
         first = self._buffer(count, geometry.first.out_rows, geometry.hidden, bulk)
@@ -118,45 +118,50 @@ class Side:
         group.room.done_reading(slots)
         if layer.biases == (None, None):
             return Decoded(first, down)
-        experts = on_device(np.array(group.experts, np.int64), self.device)
         return Decoded(first, down, *(None if bias is None else bias[experts] for bias in layer.biases))
 
-    def _rows(self, layer: Packed, batch: Batch, groups: Sequence[Group]) -> Tensor:
-        """Places token * k + slot of all rows, in the order of the walk."""
+    def _numbers(self, layer: Packed, groups: Sequence[Group]) -> tuple[Tensor, Tensor, Tensor]:
+        """In one copy: the place of every expert in the walk (one more: of ids that are none), the experts in that
+        order, and the ends of their rows within their group."""
         experts = [expert for group in groups for expert in group.experts]
-        place = np.full(layer.geometry.experts + 1, len(experts), np.int64)
+        place = np.full(layer.geometry.experts + 1, len(experts), np.int32)
         place[experts] = np.arange(len(experts))
-        ids = batch.ids.reshape(-1).long()
-        ids = torch.where((ids < 0) | (ids >= layer.geometry.experts), layer.geometry.experts, ids)
-        order = torch.argsort(on_device(place, self.device)[ids], stable=True)
-        return order[: groups[-1].begin + groups[-1].ends[-1]]
+        ends = [end for group in groups for end in group.ends]
+        whole = on_device(np.concatenate((place, np.array(experts + ends, np.int32))), self.device)
+        found = whole.split((len(place), len(experts), len(ends)))  # type: ignore[no-untyped-call]
+        return found[0], found[1], found[2]
 
-    def _lora_of(self, batch: Batch, group: Group, ends: Tensor) -> GroupLora | None:
+    def _lora_of(self, batch: Batch, experts: Tensor, ends: Tensor) -> GroupLora | None:
         if batch.factors is None:
             return None
-        experts = on_device(np.array(group.experts, np.int64), self.device)
         factors = {role: tensor[experts] for role, tensor in self._lora.of(batch.factors).items()}
         return GroupLora(ends, factors, batch.factors.scales)
 
     def _walk(
         self, layer: Packed, batch: Batch, groups: Sequence[Group]
-    ) -> Iterator[tuple[Group, Rows, Decoded, GroupLora | None, Thinning | None, Tensor]]:
-        order = self._rows(layer, batch, groups)
+    ) -> Iterator[tuple[Rows, Decoded, GroupLora | None, Thinning | None, Tensor]]:
+        """Everything that a group's products need; the last are the places token * k + slot of its rows."""
+        place, experts, ends = self._numbers(layer, groups)
+        ids, none = batch.ids.reshape(-1), layer.geometry.experts
+        ids = torch.where((ids < 0) | (ids >= none), none, ids)
+        order = torch.argsort(place[ids], stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
+        share, seed = batch.dropout.share, batch.dropout.seed
+        first = 0
         for at, group in enumerate(groups):
             slots = self._fetch(layer, groups, at)
-            span = slice(group.begin, group.begin + group.ends[-1])
-            ends = on_device(np.array(group.ends, np.int32), self.device)
-            rows = Rows(tokens[span], weights[span], ends)
-            share, seed = batch.dropout.share, batch.dropout.seed
-            thin = Thinning(share, seed, order[span]) if share and batch.factors is not None else None
-            yield group, rows, self._decoded(layer, group, slots), self._lora_of(batch, group, ends), thin, order[span]
+            rows, mine = slice(group.begin, group.begin + group.ends[-1]), slice(first, first + len(group.experts))
+            first = mine.stop
+            thin = Thinning(share, seed, order[rows]) if share and batch.factors is not None else None
+            weighed = Rows(tokens[rows], weights[rows], ends[mine])
+            decoded = self._decoded(layer, group, slots, experts[mine])
+            yield weighed, decoded, self._lora_of(batch, experts[mine], ends[mine]), thin, order[rows]
 
     def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
         """float32 [T, H]."""
         self._open()
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
-        for _, rows, weights, lora, thin, _ in self._walk(layer, batch, self._groups(layer, experts, counts)):
+        for rows, weights, lora, thin, _ in self._walk(layer, batch, self._groups(layer, experts, counts)):
             compute.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
         self._close()
         return out
@@ -176,7 +181,7 @@ class Side:
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts)
         gradients = Gradients([expert for group in groups for expert in group.experts])
-        for _, rows, weights, lora, thin, places in self._walk(layer, batch, groups):
+        for rows, weights, lora, thin, places in self._walk(layer, batch, groups):
             grad_rows, grads = compute.backward(
                 grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, thin, wanted
             )

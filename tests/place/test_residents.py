@@ -1,0 +1,117 @@
+"""Residents: budgets, strategies and statistics; then on slots, what is copied when they change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ktransformers.errors import InputError
+from ktransformers.nn import attach as pack
+from ktransformers.place import attach
+from ktransformers.place.residents import budget, choose, load_counts, save_counts
+
+COUNTS = np.array([[5, 0, 9, 1], [7, 8, 0, 0], [0, 0, 0, 6]])
+
+
+def test_budgets() -> None:
+    assert budget(3, 4, 10, count=2) == 6
+    assert budget(3, 4, 10, ratio=0.25, count=4) == 3
+    assert budget(3, 4, 10, size=75) == 7
+    assert budget(3, 4, 10, size=10**6) == 12
+    for wrong in ({"ratio": 1.5}, {"count": 5}):
+        with pytest.raises(InputError):
+            budget(3, 4, 10, **wrong)  # type: ignore[arg-type]
+
+
+def test_strategies() -> None:
+    assert choose("uniform", 7, 3, 4) == [(0, 1, 2), (0, 1), (0, 1)]
+    assert choose("front-loading", 6, 3, 4) == [(0, 1, 2, 3), (0, 1), ()]
+    assert choose("frequency", 4, 3, 4, COUNTS) == [(2,), (0, 1), (3,)]
+    random = choose("random", 5, 3, 4)
+    assert sum(map(len, random)) == 5 and random == choose("random", 5, 3, 4)
+    assert choose("uniform", 100, 3, 4) == [(0, 1, 2, 3)] * 3
+    with pytest.raises(InputError, match="frequency"):
+        choose("frequency", 4, 3, 4)
+    with pytest.raises(InputError, match="one of uniform"):
+        choose("hottest", 4, 3, 4)
+
+
+@pytest.mark.parametrize("name", ["counts.json", "counts.safetensors"])
+def test_statistics(tmp_path: Path, name: str) -> None:
+    names = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
+    save_counts(tmp_path / name, names, COUNTS)
+    assert np.array_equal(load_counts(tmp_path / name, names), COUNTS)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    with pytest.raises(InputError, match="another"):
+        load_counts(tmp_path / name, [*names, "another"])
+
+
+def tiny() -> torch.nn.Module:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=64,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    pack(model, free=True)
+    return model
+
+
+def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+    if not torch.cuda.is_available():
+        assert attach(model) is None and attach(model) is None
+        assert sum("no CUDA device" in record.message for record in caplog.records) == 1
+    with pytest.raises(InputError, match="KT_PLACE"):
+        attach(model, policy="gpu")
+    placement = attach(model, policy="resident", device="cpu")
+    assert placement is not None and len(placement.layers) == 3 and len(placement.engines) == 1
+    assert placement.names[0] == "model.layers.0.mlp.experts" and not placement.left
+    side = placement.engines[0].side
+    placement.place_residents(count=2)
+    assert [side.residents[index].present(index) for index in range(3)] == [frozenset({0, 1})] * 3
+    with pytest.raises(InputError, match="none yet"):
+        placement.place_residents(count=2, strategy="frequency")
+    for index, layer in enumerate(placement.layers):
+        layer.counts[[index, 5]] = 10
+    placement.save_statistics(tmp_path / "seen.safetensors")
+    copied = sum(room.copied_bytes for room in side.residents.values())
+    found = placement.place_residents(count=2, strategy="frequency", statistics=tmp_path / "seen.safetensors")
+    assert found == [(0, 5), (1, 5), (2, 5)]
+    again = sum(room.copied_bytes for room in side.residents.values()) - copied
+    expert = placement.layers[0].packed.geometry.expert_bytes
+    assert again == 4 * expert, "0 and 1 of the first two layers were there"
+    placement.place_residents(ratio=0.0)
+    assert not side.residents
+    placement.detach()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["stream", "auto", "resident", "cpu"])
+def test_a_model_on_a_gpu(policy: str) -> None:
+    """The engine under a stock model gives the logits that the CPU's path gives."""
+    model = tiny().to("cuda:0").eval()
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).to("cuda:0")
+    with torch.inference_mode():
+        want = model(tokens).logits.float()
+        placement = attach(model, policy=policy)
+        assert placement is not None
+        if policy == "resident":
+            placement.place_residents(ratio=0.5)
+        got = model(tokens).logits.float()
+    assert placement.counts().sum() == 3 * 2 * 16 * 2
+    assert (got - want).norm() < 0.02 * want.norm()
+    placement.detach()
