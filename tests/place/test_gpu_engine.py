@@ -68,9 +68,12 @@ def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = Fal
     return store
 
 
-def placed(store: ExpertStore, device: str, policy: str, slots: int, residents: tuple[int, ...] = ()) -> PlacedStore:
+def placed(
+    store: ExpertStore, device: str, policy: str, slots: int, residents: tuple[int, ...] = (), pinned: int = 1 << 40
+) -> PlacedStore:
+    """`pinned`: bytes that may be registered with the driver."""
     where, sizes = torch.device(device), geometry_of(store)
-    registered = Registered(1 << 40) if where.type == "cuda" else None
+    registered = Registered(pinned) if where.type == "cuda" and pinned else None
     engine = Engine(where, policy, Slots(sizes, slots, where, registered))
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = {"forward": EVEN, "backward": EVEN}
@@ -244,6 +247,26 @@ def test_counts_are_kept() -> None:
     run(place, given, True)
     ids = given.ids[given.ids >= 0]
     assert np.array_equal(place.layer.counts, np.bincount(ids.numpy(), minlength=SMALL.experts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [0, 1000], ids=["stage", "beyond the budget"])
+def test_staging(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through pinned buffers that are smaller than an expert, so that the ring goes round many times."""
+    monkeypatch.setattr("ktransformers.place.gpu.pinned.STAGE_BYTES", 10_000)
+    store, given = make_store(SMALL), inputs(SMALL, "cuda:0")
+    place = placed(store, "cuda:0", "stream", 3, pinned=pinned)
+    assert not place.engine.slots.direct(place.layer.packed.source)
+    for _ in range(2):
+        compare(run(place, given, True), expected(store, given))
+
+
+@pytest.mark.gpu
+def test_registered_memory_is_copied_from_directly() -> None:
+    store = make_store(QWEN)
+    place = placed(store, "cuda:0", "stream", 128)
+    assert place.engine.slots.direct(place.layer.packed.source)
+    assert place.layer.packed.source.first.is_pinned()
 
 
 @pytest.mark.gpu
