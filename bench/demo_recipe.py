@@ -33,9 +33,10 @@ class Recipe:
     step: int = 512  # tokens of an optimiser step
     rate: float = 2e-3
     rank: int = 16
-    style: float = 0.16  # shares of rows drawn
-    facts: float = 0.34
+    style: float = 0.24  # shares of steps, or of rows where steps are mixed
+    facts: float = 0.26
     choice: float = 0.50
+    mixed: bool = False  # rows of all datasets in a step: long answers then outweigh single letters
     schedule: str = "cosine"  # or linear, or constant
     plus: float = 1.0  # learning rate of B over that of A
     target: str = "all"
@@ -51,8 +52,8 @@ def recipes() -> list[Recipe]:
         {},
         {"rate": 1e-3},
         {"rate": 4e-3},
-        {"style": 0.2, "facts": 0.0, "choice": 0.8},
-        {"rate": 3e-3, "style": 0.3, "facts": 0.2, "choice": 0.5},
+        {"mixed": True, "style": 0.16, "facts": 0.34, "choice": 0.5},
+        {"style": 0.3, "facts": 0.0, "choice": 0.7},
         {"step": 256, "rate": 1.5e-3},
         {"rank": 32},
         {"answer": "letter"},
@@ -95,26 +96,29 @@ def token_rows(recipe: Recipe, settings: Any, tokenizer: Any) -> list[list[Any]]
     return list(encode_all(found, Renderer(tokenizer, settings.data.cutoff_len), settings.data))
 
 
-def drawn(parts: list[list[Any]], shares: list[float], seed: int = 0) -> Iterator[Any]:
-    """Rows without end: a dataset by its share, its rows in a new order each time round."""
+def drawn(parts: list[list[Any]], recipe: Recipe, step: int, seed: int = 0) -> Iterator[list[Any]]:
+    """The rows of one step after another: of a dataset drawn by its share, in a new order each time round."""
     draw = random.Random(seed)
     queues: list[list[Any]] = [[] for _ in parts]
+    shares = [recipe.style, recipe.facts, recipe.choice]
     while True:
+        taken: list[Any] = []
         (which,) = draw.choices(range(len(parts)), shares)
-        if not queues[which]:
-            queues[which] = draw.sample(parts[which], len(parts[which]))
-        yield queues[which].pop()
+        while sum(len(row.ids) for row in taken) < step:
+            if recipe.mixed:
+                (which,) = draw.choices(range(len(parts)), shares)
+            if not queues[which]:
+                queues[which] = draw.sample(parts[which], len(parts[which]))
+            taken.append(queues[which].pop())
+        yield taken
 
 
-def batches(rows: Iterator[Any], step: int, packed: bool, device: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """(inputs, real tokens) of steps of about `step` tokens: one packed sequence, or padded rows."""
+def batches(steps: Iterator[list[Any]], packed: bool, device: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """(inputs, real tokens) of steps: one packed sequence, or padded rows."""
     import torch
 
-    while True:
-        taken, count = [], 0
-        while count < step:
-            taken.append(next(rows))
-            count += len(taken[-1].ids)
+    for taken in steps:
+        count = sum(len(row.ids) for row in taken)
         if packed:
             ids = torch.tensor([[token for row in taken for token in row.ids]])
             labels = torch.tensor([[label for row in taken for label in (-100, *row.labels[1:])]])
@@ -224,12 +228,12 @@ def run_one(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]:
     network, tokenizer = open_adapted(plan, settings, args.model, args.experts, args.device)
     losses, seconds = [], 0.0
     if recipe is not None:
-        rows = drawn(token_rows(recipe, settings, tokenizer), [recipe.style, recipe.facts, recipe.choice])
+        rows = drawn(token_rows(recipe, settings, tokenizer), recipe, recipe.step)
         steps = max(1, recipe.budget // recipe.step)
         adam, schedule = optimiser(network, recipe, steps)
         began = time.perf_counter()
         network.train()
-        feed = batches(rows, recipe.step, True, args.device)
+        feed = batches(rows, True, args.device)
         for _ in range(steps):
             inputs, _ = next(feed)
             losses.append(train_step(network, inputs, adam, schedule, False))
@@ -316,8 +320,7 @@ def rate(args: argparse.Namespace) -> None:
     clock = ExpertClock(network)
     for packed in (False, True):
         for step in (512, 1024, 2048):
-            rows = drawn(parts, [BASIC.style, BASIC.facts, BASIC.choice])
-            feed = batches(rows, step, packed, "cpu")
+            feed = batches(drawn(parts, BASIC, step), packed, "cpu")
             adam, schedule = optimiser(network, BASIC, 1000)
             network.train()
             train_step(network, next(feed)[0], adam, schedule, args.autocast)
