@@ -10,6 +10,7 @@ through the runtime library itself, because torch would report it at its next ke
 from __future__ import annotations
 
 import ctypes
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Registered:
         self.left = budget
         self._known: dict[int, bool] = {}
         self._kept: list[Tensor] = []
+        weakref.finalize(self, _unregister, self._kept).atexit = False
 
     def take(self, buffer: Tensor) -> bool:
         """Whether the copy engine may read this buffer, which is registered now if it was not."""
@@ -74,11 +76,15 @@ class Registered:
 
     def close(self) -> None:
         """Before the memory may go."""
-        runtime: Any = torch.cuda.cudart() if self._kept else None  # type: ignore[no-untyped-call]
-        for buffer in self._kept:
-            runtime.cudaHostUnregister(buffer.data_ptr())
-        self._kept.clear()
+        _unregister(self._kept)
         self._known.clear()
+
+
+def _unregister(buffers: list[Tensor]) -> None:
+    runtime: Any = torch.cuda.cudart() if buffers else None  # type: ignore[no-untyped-call]
+    for buffer in buffers:
+        runtime.cudaHostUnregister(buffer.data_ptr())
+    buffers.clear()
 
 
 class Stages:

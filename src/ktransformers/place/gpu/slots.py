@@ -9,6 +9,7 @@ computing stream never wait for each other otherwise. On a CPU, for tests, copie
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class Source:
 
 
 Key = tuple[int, int]  # layer, expert
+COPY_BYTES = 32 << 20  # at a time: the CPU's results must not wait longer for the copy engine
 
 
 class Slots:
@@ -43,6 +45,11 @@ class Slots:
         self._registered = registered
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            # Memory that others have just let go of may still be in use there; and copies may be under way when nobody
+            # wants them any more, while their memory goes.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            weakref.finalize(self, self._stream.synchronize).atexit = False
         self._stages: Stages | None = None
         self._slot: dict[Key, int] = {}
         self._owner: list[Key | None] = [None] * count
@@ -114,7 +121,7 @@ class Slots:
         with torch.cuda.stream(self._stream):
             for event in {id(e): e for _, slot in filled if (e := self._read[slot]) is not None}.values():
                 self._stream.wait_event(event)
-            for expert, slot, count in runs(filled):
+            for expert, slot, count in runs(filled, max(1, COPY_BYTES // self.expert_bytes)):
                 for buffer, bytes_ in ((self.first, source.first), (self.down, source.down)):
                     target, origin = buffer[slot : slot + count], bytes_[expert : expert + count]
                     if direct:
@@ -149,13 +156,13 @@ class Slots:
             self._read[slot] = event
 
 
-def runs(filled: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(expert, slot) pairs as (first expert, first slot, count) where both go up by one."""
+def runs(filled: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
+    """(expert, slot) pairs as (first expert, first slot, count) where both go up by one; at most so many together."""
     found: list[tuple[int, int, int]] = []
     for expert, slot in filled:
         if found:
             first, at, count = found[-1]
-            if (expert, slot) == (first + count, at + count):
+            if count < most and (expert, slot) == (first + count, at + count):
                 found[-1] = (first, at, count + 1)
                 continue
         found.append((expert, slot, 1))
