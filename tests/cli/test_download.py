@@ -77,7 +77,7 @@ def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert hub.sent < listing.size + (1 << 18)  # nothing is fetched twice but what was in flight
     assert seen[-1] == (listing.size, listing.size) and done.fetched == 3
     assert {name: (tmp_path / "m" / name).read_bytes() for name in files} == files
-    assert sorted(file.name for file in (tmp_path / "m").iterdir()) == sorted(files)  # no parts are left
+    assert sorted(file.name for file in (tmp_path / "m").iterdir()) == sorted([client.RECORD, *files])  # no parts
 
 
 def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
@@ -108,6 +108,24 @@ def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
         assert ("model.safetensors", f"bytes={had}-") in hub.asked
         assert done.resumed >= had >= 3 << 20
         assert verify(target, listing.files).whole
+
+
+def test_a_new_revision_with_files_of_the_same_size(tmp_path: Path) -> None:
+    files = model_files()
+    shard = "model-00002-of-00002.safetensors"
+    with Hub(files) as hub:
+        client.download(client.list_files(hub.repo, endpoint=hub.url), tmp_path / "m", endpoint=hub.url)
+        hub.asked.clear()
+        hub.files = files | {shard: files[shard][:-1] + b"!", "tokenizer.json": b"[]"}
+        listing = client.list_files(hub.repo, endpoint=hub.url)
+        done = client.download(listing, tmp_path / "m", endpoint=hub.url)
+        assert sorted(name for name, _ in hub.asked) == [shard, "tokenizer.json"] and done.kept == 3
+        assert verify(tmp_path / "m", listing.files).whole
+        hub.asked.clear()
+        (tmp_path / "m" / client.RECORD).unlink()  # files that somebody else has put here are hashed
+        (tmp_path / "m" / "tokenizer.json").write_bytes(b"{}")
+        client.download(listing, tmp_path / "m", endpoint=hub.url)
+        assert [name for name, _ in hub.asked] == ["tokenizer.json"]
 
 
 def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import fnmatch
 import hashlib
+import json
 import os
 import shutil
 import threading
@@ -23,10 +24,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.files import sync
+from ktransformers.files import sync, write_json
 from ktransformers.library import Known
 
 PARTIAL = ".kt-partial"
+RECORD = ".kt-files.json"  # hashes of the files that were fetched into a folder
 CHUNK = 1 << 20
 ATTEMPTS = 5  # without a new byte
 PAUSE = 1.0  # seconds before the next one
@@ -128,7 +130,7 @@ def select(listing: Listing, include: Sequence[str] = (), exclude: Sequence[str]
 def download(
     listing: Listing, target: Path, *, endpoint: str | None = None, workers: int = 8, progress: Progress | None = None
 ) -> Downloaded:
-    """Every file of the listing into `target`; those that are there in the right size are kept."""
+    """Every file of the listing into `target`; those that are there with the right hash are kept."""
     target.mkdir(parents=True, exist_ok=True)
     with _alone(target):
         fetch = _Fetch(listing, target, endpoint, progress)
@@ -170,16 +172,29 @@ class _Fetch:
         self._listing, self._target, self._endpoint = listing, target, endpoint
         self._progress, self._lock, self._here = progress, threading.Lock(), 0
         self.stop, self.resumed = threading.Event(), 0
+        self._record: dict[str, str | None] = _read_record(target / RECORD)
 
     def missing(self) -> list[str]:
         found = []
         for name, known in self._listing.files.items():
-            file = self._target / name
-            if file.is_file() and (known.size is None or file.stat().st_size == known.size):
-                self._arrived(file.stat().st_size)
+            if self._is_here(name, known):
+                self._record[name] = _sum_of(known)
+                self._arrived((self._target / name).stat().st_size)
             else:
                 found.append(name)
         return sorted(found, key=lambda name: -(self._listing.files[name].size or 0))  # the long ones first
+
+    def _is_here(self, name: str, known: Known) -> bool:
+        """A new revision has other weights in files of the same size, so what no record vouches for is hashed."""
+        file = self._target / name
+        if not file.is_file() or file.stat().st_size != (known.size or file.stat().st_size):
+            return False
+        return self._record.get(name) == _sum_of(known) or not hash_is_wrong(file, known)
+
+    def _note(self, name: str) -> None:
+        with self._lock:
+            self._record[name] = _sum_of(self._listing.files[name])
+            write_json(self._target / RECORD, self._record)
 
     def check_room(self, missing: list[str]) -> None:
         wanted = sum(self._listing.files[name].size or 0 for name in missing)
@@ -201,8 +216,9 @@ class _Fetch:
         destination.parent.mkdir(parents=True, exist_ok=True)
         if (known.size or 0) > PLAIN_LIMIT:
             self._by_hub(name, known)
+            self._note(name)
             return
-        key = hashlib.sha256(f"{name} {known.sha256 or known.git_sha1}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{name} {_sum_of(known)}".encode()).hexdigest()[:32]
         part = self._target / PARTIAL / f"{key}.part"
         part.parent.mkdir(exist_ok=True)
         try:
@@ -213,6 +229,7 @@ class _Fetch:
             raise
         sync(part)
         part.replace(destination)
+        self._note(name)
 
     def _by_hub(self, name: str, known: Known) -> None:
         from huggingface_hub import hf_hub_download
@@ -294,6 +311,19 @@ def _lost_when_broken(request: Any, name: str) -> Iterator[bytes]:
         raise _Lost(str(error) or type(error).__name__) from error
 
 
+def _sum_of(known: Known) -> str | None:
+    return known.sha256 or known.git_sha1
+
+
+def _read_record(file: Path) -> dict[str, str | None]:
+    """Nothing where there is none, or where somebody has been at it: then files are hashed."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class _Digest:
     """sha256 of a file, or git's sha1 of a small one, as its bytes pass."""
 
@@ -315,7 +345,7 @@ class _Digest:
                 self.update(block)
 
     def wrong(self) -> bool:
-        wanted = self._known.sha256 or self._known.git_sha1
+        wanted = _sum_of(self._known)
         return wanted is not None and self._sum.hexdigest() != wanted
 
 
@@ -350,4 +380,4 @@ def from_modelscope(
 
 
 def _hidden(file: Path, target: Path) -> bool:
-    return any(part.startswith(("._", ".")) for part in file.relative_to(target).parts)
+    return any(part.startswith(".") for part in file.relative_to(target).parts)
