@@ -20,7 +20,7 @@ import pytest
 from ktransformers import env
 from ktransformers.errors import InputError
 from ktransformers.serve.flags import HONOURED, METHODS, SWITCHES, VALUES, Launch, parse
-from ktransformers.serve.launch import bind, with_environment
+from ktransformers.serve.launch import bind, make_plan, with_environment
 from ktransformers.serve.target import resolve
 from ktransformers.serve.training import TrainingLog, Watch
 from tests.serve.conftest import Bench, Served
@@ -222,6 +222,7 @@ def serving(*words: str) -> Iterator[tuple[str, Any]]:
     else:
         raise AssertionError("".join(lines))
     try:
+        process.said = lines  # type: ignore[attr-defined]
         yield line.rsplit(" ", 1)[1].strip().removesuffix("/v1"), process
     finally:
         if process.poll() is None:
@@ -234,6 +235,8 @@ def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     with serving(str(adapters["one"]), "--trust-remote-code", "--watch", str(tmp_path)) as (url, process):
+        assert any(line.startswith("host ") and "process" in line for line in process.said), "the plan comes first"
+        assert any("host memory at start: " in line and "predicted" in line for line in process.said)
         end = time.monotonic() + 30
         while time.monotonic() < end:
             try:
@@ -268,6 +271,7 @@ def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
             rest = reply.read().decode()
         assert '"finish_reason": "length"' in rest and rest.rstrip().endswith("data: [DONE]")
         assert process.wait(20) in (0, -signal.SIGTERM)
+        assert "host memory at the end: " in process.stderr.read()
 
 
 def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
@@ -280,6 +284,19 @@ def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
     assert done.stdout.strip() and "tiny:one" in done.stderr
     wrong = subprocess.run(kt("run", str(adapters["one"]), "Hi", "--adapter", "x"), capture_output=True, text=True)
     assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
+
+
+def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
+    """Before anything is loaded, with the ways out; `--force` goes on."""
+    plans: list[Any] = []
+    target = resolve(str(model_directory))
+    with pytest.raises(InputError, match=r"host lacks .* GB, expected a plan that fits.*--force"):
+        make_plan(parse([str(model_directory), "--max-total-tokens", str(10**12)]), target, print, plans.append)
+    assert plans and plans[0].best is None and plans[0].nearest.lacking["host"] > 10**12
+    forced = parse([str(model_directory), "--max-total-tokens", str(10**12), "--force"])
+    assert make_plan(forced, target, print, plans.append) is plans[1]
+    fits = make_plan(parse([str(model_directory)]), target, print, plans.append)
+    assert fits is not None and fits.best is not None and fits.best.work.context == 512  # type: ignore[union-attr]
 
 
 def test_the_page_lists_every_flag() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from typing import Annotated
@@ -30,21 +29,20 @@ def run(
     host: Annotated[str | None, typer.Option("--host", "-H", help="Where to serve. [default: server.host]")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Where to serve. [default: server.port]")] = None,
     cpu_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the experts. [default: chosen]")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Run even where the plan says that it cannot fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Serve a model on this machine, or answer one prompt and end."""
+    model = ask.for_model(model, as_json)
+    from ktransformers.cli.serve import say, show
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.launch import open_service, serve
+    from ktransformers.serve.launch import make_plan, open_service, serve
     from ktransformers.serve.target import resolve
 
-    def say(line: str) -> None:
-        print(f"kt: {line}", file=sys.stderr, flush=True)
-
-    model = ask.for_model(model, as_json)
     if prompt is None:
         if as_json:
             raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
-        serve(Launch(model, host=host, port=port, threads=cpu_threads), say)
+        serve(Launch(model, host=host, port=port, threads=cpu_threads, force=force), say, show)
         return
     target = resolve(model)
     adapters = [name for name, _ in target.adapters]
@@ -52,7 +50,9 @@ def run(
         raise InputError(
             "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         )
-    service = open_service(Launch(model, running=1, threads=cpu_threads), target, say)
+    launch = Launch(model, running=1, threads=cpu_threads, force=force)
+    make_plan(launch, target, say, show)
+    service = open_service(launch, target, say)
     wanted = adapter or (adapters[0] if adapters else None)
     name = service.registry.served if wanted is None else f"{service.registry.served}:{wanted}"
     _answer(service, name, prompt, system, max_tokens, temperature, as_json)

@@ -7,8 +7,12 @@ flag and have to work as they are.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from ktransformers.place import Plan
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -18,4 +22,16 @@ def serve(context: typer.Context) -> None:
     from ktransformers.serve.flags import parse
     from ktransformers.serve.launch import serve as run
 
-    run(parse(context.args), lambda line: print(f"kt: {line}", file=sys.stderr, flush=True))
+    run(parse(context.args), say, show)
+
+
+def say(line: str) -> None:
+    print(f"kt: {line}", file=sys.stderr, flush=True)
+
+
+def show(plan: Plan) -> None:
+    """Before anything is loaded: where memory goes, and how fast it will be."""
+    from ktransformers.cli.plan import plan_rows
+
+    for name, value in plan_rows(plan):
+        print(f"{name:<10} {value}", file=sys.stderr, flush=True)

@@ -208,8 +208,14 @@ async def _bug(_: Request, error: Any) -> Response:
     return _envelope(500, f"{type(error).__name__}: {error}")
 
 
-def create_app(service: Service, *, api_key: str | None = None, training: TrainingLog | None = None) -> Any:
-    """The application, to be run by any ASGI server; its engine starts and ends with it."""
+def create_app(
+    service: Service,
+    *,
+    api_key: str | None = None,
+    training: TrainingLog | None = None,
+    ended: Callable[[], None] = lambda: None,
+) -> Any:
+    """The application, to be run by any ASGI server; its engine starts and ends with it, and `ended` is called last."""
     api = Api(service, api_key, training)
 
     @asynccontextmanager
@@ -217,6 +223,7 @@ def create_app(service: Service, *, api_key: str | None = None, training: Traini
         service.engine.start()
         yield
         await asyncio.to_thread(service.engine.stop)
+        ended()
 
     app: Any = FastAPI(title="ktransformers", version=ktransformers.__version__, lifespan=life, docs_url=None)
     json = ("application/json",)

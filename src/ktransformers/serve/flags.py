@@ -50,6 +50,7 @@ HONOURED = (
     Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always", "an adapter whose experts are on for every request"),
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
+    Flag(("--force",), "force", "serve even where the plan says that it cannot fit", bool),
 )
 
 # Names of formats in earlier guides -> what the experts are computed from here, None where that does not exist yet.
@@ -145,6 +146,7 @@ class Launch:
     groups: int | None = None
     always: Path | None = None
     log_level: str = "warning"
+    force: bool = False
     notes: tuple[str, ...] = field(default=())  # what was accepted and means nothing here
 
 
@@ -157,6 +159,9 @@ def parser() -> argparse.ArgumentParser:
     made = _Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
     made.add_argument("target", nargs="?", metavar="MODEL", help="a model, a training output, or its YAML file")
     for flag in HONOURED:
+        if flag.kind is bool:
+            made.add_argument(*flag.names, dest=flag.field, action="store_true", help=flag.help)
+            continue
         metavar = flag.field.removesuffix("_flag").upper()
         made.add_argument(
             *flag.names,

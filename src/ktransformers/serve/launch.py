@@ -1,9 +1,9 @@
 """From a launch line to a running server: the model opened and checked, room measured, adapters loaded, the socket
 bound.
 
-The order is chosen so that what can fail fails early: paths and packages first, the port before the hours of loading,
-the family's check before adapters. Everything but the experts is computed in bf16 where the processor or a GPU has
-instructions for it, in float32 elsewhere.
+The order is chosen so that what can fail fails early: paths and packages first, the port and the plan before the hours
+of loading, the family's check before adapters. Everything but the experts is computed in bf16 where the processor or a
+GPU has instructions for it, in float32 elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from ktransformers import env, settings, system
 from ktransformers.errors import InputError
+from ktransformers.place import Plan, refuse
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve
 
@@ -25,6 +26,7 @@ HOST_SHARE = 0.8  # of free host memory at most, whatever the line says: lines a
 PATIENCE = 30  # seconds for running answers when the server is asked to end
 
 Say = Callable[[str], None]
+Show = Callable[[Plan], None]
 
 
 def with_environment(launch: Launch) -> Launch:
@@ -59,6 +61,29 @@ def dtype_of(word: str, device: str) -> Any:
     return known[word]
 
 
+def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | None:
+    """Shown first; what cannot fit is refused unless the line says --force."""
+    from transformers import AutoConfig
+
+    from ktransformers.serve.forecast import forecast
+
+    device = device_of(launch)
+    longest = _longest(AutoConfig.from_pretrained(target.model))
+    found, note = forecast(launch, target.model, device, dtype_of(launch.dtype, device).itemsize, longest)
+    if found is None:
+        say(note)
+        return None
+    show(found)
+    refuse(found, force=launch.force)
+    return found
+
+
+def device_of(launch: Launch) -> str:
+    import torch
+
+    return launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def open_service(launch: Launch, target: Target, say: Say) -> Any:
     """The service with its engine, not started yet."""
     import torch
@@ -70,7 +95,7 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     from ktransformers.serve.registry import Registry
     from ktransformers.serve.service import Service
 
-    device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(launch)
     dtype = dtype_of(launch.dtype, device)
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
@@ -81,7 +106,7 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     host = device == "cpu"
     free = system.memory().available if host else torch.cuda.mem_get_info()[0]
     share = min(launch.memory, HOST_SHARE) if host else launch.memory
-    context = launch.context or _context(model)
+    context = launch.context or _longest(model.config)
     tokens = launch.tokens or max(256, min(int(free * share) // per_token, launch.running * context))
     limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
     say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
@@ -91,7 +116,7 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     for name, place in (*target.adapters, *launch.lora_paths):
         made = registry.load(name, place)
         say(f"adapter {served}:{name} from {place}, {made.bytes() / 2**20:.1f} MiB")
-    return Service(engine, registry, tokenizer, timeout=launch.timeout or None, template=template)
+    return Service(engine, registry, tokenizer, timeout=launch.timeout or None, template=template, per_token=per_token)
 
 
 def _open_model(launch: Launch, directory: Path, dtype: Any, device: str) -> Any:
@@ -110,9 +135,9 @@ def _open_model(launch: Launch, directory: Path, dtype: Any, device: str) -> Any
     return load_model(directory, dtype=dtype, device=None if device == "cpu" else device, pool=pool)
 
 
-def _context(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    found = getattr(config, "max_position_embeddings", None)
+def _longest(config: Any) -> int:
+    """Tokens that a sequence of this model may have."""
+    found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return int(found) if found and math.isfinite(found) else 4096
 
 
@@ -129,7 +154,7 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-def serve(launch: Launch, say: Say) -> None:
+def serve(launch: Launch, say: Say, show: Show) -> None:
     """Until it is told to end (Ctrl-C, SIGTERM): then nothing new is taken and running answers have 30 seconds."""
     check_packages()
     for note in launch.notes:
@@ -138,20 +163,29 @@ def serve(launch: Launch, say: Say) -> None:
     target = resolve(launch.target)
     assert launch.host is not None and launch.port is not None
     door = bind(launch.host, launch.port)
+    plan = make_plan(launch, target, say, show)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
+    from ktransformers.serve import forecast
     from ktransformers.serve.api import create_app
     from ktransformers.serve.training import TrainingLog, Watch
 
     service = open_service(launch, target, say)
     watch = Watch(launch.watch, service.registry) if launch.watch else None
     training = TrainingLog(launch.watch) if launch.watch else None
-    app = create_app(service, api_key=launch.api_key, training=training)
+
+    def ended() -> None:  # here, because uvicorn lets a signal end the process when it is done
+        if plan is not None:
+            say(str(forecast.at_end(plan, service)))
+
+    app = create_app(service, api_key=launch.api_key, training=training, ended=ended)
     config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=PATIENCE)
     server = uvicorn.Server(config)
     if watch is not None:
         watch.start()
     port = door.getsockname()[1]
+    if plan is not None:
+        say(str(forecast.at_start(plan)))
     say(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
         server.run(sockets=[door])

@@ -76,13 +76,21 @@ class Defaults:
 
 class Service:
     def __init__(
-        self, engine: Engine, registry: Registry, tokenizer: Any, *, timeout: float | None = None, template: str = ""
+        self,
+        engine: Engine,
+        registry: Registry,
+        tokenizer: Any,
+        *,
+        timeout: float | None = None,
+        template: str = "",
+        per_token: int = 0,
     ) -> None:
         self.engine, self.registry, self.tokenizer, self.timeout = engine, registry, tokenizer, timeout
         self.vocabulary = int(engine.forward.model.get_input_embeddings().weight.shape[0])
         self.defaults = Defaults.of(getattr(engine.forward.model, "generation_config", None), tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self._template = template or None
+        self.per_token = per_token  # bytes of keys and values
 
     @property
     def room(self) -> int:

@@ -1,0 +1,55 @@
+"""What serving will take, said before anything is loaded, and held against what it took.
+
+The planner (`ktransformers.place`) knows shapes and rates and no server; here stands what a launch line means to it.
+The cache is the surprising part: it takes what is free and gives way to nobody, so a plan that counted all requests at
+full length would refuse what runs well. Counted is the room that the line asks for, else room for one request; what is
+kept beyond that is decided after loading, from the memory that is then free.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ktransformers.errors import InputError
+from ktransformers.place import Comparison, Plan, Serving, make_plan, open_shape, with_gpus
+from ktransformers.place.meter import anonymous_bytes
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.service import Service
+
+ROOM = 4096  # tokens of a request, where the line says nothing and the model allows more
+
+
+def work_of(launch: Launch, rest_bytes: int, longest: int) -> Serving:
+    """`longest`: the model's own limit of a sequence."""
+    context = min(launch.context or ROOM, longest)
+    room = launch.tokens or context
+    return Serving(context=room, prompt=min(launch.chunk, room), sequences=1, rest_bytes=rest_bytes)
+
+
+def forecast(launch: Launch, directory: Path, device: str, rest_bytes: int, longest: int) -> tuple[Plan | None, str]:
+    """For this machine; a model whose config the planner cannot read is served all the same, and the note says why."""
+    from ktransformers.place.calibrate import this_machine
+
+    try:
+        shape = open_shape(str(directory))
+        machine = this_machine()
+        machine = with_gpus(machine, "none") if device == "cpu" else machine
+        return make_plan(shape, work_of(launch, rest_bytes, longest), machine), ""
+    except InputError as error:
+        return None, f"no forecast of memory and time: {error}"
+
+
+def at_start(plan: Plan) -> Comparison:
+    """Predicted and measured host memory before the first request: no cache yet, nothing computed."""
+    later = ("KV cache", "activations", "workspace", "transfers")
+    expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later)
+    return Comparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
+
+
+def at_end(plan: Plan, service: Service) -> Comparison:
+    """And after the last one, with the cache as large as it became."""
+    host = plan.nearest.memory.host
+    expected = sum(size for name, size in host.items() if name != "KV cache")
+    if "KV cache" in host:
+        expected += service.engine.slots.room_used * service.per_token
+    return Comparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
