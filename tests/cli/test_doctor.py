@@ -92,6 +92,7 @@ def test_gpu_and_driver() -> None:
     assert "unset CUDA_VISIBLE_DEVICES" in said(checks.gpu(Cuda("580.1", "12.8", hidden=True), []))
     assert checks.gpu(Cuda("580.1", "12.8", None, ((8, 9),), ("sm_80", "sm_90", "sm_120")), card) == []
     assert "no bf16" in said(checks.gpu(Cuda("580.1", "12.8", None, ((7, 5),), ("sm_75",)), card))
+    assert "newer than what" in said(checks.gpu(Cuda("580.1", "12.4", None, ((12, 0),), ("sm_80", "sm_90")), card))
     assert "older than what" in said(checks.gpu(Cuda("580.1", "12.8", None, ((6, 1),), ("sm_75", "sm_90a")), card))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -131,6 +132,23 @@ def test_exit_codes(kt: Call, tmp_path: Path) -> None:
     assert usage.returncode == 2 and "download" in usage.stderr
     assert run("model", "list", "--nonsense").returncode == 2
     assert run("config", "path").returncode == 0
+
+
+def test_a_full_disk_is_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from ktransformers.cli import main
+
+    def fail(number: int) -> None:
+        def refuse() -> None:
+            raise OSError(number, os.strerror(number), "/models/x")
+
+        monkeypatch.setattr(main, "app", refuse)
+        main.main()
+
+    with pytest.raises(SystemExit) as ended:
+        fail(errno.ENOSPC)
+    assert ended.value.code == 1 and capsys.readouterr().err == "kt: /models/x: No space left on device\n"
+    with pytest.raises(OSError, match="Invalid"):  # this one is
+        fail(errno.EINVAL)
 
 
 def test_an_interrupted_download_ends_with_130(kt: Call, tmp_path: Path) -> None:

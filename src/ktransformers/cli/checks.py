@@ -158,6 +158,9 @@ def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
         if known and capability < min(known):
             text = f"{one.name} is of {capability[0]}.{capability[1]}, older than what this torch has code for"
             found.append(Finding("warning", "gpu", text, "an older torch, or `--device cpu`"))
+        elif known and capability[0] > max(known)[0]:
+            text = f"{one.name} is of {capability[0]}.{capability[1]}, newer than what this torch has code for"
+            found.append(Finding("warning", "gpu", text, "a newer torch: https://pytorch.org/get-started/locally"))
         elif capability < (8, 0):
             text = f"{one.name} has no bf16 instructions"
             found.append(Finding("note", "gpu", text, "`--dtype float16` where a verb has it"))

@@ -6,6 +6,7 @@ come inside the verb.
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -82,9 +83,18 @@ sft.command("chat")(chat)
 sft.command("export")(merge)
 
 
+# What a disk says that is no fault of ours: it ends with a line, not with a trace.
+REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
+
 def main() -> None:
     try:
         app()
     except KTError as error:
         print(f"kt: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        print(f"kt: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
         sys.exit(1)
