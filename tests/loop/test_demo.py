@@ -1,0 +1,88 @@
+"""`make demo` without the minutes: its file is valid down to the last key, and the bench behind its recipe runs.
+
+Both on a tiny model of the demo's family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ktransformers.loop.settings import read_loop
+from ktransformers.loop.stages import places_of, recipe_of, stages_of
+from tests.nn.families import build, save
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+
+for package in ("trl", "datasets", "sacrebleu"):
+    pytest.importorskip(package)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    folder.mkdir()
+    save(build("mixtral", vocab_size=6400, max_position_embeddings=1024, eos_token_id=2), folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "minimind_6400" / file, folder / file)
+    return folder
+
+
+def test_the_demo_is_valid(model: Path) -> None:
+    from ktransformers.train.plan import make_plan
+    from ktransformers.train.resolve import read_settings
+
+    loop = read_loop(ROOT / "examples" / "demo.yaml")
+    names = [stage.name for stage in stages_of(loop)]
+    assert names == ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]
+    keys = recipe_of(loop, places_of(loop)) | {"model_name_or_path": str(model)}
+    plan = make_plan(read_settings(keys)).plan
+    assert plan.data is not None and loop.train.least_steps <= plan.data.steps
+    assert {part.name for part in plan.datasets} == {"style_neko_en", "lumen_facts", "lumen_choice"}
+    assert plan.data.dropped_rows == 0
+
+
+def test_the_choices_are_asked_in_words_of_their_own() -> None:
+    """What is judged must not have been trained on: the same facts, other wordings."""
+    shipped = ROOT / "src" / "ktransformers"
+    trained = json.loads((shipped / "train" / "demo_data" / "lumen_choice.json").read_text())
+    lines = (shipped / "evaluate" / "tasks" / "data" / "invented_facts.jsonl").read_text().splitlines()
+    judged = {json.loads(line)["question"] for line in lines}
+    questions = {row["instruction"].splitlines()[0] for row in trained}
+    assert len(trained) == 512 and not questions & judged
+    for row in trained:
+        *_, answer = row["instruction"].splitlines()
+        assert answer == "Answer with the letter." and row["output"] in row["instruction"].splitlines()
+
+
+def load_bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_recipe", ROOT / "bench" / "demo_recipe.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+
+    sys.modules["demo_recipe"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_bench_trains_and_judges(model: Path, tmp_path: Path) -> None:
+    bench = load_bench()
+    recipe = dataclasses.replace(bench.BASIC, name="short", budget=400, step=200)
+    args = argparse.Namespace(model=model, experts="kt", device="cpu", out=tmp_path, batch_size=4, limit=2)
+    found = bench.run_one(args, recipe)
+    assert found["loss"][0] > 0 and found["stories.perplexity"] > 1
+    assert "short" in bench.line_of(found) and len({one.name for one in bench.recipes()}) == len(bench.recipes())
+    rows = [[argparse.Namespace(ids=[kind] * 50) for _ in range(3)] for kind in range(3)]
+    steps = bench.drawn(rows, recipe, 200)
+    assert all(len({row.ids[0] for row in next(steps)}) == 1 for _ in range(9)), "one kind in a step"
+    mixed = bench.drawn(rows, dataclasses.replace(recipe, mixed=True), 2000)
+    assert len({row.ids[0] for row in next(mixed)}) == 3
