@@ -100,7 +100,7 @@ def test_mixed_formats_and_odd_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", [KEEP, "bf16", "int4"])
 def test_fp8_release(word: str, tmp_path: Path) -> None:
     """Attention in fp8 too: it is written as bf16, and the result needs nothing of the source's method."""
-    origin = as_fp8(tiny(tmp_path / "model"))
+    origin = as_fp8(tiny(tmp_path / "model", hidden_size=192, moe_intermediate_size=160))
     done = pack(origin, tmp_path / "out", word)
     words = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert words["packed"]["source"]["quant_method"] == "fp8" and "source" not in words
@@ -119,7 +119,7 @@ def test_fp8_release(word: str, tmp_path: Path) -> None:
 
 def test_nothing_is_left_to_stock(tmp_path: Path) -> None:
     """Where this package cannot be imported, transformers fails at the experts instead of making some up."""
-    families = ["qwen3_moe", "gpt_oss", "granitemoe", "nemotron_h", "deepseek_v3"]
+    families = ["qwen3_moe", "gpt_oss", "granitemoe"]
     for family in families:
         pack(tiny(tmp_path / family, family), tmp_path / f"{family}-packed", "int8")
     code = """

@@ -147,7 +147,7 @@ def sha256(file: Path) -> str:
     """Of all its bytes; other threads run meanwhile."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        buffer = bytearray(CHUNK)
+        buffer = bytearray(1 << 20)
         view = memoryview(buffer)
         while count := stream.readinto(buffer):
             digest.update(view[:count])

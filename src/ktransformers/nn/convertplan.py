@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ktransformers import _core
+from ktransformers.checkpoint.encoded import format_of
 from ktransformers.checkpoint.recode import KEEP, check_target, experts_of, recode
 from ktransformers.checkpoint.rest import tensor_bytes
 from ktransformers.errors import InputError
@@ -70,6 +71,7 @@ def make_plan(
     layers: list[LayerPlan] = []
     for layer in origin.layers:
         formats = {role: found if asked[role] == KEEP else asked[role] for role, found in layer.formats.items()}
+        check_columns(layer, formats)
         key = (layer.contract.shape, *formats.values())
         if key not in sizes:
             sizes[key] = small_store(layer.contract, formats, 1).packed_bytes
@@ -78,6 +80,14 @@ def make_plan(
         layers.append(LayerPlan(layer, file, formats, sizes[key]))
     rest = sum(tensor_bytes(tensor) for tensor in origin.rest())
     return Plan(origin, asked, layers, rest, threads or len(os.sched_getaffinity(0)))
+
+
+def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:
+    for role, (_, columns) in layer.contract.shape.matrices().items():
+        multiple = 1 if formats[role] == "bf16" else format_of(formats[role]).multiple
+        if columns % multiple:
+            given = f"{columns} columns"
+            raise InputError(f"{layer.module}: {role}", given, f"a multiple of {multiple} for {formats[role]}")
 
 
 def small_store(

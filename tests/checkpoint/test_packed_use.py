@@ -1,0 +1,303 @@
+"""Packed directories in use: killed while they are written, altered afterwards, opened by two processes at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ktransformers.checkpoint.packed import MANIFEST, content_hash
+from ktransformers.errors import InputError
+from ktransformers.nn import convert as run
+from ktransformers.nn import load_model
+from ktransformers.nn.store import LAYOUT_VERSION
+from tests.nn.families import build, save
+
+from .conversions import contents, edit, logits, pack, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYER = "packed-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("packed")
+    pack(tiny(base / "model"), base / "out", "int8")
+    return base / "out"
+
+
+@pytest.fixture
+def copy(packed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(packed, tmp_path / "copy"))
+
+
+# One interpreter imports everything and then forks a child for each attempt, so that an attempt costs no imports.
+KILLED = """
+import json, os, random, signal, sys, time
+import torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from ktransformers.nn.convert import convert
+from ktransformers.nn.convertplan import make_plan, wanted
+source, out, generator, seen = Path(sys.argv[2]), Path(sys.argv[3]), random.Random(7), []
+def attempt(slow):
+    child = os.fork()
+    if child == 0:
+        def progress(done, total, word):
+            time.sleep(slow)
+        convert(make_plan(source, wanted("int4"), 2), out, progress=progress if slow else None)
+        os._exit(0)
+    return child
+for _ in range(4):
+    child = attempt(0.02)
+    time.sleep(generator.uniform(0.05, 1.2))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    journal = out.with_name(out.name + ".partial") / "journal.jsonl"
+    lines = len(journal.read_text().splitlines()) if journal.exists() else 0
+    seen.append([os.waitstatus_to_exitcode(status), out.exists(), lines])
+_, status = os.waitpid(attempt(0), 0)
+print(json.dumps({"seen": seen, "last": os.waitstatus_to_exitcode(status)}))
+"""
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    origin, out = tiny(tmp_path / "model", num_hidden_layers=6), tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, str(ROOT), str(origin), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [code for code, _, _ in found["seen"]] == [-signal.SIGKILL] * 4
+    assert not any(finished for _, finished, _ in found["seen"])
+    assert found["last"] == 0 and out.is_dir() and not (tmp_path / "out.partial").exists()
+    pack(origin, tmp_path / "whole", "int4")
+    one, other = contents(out), contents(tmp_path / "whole")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert sorted(file.name for file in out.iterdir()) == sorted(file.name for file in (tmp_path / "whole").iterdir())
+    load_model(out, verify=True)
+
+
+def test_a_decayed_layer_is_written_again(tmp_path: Path) -> None:
+    origin, out = tiny(tmp_path / "model", num_hidden_layers=3), tmp_path / "out"
+    pack(origin, out, "int8", layers={0, 1})
+    file = tmp_path / "out.partial" / LAYER
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 255
+    file.write_bytes(data)
+    done = pack(origin, out, "int8")
+    assert done.redone == [LAYER] and done.kept_layers == 1
+    load_model(out, verify=True)
+
+
+def flip(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def test_truncated_or_missing(copy: Path) -> None:
+    whole = (copy / LAYER).read_bytes()
+    for open_it in (load_model, AutoModelForCausalLM.from_pretrained):
+        (copy / LAYER).write_bytes(whole[:-4096])
+        with pytest.raises(
+            InputError, match=r"packed-00001\.safetensors: given .*(truncated|does not open|header says)"
+        ):
+            open_it(copy)
+        (copy / LAYER).write_bytes(whole + bytes(64))
+        with pytest.raises(
+            InputError, match=r"packed-00001\.safetensors: given .*(too long|does not open|header says)"
+        ):
+            open_it(copy)
+        (copy / LAYER).unlink()
+        with pytest.raises((InputError, FileNotFoundError, OSError), match=r"packed-00001\.safetensors"):
+            open_it(copy)
+
+
+def test_altered(copy: Path) -> None:
+    whole = (copy / LAYER).read_bytes()
+    text = whole.index(b'"conversion":"') + len('"conversion":"')
+    flip(copy / LAYER, text)
+    with pytest.raises(InputError, match="a header that is not its own: altered, or of another conversion"):
+        load_model(copy)
+    (copy / LAYER).write_bytes(whole)
+    flip(copy / LAYER, -5000)
+    load_model(copy)  # contents are hashed when that is asked for
+    with pytest.raises(InputError, match=r"packed-00001\.safetensors: given contents that do not fit their checksum"):
+        load_model(copy, verify=True)
+
+
+def test_foreign(copy: Path, packed: Path, tmp_path: Path) -> None:
+    """A layer of another conversion with the same names and sizes, a manifest, and a configuration."""
+    pack(packed.parent / "model", tmp_path / "other", "int8")
+    own = (copy / LAYER).read_bytes()
+    shutil.copyfile(tmp_path / "other" / LAYER, copy / LAYER)
+    with pytest.raises(InputError, match="altered, or of another conversion"):
+        load_model(copy)
+    (copy / LAYER).write_bytes(own)
+    shutil.copyfile(tmp_path / "other" / MANIFEST, copy / MANIFEST)
+    with pytest.raises(InputError, match="files of two conversions lie together"):
+        load_model(copy)
+    (copy / MANIFEST).unlink()
+    with pytest.raises(InputError, match=r"given no kt_packed\.json, expected a packed directory"):
+        load_model(copy)
+
+
+def rewrite_manifest(directory: Path, **changes: Any) -> None:
+    """As a program would that knows the hashes."""
+    words = json.loads((directory / MANIFEST).read_text()) | changes
+    words.pop("sha256")
+    digest = content_hash(words)
+    (directory / MANIFEST).write_text(json.dumps(words | {"sha256": digest}))
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    config["packed"]["sha256"] = digest
+    edit(directory, quantization_config=config)
+
+
+def test_another_layout_version(copy: Path) -> None:
+    rewrite_manifest(copy, layout=LAYOUT_VERSION + 1)
+    for open_it in (load_model, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(InputError, match=f"layout {LAYOUT_VERSION + 1}, expected layout .*; run kt quant again"):
+            open_it(copy)
+
+
+def test_another_model(copy: Path) -> None:
+    edit(copy, moe_intermediate_size=32)
+    with pytest.raises(InputError, match=r"intermediate 64, .*expected .*intermediate 32, .*as config\.json says"):
+        load_model(copy)
+
+
+SHARED = """
+import sys
+import torch
+from ktransformers.nn import load_model
+model = load_model(sys.argv[1])
+store = next(module.kt_store for module in model.modules() if hasattr(module, "kt_store"))
+tokens = torch.arange(96)[None] % model.config.vocab_size
+with torch.no_grad():
+    model(tokens)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def mapped_pages(process: int, directory: Path) -> tuple[int, int]:
+    """Bytes of the directory's packed files in the memory of a process, whole and as its share."""
+    sums, inside = {"Rss": 0, "Pss": 0}, False
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        word = line.split()
+        if "-" in word[0] and not word[0].endswith(":"):
+            inside = str(directory / "packed-") in line
+        elif inside and word[0].removesuffix(":") in sums:
+            sums[word[0].removesuffix(":")] += int(word[1]) * 1024
+    return sums["Rss"], sums["Pss"]
+
+
+def test_two_processes_share_one_copy(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_hidden_layers": 2}
+    pack(tiny(tmp_path / "model", **sizes), tmp_path / "out", "bf16")
+    packed = sum(file.stat().st_size for file in (tmp_path / "out").glob("packed-*"))
+    command = [sys.executable, "-c", SHARED, str(tmp_path / "out")]
+    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for process in both:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in both:
+            whole, share = mapped_pages(process.pid, tmp_path / "out")
+            # Every expert was visited, so nearly all pages are here; each belongs to both.
+            assert 0.7 * packed < whole <= 1.01 * packed
+            assert share < 0.55 * whole
+    finally:
+        for process in both:
+            process.communicate("\n")
+
+
+def test_locked_pages(packed: Path) -> None:
+    try:
+        model = load_model(packed, pages="lock")
+    except InputError as error:
+        assert "ulimit -l" in str(error)  # a container may forbid it; then it is said
+        return
+    locked = [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("Locked:")]
+    assert sum(int(line.split()[1]) for line in locked) * 1024 >= sum(
+        module.kt_store.packed_bytes for module in model.modules() if hasattr(module, "kt_store")
+    )
+    assert torch.equal(logits(model), logits(load_model(packed)))
+
+
+MEMORY = """
+import sys, threading
+import torch
+from pathlib import Path
+import ktransformers.nn.convert as run
+from ktransformers.nn.convertplan import make_plan, wanted
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+run.STORE_BYTES = 8 << 20
+run.convert(make_plan(sys.argv[1], wanted(sys.argv[4]), 2), sys.argv[2] + ".first")  # imports, threads, caches
+highest, over = [0], threading.Event()
+def watch():
+    while not over.wait(0.002):
+        highest[0] = max(highest[0], anonymous())
+start = anonymous()
+thread = threading.Thread(target=watch)
+thread.start()
+run.convert(make_plan(sys.argv[3], wanted(sys.argv[4]), 2), sys.argv[2])
+over.set()
+thread.join()
+print(highest[0] - start)
+"""
+
+
+def test_memory_does_not_grow_with_the_layer(tmp_path: Path) -> None:
+    """Two threads: their matrices and those that wait, the small store, intermediates; less than half of the layer."""
+    small = tiny(tmp_path / "small")
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 48, "num_hidden_layers": 1}
+    large = save(build("qwen3_moe", **sizes).half(), tmp_path / "large")
+    arguments = [str(small), str(tmp_path / "out"), str(large), "bf16"]
+    done = subprocess.run([sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 48 * 3 * 512 * 1024 * 2 // 2
+
+
+@pytest.mark.slow
+def test_memory_bound_on_a_large_layer(tmp_path: Path) -> None:
+    """One matrix for each thread and 1 GiB, with a layer of 3.2 GB."""
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 2048, "num_experts": 128, "num_hidden_layers": 1}
+    small = tiny(tmp_path / "small")
+    large = save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
+    code = MEMORY.replace("8 << 20", str(run.STORE_BYTES))
+    arguments = [str(small), str(tmp_path / "out"), str(large), "int8"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2 * 2048 * 2048 * 2 + (1 << 30)
+
+
+@pytest.mark.slow
+def test_stock_without_us_in_an_environment_of_its_own(packed: Path, tmp_path: Path) -> None:
+    """A virtual environment that sees every package of this one but ours."""
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    ours = Path(torch.__file__).parents[1]
+    for entry in ours.iterdir():
+        if "ktransformers" not in entry.name and entry.suffix != ".pth":
+            (site / entry.name).symlink_to(entry)
+    code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    python = environment / "bin" / "python"
+    absent = subprocess.run([python, "-c", "import ktransformers"], capture_output=True, text=True, cwd=tmp_path)
+    assert "ModuleNotFoundError" in absent.stderr
+    done = subprocess.run([python, "-c", code, packed], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0 and "RuntimeError" in done.stderr and "size" in done.stderr
