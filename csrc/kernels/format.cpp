@@ -144,22 +144,32 @@ void put_header(const Format& f, const uint8_t* row, int n, char* out) {
   }
 }
 
+// The low `bits` of every other byte of eight, next to each other.
+uint32_t squeezed(uint64_t bytes, int bits) {
+  uint64_t one = (1u << bits) - 1, two = (1ull << 2 * bits) - 1;
+  uint64_t v = bytes & (one | one << 16 | one << 32 | one << 48);
+  v |= v >> (16 - bits);
+  v &= two | two << 32;
+  return (uint32_t)(v | v >> (32 - 2 * bits));
+}
+
 // One plane of a k tile: `bits` of every code from bit `low` on.
 char* put_plane(const uint8_t (*codes)[kMostSpan], int k0, int bits, int low, char* out) {
-  uint32_t mask = (1u << bits) - 1;
-  int words = bits == 1 ? 1 : bits / 2, per_word = kTileN / words;
-  for (int w = 0; w < words; w++)
-    for (int lane = 0; lane < 2 * kTileN; lane++) {
-      const uint8_t* from = codes[lane / 2] + k0 + lane % 2 + 2 * w * per_word;
-      uint32_t word = 0;
-      for (int i = 0; i < per_word; i++) word |= ((uint32_t)(from[2 * i] >> low) & mask) << (i * bits);
-      if (bits == 1) {
-        uint16_t half = (uint16_t)word;
-        std::memcpy(out + lane * 2, &half, 2);
-      } else {
-        std::memcpy(out + (w * 2 * kTileN + lane) * 4, &word, 4);
-      }
+  for (int lane = 0; lane < 2 * kTileN; lane++) {
+    uint32_t words[4] = {};
+    for (int quad = 0; quad < 4; quad++) {
+      uint64_t bytes;
+      std::memcpy(&bytes, codes[lane / 2] + k0 + 8 * quad, 8);
+      uint32_t four = squeezed(bytes >> (lane % 2 * 8 + low), bits) & (uint32_t)((1ull << 4 * bits) - 1);
+      words[quad * bits / 8] |= four << (quad * 4 * bits % 32);
     }
+    if (bits == 1) {
+      uint16_t half = (uint16_t)words[0];
+      std::memcpy(out + lane * 2, &half, 2);
+    } else {
+      for (int w = 0; w < bits / 2; w++) std::memcpy(out + (w * 2 * kTileN + lane) * 4, &words[w], 4);
+    }
+  }
   return out + kTileN * kTileK * bits / 8;
 }
 

@@ -489,14 +489,20 @@ template <int W, class Real, Codec C>
 __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                                char* out, int64_t step) {
   const char* codes = strip + s.codes + (int64_t)k0 * s.tile_bytes;
-  for (int k = k0; k < k0 + count; k++, codes += s.tile_bytes, out += step) {
+  const int span = k0 / s.span_tiles;
+  Header header{strip + s.headers + (int64_t)span * s.span_bytes};
+  for (int k = k0, in_span = k0 - span * s.span_tiles; k < k0 + count; k++, in_span++) {
     for (int line = 0; line < s.tile_bytes; line += 64)
       __builtin_prefetch(codes + kDecodeAhead * s.tile_bytes + line, 0, 3);
-    int span = k / s.span_tiles;
+    if (in_span == s.span_tiles) {
+      in_span = 0;
+      header.at += s.span_bytes;
+    }
     RowScales scales;
-    Header header{strip + s.headers + (int64_t)span * s.span_bytes};
-    Decoder<C>::template scales<W>(f, header, k - span * s.span_tiles, strip, scales);
+    Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
     decode_tile<W, Real, C>(scales, codes, out);
+    codes += s.tile_bytes;
+    out += step;
   }
 }
 

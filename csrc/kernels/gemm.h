@@ -111,10 +111,7 @@ struct Meanwhile {
   const char* tiles(const char* b, int k, int tile_bytes) {
     return decoding ? decoding->tiles(k) : b + (int64_t)k * 2 * tile_bytes;
   }
-  void step() {
-    rows.step();
-    if (decoding) decoding->step();
-  }
+  void step() { rows.step(); }
   void all() { rows.all(); }
 };
 
@@ -124,63 +121,63 @@ struct Nothing {
   void all() {}
 };
 
-constexpr int kRingAhead = 4;  // pairs of tiles by which decoding is ahead of multiplying
+constexpr int kDecodedTiles = 4;  // pairs of tiles that are decoded at a time
 
-// The blocks of one unit, decoded pair of tiles by pair of tiles while others are multiplied: the vector units have
-// nothing else to do. Where a block is multiplied once, its tiles never leave L1. Where several passes read it, it goes
-// to one of two places in turn, and the next block is decoded evenly over the steps of all passes.
+// The blocks of one unit, decoded a few pairs of tiles ahead of where they are multiplied. Where a block is multiplied
+// once, its tiles never leave L1 and those of the next block follow without a pause; where several passes read it, the
+// first of them decodes.
 template <class Isa>
 class DecodingAhead {
  public:
   template <class Unit>
   DecodingAhead(const Unit& u, int passes)
-      : at_(u.base.b),
+      : once_(passes == 1),
+        at_(u.base.b),
         block_bytes_((int64_t)u.block_bytes),
         k_tiles_(u.base.k_tiles),
-        passes_(passes),
-        all_((int64_t)(u.block1 - u.block0) * u.base.k_tiles) {
+        left_((int64_t)(u.block1 - u.block0) * u.base.k_tiles) {
     if constexpr (requires { u.coded; }) how_ = u.coded.how, k0_ = u.coded.k0, out_ = u.coded.decoded;
   }
 
-  // Begins a pass over the block that is `index`-th of the unit.
-  void begin(int index, int pass) {
-    first_ = (int64_t)index * k_tiles_;
-    steps_ = (int64_t)pass * k_tiles_;
+  // Begins the first pass over a block.
+  void begin() {
+    if (!once_) made_ = 0;
   }
+
   const char* tiles(int k) {
-    int64_t here = first_ + k, need = here + kRingAhead, end = first_ + 2 * k_tiles_;
-    if (end > all_) end = all_;
-    if (need >= end) need = end - 1;
-    while (done_ <= need) decode_one();
-    return place(here);
-  }
-  void step() {
-    steps_++;
-    if (passes_ == 1) return;
-    // At most two at a step: the first block of a unit has nobody before it to be decoded beside.
-    int64_t wanted = first_ + k_tiles_ + steps_ / passes_;
-    for (int i = 0; i < 2 && done_ < wanted && done_ < all_; i++) decode_one();
+    if (!once_) {
+      while (made_ <= k + kDecodedTiles && made_ < k_tiles_) made_ += decode(made_, k_tiles_);
+      return place(k);
+    }
+    // Here pairs go round: `made_` of them have not been multiplied yet, from `read_` on.
+    while (made_ <= kDecodedTiles && left_) made_ += decode((read_ + made_) % kRingTiles, kRingTiles);
+    made_--;
+    read_++;
+    return place((read_ - 1) % kRingTiles);
   }
 
  private:
-  char* place(int64_t n) const {
-    int64_t slot = passes_ == 1 ? n % kRingTiles : n % (2 * k_tiles_);
-    return out_ + slot * 2 * Isa::tile_bytes;
-  }
-  void decode_one() {
-    decode_block<Isa>(*how_, at_, k0_ + k_, 1, place(done_));
-    done_++;
-    if (++k_ == k_tiles_) k_ = 0, at_ += block_bytes_;
+  char* place(int slot) const { return out_ + (int64_t)slot * 2 * Isa::tile_bytes; }
+
+  // A few pairs into the places from `slot` on; how many.
+  int decode(int slot, int slots) {
+    int count = k_tiles_ - k_ < slots - slot ? k_tiles_ - k_ : slots - slot;
+    if (count > kDecodedTiles) count = kDecodedTiles;
+    decode_block<Isa>(*how_, at_, k0_ + k_, count, place(slot));
+    left_ -= count;
+    if ((k_ += count) == k_tiles_) k_ = 0, at_ += block_bytes_;
+    return count;
   }
 
+  bool once_;  // every block is multiplied in one pass
   const Encoding* how_ = nullptr;
   const char* at_;  // the block that is decoded
   int64_t block_bytes_;
-  int k0_ = 0, k_tiles_, passes_;
-  int64_t all_;  // pairs of tiles in the unit
+  int k0_ = 0, k_tiles_;
+  int64_t left_;  // pairs of the unit that are still to be decoded
   char* out_ = nullptr;
-  int k_ = 0;                                 // of it, to come next
-  int64_t done_ = 0, first_ = 0, steps_ = 0;  // pairs decoded; of the block that is multiplied; steps in it
+  int k_ = 0;  // of the block, to come next
+  int made_ = 0, read_ = 0;
 };
 
 // W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
@@ -260,7 +257,7 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
                     : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
       if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
-      if (decoding) decoding->begin(block - u.block0, pass);
+      if (decoding && pass == 0) decoding->begin();
       Meanwhile<Rows, DecodingAhead<Isa>> meanwhile{unfinished, decoding};
       Isa::multiply(p, meanwhile);
       unfinished.all();

@@ -27,8 +27,7 @@ struct Stretch {
 };
 
 // Where a product reads encoded blocks: `base.b` is then a block's first byte, and k tiles from `k0` on are decoded
-// into `decoded`, which has room for two blocks of k_tiles pairs of tiles, or for kRingTiles pairs. `how` null: blocks
-// are tiles.
+// into `decoded`, which has room for k_tiles pairs of tiles, and for kRingTiles at least. `how` null: blocks are tiles.
 constexpr int kRingTiles = 8;
 struct Coded {
   const Encoding* how;
