@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ktransformers.nn.convertplan import estimate, make_plan, wanted
 from ktransformers.nn.receipt import read_receipt
 
 from .conversions import as_fp8, contents, edit, expert_modules_with_stores, logits, pack, repack, tiny
+from .releases import kt_parts, write_gguf, write_kt_tree
 
 FORMATS = ["int8", "int4:0", "int4:32", "int4:64", "fp8:128x128", "fp8:1x128", "fp8:row", "mxfp8", "mxfp4", "nvfp4"]
 # Frobenius, on Gaussian matrices of 64 columns: what a format of so many bits can do, and no more.
@@ -115,6 +117,30 @@ def test_fp8_release(word: str, tmp_path: Path) -> None:
         assert 0.02 < (logits(got) - logits(want)).norm() / logits(want).norm() < 0.6
     else:  # what was computed from fp8 was its bf16 value all along
         assert torch.equal(logits(got), logits(want))
+
+
+def test_experts_from_gguf_and_from_kt_kernel(tmp_path: Path) -> None:
+    """The rest from a directory, the experts from other files of the same model, in the types that these have."""
+    gguf = pytest.importorskip("gguf")
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 3, "num_hidden_layers": 1}
+    full = tiny(tmp_path / "model", **sizes)
+    matrices = {"gate": (256, 128, "Q4_0"), "up": (256, 128, "Q8_0"), "down": (128, 256, "Q5_1")}
+    tensors: dict[str, tuple[Any, str]] = {}
+    for seed, (role, (rows, columns, kind)) in enumerate(matrices.items()):
+        numbers = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(seed)).numpy()
+        data = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[kind])
+        tensors[f"blk.0.ffn_{role}_exps.weight"] = (data, kind)
+        for expert in range(3):
+            parts, _ = kt_parts(rows, columns, role, "INT4", 2, 3 * seed + expert)
+            write_kt_tree(tmp_path / "tree", 0, expert, role, "INT4", parts)
+    write_gguf(tmp_path / "experts.gguf", "qwen3moe", {}, tensors)
+    for name, formats in (("experts.gguf", ["q4_0", "q8_0", "q5_1"]), ("tree", None)):
+        done = pack(full, tmp_path / f"{name}-packed", KEEP, experts=tmp_path / name)
+        found = [matrix.format for matrix in done.receipt.layers[0].matrices.values()]
+        assert formats is None or found == formats
+        assert all(matrix.kept for matrix in done.receipt.layers[0].matrices.values())
+        want = load_model(full, experts=tmp_path / name, dtype=torch.float32)
+        assert torch.equal(logits(load_model(done.directory, dtype=torch.float32)), logits(want))
 
 
 def test_nothing_is_left_to_stock(tmp_path: Path) -> None:

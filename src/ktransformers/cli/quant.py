@@ -186,6 +186,8 @@ def run_quant(
 
     asked = wanted(format_word(word), group, None if down is None else format_word(down))
     plan = make_plan(source, asked, threads, experts)
+    for note in plan.origin.notes:
+        print(f"kt: {note}", file=sys.stderr)
     if dry_run:
         show_plan(plan, estimate(plan), as_json)
         return

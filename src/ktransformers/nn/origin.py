@@ -72,6 +72,8 @@ class Origin:
         self._experts = load._experts(told, self.experts) or self._source
         self.quantisation = told.rest
         self.config = self._configuration()
+        self.notes: list[str] = []  # what the result will lack
+        self._tokenizer = self._carried_tokenizer()
         modules = expert_modules(skeleton(self.path))
         if not modules:
             raise InputError(str(path), "a model without expert layers", "a Mixture of Experts")
@@ -102,15 +104,27 @@ class Origin:
     def write_small_files(self, target: Path) -> None:
         """Tokenizer, generation settings, licence: those beside the weights, or the tokenizer inside a GGUF file."""
         if self.path.is_dir():
-            copied = copy_small_files(self.path, target)
-        else:  # other models may lie beside a file
-            copied = copy_small_files(self.directory, target, only=KEPT) if self._has_config() else []
-        if not any(name in TOKENIZERS for name in copied) and self.paths[0].suffix == ".gguf":
-            for name, text in tokenizer_files(str(self.path), read_header(self._source.files[0]).fields).items():
-                (target / name).write_text(text)
+            copy_small_files(self.path, target)
+        elif self._has_config():  # other models may lie beside a file
+            copy_small_files(self.directory, target, only=KEPT)
+        for name, text in self._tokenizer.items():
+            (target / name).write_text(text)
 
     def _has_config(self) -> bool:
         return (self.directory / "config.json").is_file()
+
+    def _carried_tokenizer(self) -> dict[str, str]:
+        """File name -> text, out of a GGUF file that has none beside it. Asked at the beginning: at the end of a
+        conversion nothing should come as a surprise."""
+        file = self._source.files[0]
+        beside = (self.path.is_dir() or self._has_config()) and any((self.directory / n).is_file() for n in TOKENIZERS)
+        if beside or file.suffix != ".gguf":
+            return {}
+        try:
+            return tokenizer_files(str(file), read_header(file).fields)
+        except InputError as error:
+            self.notes.append(f"no tokenizer: {error}")
+            return {}
 
     def release(self) -> None:
         """Let go of the mapped files."""
