@@ -38,6 +38,7 @@ def lend(bytes: int) -> Any:
 
 def lent_bytes() -> int:
     """All that `lend` holds, in use or not."""
+
 def host_callbacks() -> HostCallbacks:
     """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
 

@@ -386,7 +386,7 @@ class ExpertStore:
 
 def _result_like(hidden: Tensor) -> Tensor:
     """Contiguous; pinned where hidden is, because then it is on its way to the same device."""
-    if torch.cuda.is_initialized() and hidden.is_pinned():
+    if torch.cuda.is_initialized() and hidden.is_pinned():  # type: ignore[no-untyped-call]
         return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
     return lent.empty(hidden.shape, hidden.dtype)
 

@@ -1,0 +1,171 @@
+// Encoded experts natively, for the sanitizers: every format and variant, sizes that fill no strip, several groups of
+// threads. The result must have the bits of the same numbers packed plainly.
+#include <cstring>
+
+#include "check.h"
+#include "moe_layer.h"
+
+using namespace kt;
+using namespace kt::check;
+
+namespace {
+
+// Random released bytes of one matrix of all experts. Scales are small ordinary numbers wherever a format has them.
+struct MadeUpBytes {
+  std::vector<uint8_t> codes;
+  std::vector<char> scales;
+  std::vector<float> tensor;
+  SourceMatrix source{};
+
+  MadeUpBytes(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
+    const CodecRow& row = f.row();
+    int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
+    codes.resize((size_t)(experts * rows * row_bytes));
+    std::uniform_int_distribution<int> any(0, 255);
+    for (uint8_t& c : codes) c = (uint8_t)any(random);
+    if (f.codec == Codec::fp8 || f.codec == Codec::mxfp8)
+      for (uint8_t& c : codes) c &= 0xbf;  // no NaN
+    source.released.codes = codes.data();
+    source.released.row_bytes = row_bytes;
+    source.codes_stride = rows * row_bytes;
+    source.released.scale_rows = f.shared ? 128 : 1;
+    if (row.block) {
+      put_halves(f, experts * rows * (columns / row.span));
+      return;
+    }
+    int64_t spans = f.span() ? ceil_div(columns, f.span()) : 1, width = spans * f.header();
+    int64_t high = ceil_div(rows, source.released.scale_rows);
+    scales.resize((size_t)(experts * high * width));
+    if (row.span) {
+      for (char& c : scales) c = (char)(f.codec == Codec::nvfp4 ? 0x30 : 120);
+    } else {
+      DType type = f.codec == Codec::int4 ? f.scale : DType::f32;
+      for (int64_t n = 0; n < (int64_t)(scales.size() / size_of(type)); n++)
+        set_element(scales.data(), n, type, 0.01f * (float)(1 + n % 7));
+    }
+    source.released.scales = scales.data();
+    source.released.scale_stride = width;
+    source.scales_stride = high * width;
+    tensor.assign((size_t)experts, 0.25f);
+    source.released.tensor = tensor.data();
+  }
+
+  // GGUF's scales of 16 bits, wherever they are in a block.
+  void put_halves(const Format& f, int64_t blocks) {
+    std::vector<int> at = {0};
+    if (f.codec == Codec::q2_k) at = {80, 82};
+    if (f.codec == Codec::q3_k) at = {108};
+    if (f.codec == Codec::q6_k) at = {208};
+    if (f.codec == Codec::q4_1 || f.codec == Codec::q5_1 || f.codec == Codec::q4_k || f.codec == Codec::q5_k)
+      at = {0, 2};
+    for (int64_t b = 0; b < blocks; b++)
+      for (int place : at) {
+        uint16_t half = from_float(0.01f * (float)(1 + b % 5), DType::f16);
+        std::memcpy(codes.data() + b * f.row().block + place, &half, 2);
+      }
+  }
+};
+
+std::vector<Format> all_formats() {
+  std::vector<Format> all;
+  for (int c = 1; c < kCodecs; c++) {
+    Format f;
+    f.codec = (Codec)c;
+    if (f.codec == Codec::int4) f.group = 64, f.scale = DType::f16;
+    if (f.codec == Codec::fp8) f.group = 128, f.shared = true;
+    all.push_back(f);
+  }
+  return all;
+}
+
+// The numbers of an encoded layer, packed as a plain one.
+std::unique_ptr<Experts> plain_copy(const Experts& from, std::shared_ptr<Engine> engine) {
+  const LayerShape& s = from.shape();
+  auto plain = std::make_unique<Experts>(s, kSilu, from.kernels(), std::move(engine));
+  DType type = dtype_of(from.kernels().precision);
+  using Matrix = Weights::Matrix;
+  size_t bytes = (size_t)s.hidden * (size_t)s.intermediate * size_of(type);
+  std::vector<char> gate(bytes), up(bytes), down(bytes);
+  for (int32_t e = 0; e < s.experts; e++) {
+    from.weights().decode(Matrix::gate, e, gate.data());
+    from.weights().decode(Matrix::up, e, up.data());
+    from.weights().decode(Matrix::down, e, down.data());
+    SourceLayer layer{};
+    layer.first = e;
+    layer.count = 1;
+    layer.gate = {{gate.data(), type, s.hidden, 1}, 0};
+    layer.up = {{up.data(), type, s.hidden, 1}, 0};
+    layer.down = {{down.data(), type, s.intermediate, 1}, 0};
+    plain->weights().pack(layer);
+  }
+  return plain;
+}
+
+template <class Real>
+std::vector<Real> both_ways(const Experts& experts, BatchOf<Real>& batch, const std::vector<Real>& grad) {
+  const LayerShape& s = experts.shape();
+  Call(experts, batch.batch(s)).run();
+  std::vector<Real> all = batch.out, hidden(batch.hidden.size()), weights(batch.weights.size());
+  Batch b = batch.batch(s);
+  b.out = hidden.data();
+  Gradients g;
+  g.out = grad.data(), g.out_dtype = kTypeOf<Real>, g.out_stride = s.hidden;
+  g.weights = weights.data(), g.weights_dtype = kTypeOf<Real>, g.weights_stride = batch.top_k;
+  Backward(experts, b, g).run();
+  all.insert(all.end(), hidden.begin(), hidden.end());
+  all.insert(all.end(), weights.begin(), weights.end());
+  return all;
+}
+
+template <class Real>
+void check_format(const Format& f, const KernelTable& kernels) {
+  // Columns have to fill GGUF's blocks; rows fill nothing.
+  LayerShape s{2, 256, 256, true};
+  if (!f.row().block) s = {2, 160, 96, true};
+  std::mt19937 random(3);
+  MadeUpBytes gate(f, s.experts, s.intermediate, s.hidden, random), up(f, s.experts, s.intermediate, s.hidden, random);
+  MadeUpBytes down(f, s.experts, s.hidden, s.intermediate, random);
+  std::vector<Real> grad;
+  std::unique_ptr<Experts> plain;
+  for (int groups = 1; groups <= 2; groups++) {
+    auto engine = engine_of(2, groups);
+    Experts experts(s, kSilu, kernels, engine, {f, f, f});
+    SourceLayer layer{};
+    layer.count = s.experts;
+    layer.gate = gate.source, layer.up = up.source, layer.down = down.source;
+    experts.weights().pack(layer);
+    if (!plain) plain = plain_copy(experts, engine);
+    for (int32_t tokens : groups == 1 ? std::vector<int32_t>{1, 40} : std::vector<int32_t>{9}) {
+      BatchOf<Real> batch(s, tokens, 2);
+      grad = random_reals<Real>((size_t)(tokens * s.hidden), 1, random);
+      std::vector<Real> found = both_ways(experts, batch, grad), want = both_ways(*plain, batch, grad);
+      CHECK(std::memcmp(found.data(), want.data(), found.size() * sizeof(Real)) == 0);
+    }
+    // What one store packed another may use where it lies.
+    Experts other(s, kSilu, kernels, engine, {f, f, f});
+    std::vector<char> wide(experts.weights().up().bytes()), narrow(experts.weights().down().bytes());
+    experts.weights().up().copy_to(wide.data(), s.experts);
+    experts.weights().down().copy_to(narrow.data(), s.experts);
+    other.weights().adopt(wide.data(), narrow.data());
+    BatchOf<Real> batch(s, 5, 2);
+    grad = random_reals<Real>((size_t)(5 * s.hidden), 1, random);
+    CHECK(both_ways(other, batch, grad) == both_ways(experts, batch, grad));
+  }
+}
+
+}  // namespace
+
+TEST(formats_have_the_bits_of_their_numbers) {
+  for (const KernelTable* kernels : all_kernels())
+    for (const Format& f : all_formats())
+      with_sums_of(*kernels, [&](auto zero) { check_format<decltype(zero)>(f, *kernels); });
+}
+
+TEST(formats_take_no_more_than_was_released) {
+  for (const Format& f : all_formats()) {
+    Strip s = strip_of(f, 64);
+    double released = f.row().block ? 2048.0 / f.row().span * f.row().block
+                                    : 2048.0 * f.bits() / 8 + (f.span() ? 2048.0 / f.span() : 1.0) * f.header();
+    CHECK((double)s.bytes <= 16 * released + 128);
+  }
+}
