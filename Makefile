@@ -19,10 +19,10 @@ DEFINES := -C cmake.define.KT_TESTS=ON -C cmake.define.KT_EMULATE=ON -C cmake.de
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test test-slow soak bench demo wheel asan tsan x86 clean
+.PHONY: help build check test test-slow test-llamafactory soak bench demo wheel asan tsan x86 clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # torch first and exactly: the other packages accept any recent one and would pick the largest build.
 $(VENV)/.installed: constraints.txt
@@ -50,6 +50,29 @@ test: build  ## everything but the slow tests: native, then Python
 
 test-slow: build  ## the tests marked slow
 	$(PY) -m pytest -q -m slow
+
+# Stock LLaMA-Factory in a venv of its own, because it wants older packages: the last release, and beside it the one to
+# come as it is published under another name. An empty torchaudio stands where it imports one that no text needs.
+FACTORY := build/llamafactory
+FACTORY_PY := $(FACTORY)/bin/python
+FACTORY_PIP := $(FACTORY_PY) -m pip install --quiet --disable-pip-version-check
+
+$(FACTORY)/.installed: constraints.txt tests/llamafactory/requirements.txt
+	test -x $(FACTORY_PY) || $(PYTHON) -m venv $(FACTORY)
+	$(FACTORY_PIP) "$$(grep '^torch==' constraints.txt)"
+	$(FACTORY_PIP) -r tests/llamafactory/requirements.txt
+	$(FACTORY_PIP) --no-deps llamafactory==0.9.5
+	$(FACTORY_PIP) --no-deps --upgrade --target $(FACTORY)/next llamafactory-kt==0.9.6.dev0
+	mkdir -p $(FACTORY)/site && touch $(FACTORY)/site/torchaudio.py
+	echo "$(CURDIR)/$(FACTORY)/site" > "$$($(FACTORY_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/site.pth"
+	@touch $@
+
+$(FACTORY)/.built: $(FACTORY)/.installed pyproject.toml CMakeLists.txt src/ktransformers/__init__.py $(NATIVE)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(FACTORY_PIP) --no-build-isolation --no-deps -C build-dir=$(FACTORY)/native -e .
+	@touch $@
+
+test-llamafactory: $(FACTORY)/.built  ## stock LLaMA-Factory on packed experts, in a venv of its own
+	$(FACTORY_PY) -m pytest -q tests/llamafactory
 
 soak: build  ## the tests marked soak
 	$(PY) -m pytest -q -m soak
