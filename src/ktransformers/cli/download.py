@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,13 @@ def download(
     _say(entry, found, check(found.model, entry.files, hashes=False), as_json)
 
 
+def _endpoint() -> str | None:
+    """A mirror of the hub; None: the hub itself."""
+    from ktransformers import settings
+
+    return os.environ.get("HF_ENDPOINT") or settings.read().download.endpoint
+
+
 def _huggingface(
     repo: str,
     target: Path,
@@ -101,12 +109,9 @@ def _huggingface(
     as_json: bool,
 ) -> Downloaded | None:
     """None where files were only listed."""
-    import os
-
-    from ktransformers import settings
     from ktransformers.checkpoint import hub
 
-    endpoint = os.environ.get("HF_ENDPOINT") or settings.read().download.endpoint
+    endpoint = _endpoint()
     listing = hub.select(hub.list_files(repo, revision, endpoint), include, exclude)
     if not dry_run:
         with bar(repo, as_json) as progress:
@@ -176,12 +181,11 @@ def verify(
 
 def _published(entry: Entry) -> dict[str, Any]:
     """Of those files that are here: what was left out of the download is not missing."""
-    from ktransformers import settings
     from ktransformers.checkpoint.hub import list_files
 
     if not entry.repo or entry.source == "modelscope":
         raise InputError("hub", f"{entry.name}, which names no id", "a model of the hub", "`kt model edit --repo ID`")
-    listing = list_files(entry.repo, entry.revision, settings.read().download.endpoint)
+    listing = list_files(entry.repo, entry.revision, _endpoint())
     return {name: known for name, known in listing.files.items() if (entry.path / name).is_file()}
 
 
