@@ -30,8 +30,8 @@ class Lines:
         if text.startswith(("step ", "steps ", "note ", "trained ", "tokens ")):
             print(f"{'':<10} {text}", flush=True)
 
-    def ended(self, stage: Stage, seconds: float) -> None:
-        print(f"{'':<10} {seconds:.0f} s", flush=True)
+    def ended(self, stage: Stage, seconds: float, said: str) -> None:
+        print(f"{'':<10} {seconds:.0f} s{'; ' if said else ''}{said}", flush=True)
 
 
 class Silent(Lines):
@@ -46,7 +46,7 @@ class Silent(Lines):
     def line(self, stage: Stage, text: str) -> None:
         pass
 
-    def ended(self, stage: Stage, seconds: float) -> None:
+    def ended(self, stage: Stage, seconds: float, said: str) -> None:
         pass
 
 

@@ -48,8 +48,8 @@ def chosen(train: TrainSettings, run: Path) -> tuple[int, str] | None:
     return decide(train, found["tokens_per_second"], found["tokens_per_step"], found["most"])
 
 
-def measure(run: Path) -> None:
-    """Read the rate off the measurement's log, the sizes off the plan, and write pace.json."""
+def measure(train: TrainSettings, run: Path) -> str:
+    """Read the rate off the measurement's log, the sizes off the plan, write pace.json, and say what follows."""
     log = run / "pace" / "trainer_log.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     rates = [float(line["throughput"]) for line in lines if line.get("throughput")]
@@ -59,3 +59,4 @@ def measure(run: Path) -> None:
     tokens = data["tokens"] / data["steps_per_epoch"]
     rate = statistics.median(rates)
     write_json(run / "pace.json", {"tokens_per_second": rate, "tokens_per_step": tokens, "most": int(data["steps"])})
+    return decide(train, rate, tokens, int(data["steps"]))[1]

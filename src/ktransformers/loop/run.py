@@ -33,7 +33,7 @@ class Listener(Protocol):
     def skipped(self, stage: Stage, record: Record) -> None: ...
     def began(self, stage: Stage, going_on: bool) -> None: ...
     def line(self, stage: Stage, text: str) -> None: ...
-    def ended(self, stage: Stage, seconds: float) -> None: ...
+    def ended(self, stage: Stage, seconds: float, said: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ class Runner:
         code = child.run_command(words, log, lock, stage.document, shown)
         if code != 0:
             raise child.Failed(stage.name, code, log)
-        if stage.after is not None:
-            stage.after()
+        said = stage.after() if stage.after is not None else ""
         seconds = round(time.perf_counter() - began, 1)
         if known is not None and goes_on:
             seconds += known.seconds
@@ -128,7 +127,7 @@ class Runner:
         ended = datetime.now(UTC).isoformat(timespec="seconds")
         record.write(self._records, replace(done, status=DONE, seconds=seconds, port=port, ended=ended))
         self._hashes.save()
-        self._listener.ended(stage, seconds)
+        self._listener.ended(stage, seconds, said)
         return Step(stage.name, "resumed" if goes_on else "run", seconds, child.command_line(stage.words))
 
     def _clear(self, stage: Stage) -> None:

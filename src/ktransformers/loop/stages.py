@@ -40,7 +40,7 @@ class Stage:
     served: bool = False
     shown: bool = False  # what it prints is passed on
     before: Callable[[bool], bool] | None = None  # brings its file up to date, or only looks: would it change?
-    after: Callable[[], None] | None = None
+    after: Callable[[], str] | None = None  # with what was found, in words
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _pace(loop: Loop, places: Places) -> Stage:
         outputs=(places.run / "pace", places.document("pace")),
         inputs=(places.recipe, Path(places.model)),
         named=functools.partial(datasets_of, loop, places),
-        after=functools.partial(pace.measure, places.run),
+        after=functools.partial(pace.measure, loop.train, places.run),
     )
 
 
