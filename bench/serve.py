@@ -207,7 +207,7 @@ def open_ours(args: argparse.Namespace, model: Path, adapters: dict[str, Path]) 
     if args.engine:
         yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)))
         return
-    from ktransformers.serve.prove import in_process
+    from ktransformers.serve.prove_server import in_process
 
     with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, served):
         yield OverHttp(url, "base", served)

@@ -100,7 +100,7 @@ def test_what_was_trained_is_proven(trained: tuple[Path, list[str]]) -> None:
     assert done.exit_code == 0, done.output
     proof = json.loads(done.stdout)
     assert proof["passed"] and proof["culprit"] is None
-    assert proof["counts"] == {"saved": 24, "trained": 24, "consumed": 24}
+    assert proof["counts"] == {"saved": 24, "trained": 24, "consumed": 24, "matrices": 14}
     checks = {check["what"]: check for check in proof["checks"]}
     assert all(check["passed"] for check in checks.values())
     assert {"as trained", "server, adapter", "server, base", "stock PEFT"} <= checks.keys()
@@ -155,7 +155,7 @@ def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.Mon
 def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
     """It has the base alone: the adapter is loaded for the proof and unloaded afterwards."""
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.prove import in_process
+    from ktransformers.serve.prove_server import in_process
     from ktransformers.serve.target import Target, resolve
 
     target = resolve(str(trained[0]))

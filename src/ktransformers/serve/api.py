@@ -127,6 +127,7 @@ class Api:
                 "created": one.since,
                 "root": one.resident.source,
                 "parent": registry.served,
+                "matrices": one.resident.matrices,
                 **same,
             }
             for name, one in registry.loaded.items()

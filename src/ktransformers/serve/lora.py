@@ -46,6 +46,7 @@ class Resident:
     source: str
     linears: Mapping[nn.Module, Linear]
     experts: Mapping[nn.Module, _core.Adapter]
+    matrices: int = 0  # that have factors: each linear layer, and gate, up and down of each layer of experts
 
     @property
     def owner(self) -> Owner:
@@ -122,7 +123,8 @@ class Places:
         packed = {
             module: _packed(f"{source}: {one.root}.experts", module, one.read()) for module, one in experts.items()
         }
-        return Resident(name, version, source, bound, packed)
+        matrices = len(bound) + sum(len(one.forms) for one in experts.values())
+        return Resident(name, version, source, bound, packed, matrices)
 
     def _linear(self, source: str, name: str) -> nn.Module:
         module = self._linears.get(place(name))

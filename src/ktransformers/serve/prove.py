@@ -9,13 +9,8 @@ they fit. Each is a `Check`; the first that fails says which tensor or layer is 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,21 +26,20 @@ from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.prove import (
     Difference,
     Floor,
-    Marks,
     Measured,
     adapted_modules,
     difference,
     first_apart,
     floor_of,
     larger,
-    marking,
     measure,
 )
 from ktransformers.adapters.prove_record import Record, read_record
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import Say, bind, check_packages, dtype_of, open_service
+from ktransformers.serve.launch import Say, check_packages, dtype_of
+from ktransformers.serve.prove_server import ask, bound_matrices, find_names, in_process, served_marks
 from ktransformers.serve.target import Target, resolve
 
 TEXTS = (
@@ -159,7 +153,7 @@ def prove(
     gc.collect()
     launch = Launch(str(folder), dtype=_spelled(kind), device=device, running=2 * len(rows), tokens=8192)
     say(f"our server: {server}" if server else "our server, on a free port of this machine")
-    checks += against_server(server, api_key, launch, target, rows, graph, say)
+    checks += against_server(server, api_key, launch, target, rows, graph, tensors[1]["matrices"], say)
     gc.collect()
     say("stock transformers and PEFT")
     checks.append(against_stock(target.model, folder, rows, kind, device, graph))
@@ -205,7 +199,8 @@ def check_tensors(content: Content, model: str) -> tuple[Check, dict[str, int]]:
     except InputError as error:
         name, _, said = str(error).partition(": given ")
         raise Failed(Check("tensors", False, said, culprit=name)) from error
-    counts = {"saved": len(content.tensors)}
+    matrices = len(adapter.modules) + sum(len(layer.forms) for layer in adapter.experts)
+    counts = {"saved": len(content.tensors), "matrices": matrices}
     if document is None:
         return Check("tensors", None, f"no manifest: what {len(content.tensors)} tensors were is not known"), counts
     counts["trained"] = len(document["tensors"])
@@ -292,23 +287,29 @@ def against_server(
     target: Target,
     rows: Sequence[Sequence[int]],
     graph: Graph,
+    matrices: int,
     say: Say,
 ) -> list[Check]:
     if url is not None:
-        return _served(Client(url, key), target, rows, graph, lambda name: "")
+        return _served(Client(url, key), target, rows, graph, matrices, lambda name: "")
     with in_process(launch, target, say) as (address, model):
 
         def where(name: str) -> str:
-            marks = _served_marks(Client(address, None), model, name, rows, graph.modules)
+            marks = served_marks(Client(address, None), model, name, rows, graph.modules)
             return first_apart(marks, graph.adapter.marks, graph.floor.marks) or "the output"
 
-        return _served(Client(address, None), target, rows, graph, where)
+        return _served(Client(address, None), target, rows, graph, matrices, where)
 
 
 def _served(
-    client: Client, target: Target, rows: Sequence[Sequence[int]], graph: Graph, where: Callable[[str], str]
+    client: Client,
+    target: Target,
+    rows: Sequence[Sequence[int]],
+    graph: Graph,
+    matrices: int,
+    where: Callable[[str], str],
 ) -> list[Check]:
-    base, adapter, loaded = _names(client, target)
+    base, adapter, loaded = find_names(client, target)
     try:
         with ThreadPoolExecutor(2 * len(rows)) as pool:  # base and adapter in one batch
             asked = [pool.submit(ask, client, name, row) for row in rows for name in (adapter, base)]
@@ -319,71 +320,19 @@ def _served(
         mine = compared("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
         if mine.passed is False and difference(ours[0], ours[1]).none:
             mine = replace(mine, said=f"{mine.said}; it answers as the base does: the adapter is not applied")
-        return [mine, same]
+        return [_placed(client, adapter, matrices), mine, same]
     finally:
         if loaded:
             client.open("/v1/unload_lora_adapter", {"lora_name": loaded}).close()
 
 
-def _names(client: Client, target: Target) -> tuple[str, str, str]:
-    """(base, adapter, name that was loaded for this) as the server calls them."""
-    name, place = target.adapters[0]
-    with client.open("/v1/models") as reply:
-        known = json.loads(reply.read())["data"]
-    bases = [one["id"] for one in known if one.get("parent") is None]
-    for one in known:
-        if one.get("parent") is not None and Path(str(one.get("root"))).resolve() == Path(place).resolve():
-            return str(one["parent"]), str(one["id"]), ""
-    if not bases:
-        raise InputError("server", f"{client.url}, which names no base", "a server of ours", "start `kt serve`")
-    name = f"{name}-proof-{os.getpid()}"
-    asked = {"lora_name": name, "lora_path": str(Path(place).resolve())}
-    client.open("/v1/load_lora_adapter", asked).close()
-    return str(bases[0]), f"{bases[0]}:{name}", name
-
-
-def ask(client: Client, name: str, row: Sequence[int]) -> Tensor:
-    """Log-probabilities of a row as the server tells them."""
-    body = {"model": name, "prompt": list(row), "echo": True, "logprobs": 0, "max_tokens": 0}
-    with client.open("/v1/completions", body) as reply:
-        found = json.loads(reply.read())["choices"][0]["logprobs"]["token_logprobs"]
-    if len(found) != len(row):
-        raise KTError(f"{client.url}: {len(found)} log-probabilities for {len(row)} tokens of {name}")
-    return torch.tensor([float("nan") if value is None else float(value) for value in found[1:]])
-
-
-def _served_marks(client: Client, model: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Marks:
-    found: dict[str, list[Tensor]] = {one: [] for one in names}
-    for row in rows:
-        with marking(model, names) as seen:
-            ask(client, name, row)
-        for one, parts in seen.items():
-            found[one].append(torch.cat(parts))
-    return found
-
-
-@contextmanager
-def in_process(launch: Launch, target: Target, say: Say) -> Iterator[tuple[str, Any]]:
-    """A server on a free port of this machine, and the model behind it."""
-    import uvicorn  # type: ignore[import-not-found,unused-ignore]
-
-    from ktransformers.serve.api import create_app
-
-    door = bind("127.0.0.1", 0)
-    service = open_service(launch, target, say)
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, name="kt-prove-server", daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            if not thread.is_alive():
-                raise KTError("the server did not start")
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{door.getsockname()[1]}", service.engine.forward.model
-    finally:
-        server.should_exit = True
-        thread.join()
-        door.close()
+def _placed(client: Client, adapter: str, matrices: int) -> Check:
+    """What the server says that it has bound."""
+    bound = bound_matrices(client, adapter)
+    if bound is None:
+        return Check("server, tensors", None, "it does not say how many matrices it has bound")
+    said = f"{bound} of {matrices} matrices with factors are bound"
+    return Check("server, tensors", bound == matrices, said, culprit="" if bound == matrices else adapter)
 
 
 def against_stock(
