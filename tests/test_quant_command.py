@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.conversions import logits, tiny
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
@@ -17,7 +18,6 @@ from ktransformers.cli.quant import duration, format_word, parse_layers
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.receipt import WINDOW, read_receipt, read_text, windows
-from tests.checkpoint.conversions import logits, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 

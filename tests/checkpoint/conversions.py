@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nn.families import build, save, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +16,6 @@ from ktransformers.checkpoint.encoded import Encoded, encode
 from ktransformers.nn.convert import Converted, convert
 from ktransformers.nn.convertplan import make_plan, wanted
 from ktransformers.nn.experts import new_store
-from tests.nn.families import build, save, tokens
 
 # Columns that every format can take: multiples of 256 for the K formats would make nothing tiny.
 SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nn.families import build, save
 from transformers import AutoModelForCausalLM
 
 from ktransformers.checkpoint.packed import MANIFEST, content_hash
@@ -19,7 +20,6 @@ from ktransformers.errors import InputError
 from ktransformers.nn import convert as run
 from ktransformers.nn import load_model
 from ktransformers.nn.store import LAYOUT_VERSION
-from tests.nn.families import build, save
 
 from .conversions import contents, edit, logits, pack, tiny
 

@@ -92,9 +92,14 @@ def recode(source: Weight, target: str, name: str) -> Recoded:
     for first, last in blocks(rows, columns):
         before = numbers(rows_of(source, first, last))
         after = numbers(rows_of(result, first, last)).bfloat16().float()
-        moved += float(after.sub_(before).double().square_().sum())
-        norm += float(before.double().square_().sum())
+        moved += _squares(after.sub_(before))
+        norm += _squares(before)
     return Recoded(result, False, moved, norm)
+
+
+def _squares(tensor: Tensor) -> float:
+    flat = tensor.reshape(-1)
+    return float(flat.dot(flat))
 
 
 def _convert(source: Weight, target: str, rows: int, columns: int) -> Weight:
