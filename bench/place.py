@@ -141,13 +141,12 @@ def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) ->
 
 
 def rates(layers: list[PlacedStore]) -> dict[str, float]:
-    from ktransformers.nn import default_pool
-    from ktransformers.place.gpu.measure import link_rate
+    from ktransformers.place.gpu.measure import link_rate, memory_rate
 
     first = layers[0]
     return {
         "link": link_rate(first.layer.packed, first.engine.side),
-        "memory": default_pool().rate("read", 0.1),
+        "memory": memory_rate(),
     }
 
 

@@ -176,7 +176,7 @@ def test_chosen_slots() -> None:
     packed = torch.from_numpy(np.stack([pack([one]) for one in made]))
     matrix = Matrix(32, 64, (format_of("int8"), format_of("int8")), False)
     out = torch.empty(2, 32, 64, dtype=torch.bfloat16)
-    decode(packed, torch.tensor([3, 1], dtype=torch.int32), matrix, out)
+    decode(packed, [3, 1], torch.tensor([3, 1], dtype=torch.int32), matrix, out)
     assert torch.equal(bits(out), torch.stack([expected(made[3].values), expected(made[1].values)]))
 
 

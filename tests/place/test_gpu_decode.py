@@ -67,6 +67,6 @@ def test_equal_bits(spec: str, gated: bool, device: str) -> None:
     ):
         assert memory[name].numel() == E * matrix.expert_bytes
         out = torch.full((2, matrix.out_rows, matrix.columns), torch.nan, dtype=torch.bfloat16, device=device)
-        decode(memory[name].view(E, -1).to(device), slots, matrix, out)
+        decode(memory[name].view(E, -1).to(device), chosen, slots, matrix, out)
         want = torch.stack([torch.cat([store.decode(part, expert) for part in parts]) for expert in chosen])
         assert torch.equal(out.cpu().view(torch.int16), want.view(torch.int16))

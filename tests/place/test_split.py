@@ -92,5 +92,16 @@ def test_a_real_layer() -> None:
     assert not split([1] * 8, 1, layer).streamed or split([1] * 8, 1, layer).seconds < 1.2e-3
 
 
+def test_what_is_under_way_comes_first() -> None:
+    """Copies that are queued end before new ones; those that would end too late are left to the CPU."""
+    slow_link = Costs(0, 0, 1e-3, 0, 1e-3, 0, 0, 0, 0)
+    rows = [5, 6, 7, 8, 9, 9]
+    found = split(rows, 10, slow_link, coming=(1, 0), backlog=2e-3)
+    assert found.streamed == (1, 0, 4) and found.cpu == (2, 3, 5)
+    late = split(rows, 10, slow_link, coming=(1, 0), backlog=20e-3)
+    assert not late.streamed and len(late.cpu) == 6
+    assert split(rows, 10, slow_link, coming=(1, 0), backlog=20e-3, policy="stream").streamed[:2] == (1, 0)
+
+
 def test_no_tokens() -> None:
     assert split([0, 0], 0, Costs(*[1e-3] * 9)) == Split((), (), (), 0.0, 0.0)

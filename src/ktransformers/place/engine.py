@@ -10,8 +10,10 @@ compared with the first pass by shapes.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.nn.factors import CORE_ROLES, gradients_like, packed
-from ktransformers.nn.store import ExpertStore
+from ktransformers.nn.store import ExpertStore, default_pool
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
@@ -32,6 +34,8 @@ from ktransformers.place.split import Costs, Split, split
 
 Result = TypeVar("Result")
 SETTLE = 0.2  # weight of the newest measurement in the correction of the CPU's costs
+MOST = 2.0  # the correction, or one over it
+WORTH = 1e-3  # seconds that a share of the CPU must be expected to take to tell something about its costs
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 
 
@@ -43,6 +47,7 @@ class Layer:
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
     correction: dict[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
     last: dict[str, Split] = field(default_factory=dict)  # by phase
+    seen: dict[str, tuple[NDArray[np.int64], int]] = field(default_factory=dict)  # rows of experts, tokens; by phase
 
 
 @dataclass(frozen=True)
@@ -73,22 +78,25 @@ class Engine:
         self.device, self.policy, self.slots = device, policy, slots
         self.side = Side(device, slots)
         self.layers: dict[int, Layer] = {}
-        self._worker = ThreadPoolExecutor(1, "kt-experts")
+        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=_take_seat)
+        weakref.finalize(self, self._worker.shutdown, wait=False)
         self._lock = threading.RLock()
         self._after: dict[tuple[int, str], tuple[int, str]] = {}
         self._before: tuple[int, str] | None = None
 
     def decide(self, layer: Layer, counts: NDArray[np.int64], tokens: int, phase: Phase) -> Split:
         index = layer.packed.index
-        there: frozenset[int] = frozenset()
-        if index in self.side.residents:
-            there = self.side.residents[index].present(index)
+        there = self._resident(index)
+        coming: tuple[int, ...] = ()
         if self.policy != "resident":
-            there |= self.slots.present(index)
-        costs = layer.costs[phase.direction]
-        scale = layer.correction[phase.direction]
-        costs = replace(costs, cpu_expert=costs.cpu_expert * scale, cpu_row=costs.cpu_row * scale)
-        return split(counts, tokens, costs, there=there, backlog=self.slots.backlog(), policy=self.policy)
+            coming = self.slots.coming(index)
+            there |= self.slots.present(index) - frozenset(coming)
+        costs, backlog = self._costs(layer, phase.direction), self.slots.backlog()
+        return split(counts, tokens, costs, there=there, coming=coming, backlog=backlog, policy=self.policy)
+
+    def _costs(self, layer: Layer, direction: str) -> Costs:
+        costs, scale = layer.costs[direction], layer.correction[direction]
+        return replace(costs, cpu_expert=costs.cpu_expert * scale, cpu_row=costs.cpu_row * scale)
 
     def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
@@ -97,8 +105,9 @@ class Engine:
 
     def _forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         phase = phase_of("forward")
+        routes = start_down((batch.ids,))
         rows = start_down((batch.hidden, batch.weights)) if self.policy != "stream" else None
-        ids = start_down((batch.ids,)).finish()[0]
+        ids = routes.finish()[0]
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
         found = self.decide(layer, counts, ids.shape[0], phase)
@@ -107,7 +116,7 @@ class Engine:
         share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep) if found.cpu and rows is not None else None
         if gpu := found.there + found.streamed:
             whole = self.side.forward(layer.packed, batch, gpu, counts)
-            self._prefetch(layer, phase, found, counts)
+            self._prefetch(layer, phase, found, counts, batch.ids.shape[0])
             if share is not None:
                 whole += start_up((share.result(),), self.device).finish()[0]
             result = whole.to(batch.hidden.dtype)
@@ -144,7 +153,7 @@ class Engine:
             )
             arriving = gradients.start(by_role)
             arrived = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            self._prefetch(layer, phase, found, counts)
+            self._prefetch(layer, phase, found, counts, batch.ids.shape[0])
         if share is not None:
             lower = start_up(share.result(), self.device).finish()
             grad_hidden = lower[0] if grad_hidden is None else grad_hidden.add_(lower[0])
@@ -166,9 +175,7 @@ class Engine:
         if not kept.keep.numel():
             return self.decide(layer, counts, tokens, phase)
         active = np.flatnonzero(counts).tolist()
-        here = self.slots.present(layer.packed.index)
-        if (room := self.side.residents.get(layer.packed.index)) is not None:
-            here |= room.present(layer.packed.index)
+        here = self.slots.present(layer.packed.index) | self._resident(layer.packed.index)
         on_cpu = kept.cpu.numpy()
         cpu = tuple(e for e in active if on_cpu[e])
         gpu = [e for e in active if not on_cpu[e]]
@@ -196,7 +203,7 @@ class Engine:
                 dropout=batch.dropout,
             )
 
-        return self._worker.submit(self._timed, layer, "forward", found, work)
+        return self._start(layer, "forward", found, work)
 
     def _cpu_backward(
         self,
@@ -228,42 +235,64 @@ class Engine:
                 dropout=batch.dropout,
             )
 
-        return self._worker.submit(self._timed, layer, "backward", found, work)
+        return self._start(layer, "backward", found, work)
 
-    def _timed(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Result:
+    def _start(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Future[Result]:
+        """Returns when the thread is at work: until then it wants the GIL, which this one would keep."""
+        begun = threading.Event()
+        share = self._worker.submit(self._timed, layer, direction, found, work, begun)
+        begun.wait()
+        return share
+
+    def _timed(
+        self, layer: Layer, direction: str, found: Split, work: Callable[[], Result], begun: threading.Event
+    ) -> Result:
         """What the CPU takes corrects what it is expected to take the next time."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
+        begun.set()
         result = work()
-        costs = layer.costs[direction]
-        expected = (found.cpu_seconds - costs.cpu_call) / layer.correction[direction]
-        if expected > 0:
-            seen = min(4.0, max(0.25, (time.perf_counter() - begun) / expected))
-            layer.correction[direction] += SETTLE * (seen - layer.correction[direction])
+        before = layer.correction[direction]
+        expected = (found.cpu_seconds - layer.costs[direction].cpu_call) / before
+        if expected > WORTH:
+            seen = (time.perf_counter() - start) / expected
+            layer.correction[direction] = min(MOST, max(1 / MOST, before + SETTLE * (seen - before)))
         return result
 
     # What comes next.
 
-    def _prefetch(self, layer: Layer, phase: Phase, found: Split, counts: NDArray[np.int64]) -> None:
+    def _prefetch(self, layer: Layer, phase: Phase, found: Split, counts: NDArray[np.int64], tokens: int) -> None:
         """Queue copies for the layer that came after this one the last time, if it will want the same experts."""
         here = (layer.packed.index, phase.name)
         if self._before is not None:
             self._after[self._before] = here
         self._before = here
         layer.last[phase.name] = found
+        layer.seen[phase.name] = counts, tokens
         following = self._after.get(here)
-        if following is None or self.policy not in ("auto", "stream"):
+        many = counts.sum() >= MANY * len(counts)
+        if following is None or not many or self.policy not in ("auto", "stream"):
             return
         target = self.layers[following[0]]
-        before = target.last.get(following[1])
-        many = counts.sum() >= MANY * len(counts)
-        if before is None or not many or not self.slots.direct(target.packed.source):
+        before = target.seen.get(following[1])
+        if before is None or not self.slots.direct(target.packed.source):
             return
-        wanted = sorted({*before.there, *before.streamed} - self._resident(target.packed.index))[: self.slots.count]
-        self.slots.fetch(target.packed.index, target.packed.source, wanted)
+        index, resident = target.packed.index, self._resident(target.packed.index)
+        direction = "backward" if following[1] == "backward" else "forward"
+        costs = self._costs(target, direction)
+        likely = split(*before, costs, there=resident, policy=self.policy).streamed[: self.slots.count]
+        self.slots.fetch(index, target.packed.source, sorted(likely))
 
     def _resident(self, index: int) -> frozenset[int]:
         room = self.side.residents.get(index)
         return frozenset() if room is None else room.present(index)
+
+
+def _take_seat() -> None:
+    """The thread that brings the CPU's share works along with the pool's, which are pinned: beside one of them it would
+    wait for its turn, milliseconds, so it takes a CPU that they leave free."""
+    free = os.sched_getaffinity(0) - set(default_pool().cpus)
+    if free:
+        os.sched_setaffinity(0, free)
 
 
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:

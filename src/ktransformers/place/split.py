@@ -3,7 +3,9 @@
 Experts whose weights are on the GPU stay there. Of the others the hottest are streamed and the rest computed by the
 CPU, so many that the later of the two sides ends as early as possible. Streaming costs the same for every expert and
 the CPU's time grows with rows, so for any number of streamed experts the hottest are the right ones, and trying every
-number is enough. Both sides draw on the same memory: together they cannot end before it has delivered all bytes.
+number is enough. Experts whose copies are under way come first in that order, because theirs end first; those that
+would come too late are left to the CPU. Both sides draw on the same memory: together they cannot end before it has
+delivered all bytes.
 """
 
 from __future__ import annotations
@@ -72,24 +74,28 @@ def split(
     costs: Costs,
     *,
     there: frozenset[int] = frozenset(),
+    coming: tuple[int, ...] = (),
     backlog: float = 0.0,
     policy: str = "auto",
 ) -> Split:
-    """`counts` [E]: rows of each; `there`: on the GPU or on the way; `backlog`: seconds until the link is free."""
+    """`counts` [E]: rows of each expert; `there`: on the GPU; `coming`: on the way, in order; `backlog`: seconds until
+    the link is free."""
     rows = np.asarray(counts, dtype=np.int64)
     active = np.flatnonzero(rows)
     if policy == "cpu":
         return _made(costs, rows, tokens, (), (), tuple(active.tolist()), backlog)
     here = tuple(expert for expert in active.tolist() if expert in there)
-    rest = np.array([expert for expert in active.tolist() if expert not in there], dtype=np.int64)
-    hottest = rest[np.argsort(-rows[rest], kind="stable")]
+    under_way = frozenset(coming) - there
+    queued = [expert for expert in coming if expert in under_way and rows[expert]]
+    rest = np.array([e for e in active.tolist() if e not in there and e not in under_way], dtype=np.int64)
+    order = queued + rest[np.argsort(-rows[rest], kind="stable")].tolist()
     if policy == "stream":
-        return _made(costs, rows, tokens, here, tuple(hottest.tolist()), (), backlog)
-    if policy == "resident" or not len(hottest):
-        return _made(costs, rows, tokens, here, (), tuple(sorted(hottest.tolist())), backlog)
-    number = _best(costs, rows[hottest], len(here), float(rows[list(here)].sum()), tokens, backlog)
-    streamed, cpu = hottest[:number].tolist(), sorted(hottest[number:].tolist())
-    return _made(costs, rows, tokens, here, tuple(streamed), tuple(cpu), backlog)
+        return _made(costs, rows, tokens, here, tuple(order), (), backlog)
+    if policy == "resident" or not order:
+        return _made(costs, rows, tokens, here, (), tuple(sorted(order)), backlog)
+    behind = max(0.0, backlog - len(queued) * costs.link_expert)  # what is queued for others
+    number = _best(costs, rows[order], len(here), float(rows[list(here)].sum()), tokens, behind)
+    return _made(costs, rows, tokens, here, tuple(order[:number]), tuple(sorted(order[number:])), behind)
 
 
 def _best(costs: Costs, hottest: NDArray[np.int64], here: int, here_rows: float, tokens: int, backlog: float) -> int:

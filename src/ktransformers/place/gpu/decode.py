@@ -29,12 +29,13 @@ DTYPES = {
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
-    """`packed` uint8 `[slots, expert_bytes]`, `slots` int32 `[G]` on the same device, `out` bf16 `[G, out_rows, K]`."""
+def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: Matrix, out: Tensor) -> None:
+    """`packed` uint8 `[slots, expert_bytes]`, `out` bf16 `[G, out_rows, K]`; `where` is `slots` as int32 `[G]` on the
+    device, because asking it for them would wait."""
     if packed.is_cuda and (kernels := _kernels()) is not None and kernels.knows(matrix):
-        kernels.decode(packed, slots, matrix, out)
+        kernels.decode(packed, where, matrix, out)
         return
-    for place, slot in enumerate(slots.tolist()):  # one at a time: float32 in between is many times as large
+    for place, slot in enumerate(slots):  # one at a time: float32 in between is many times as large
         decode_plain(packed[slot], matrix, out[place])
 
 

@@ -2,8 +2,7 @@
 
 Codes are read as 32-bit words (16-bit for bf16), of which a tile's 512 values share a few, so that the loads of a warp
 fall into one or two lines; headers are read through views of the same buffer in their own types. Formats are told
-apart by a number at compile time. K-quants are left to torch (`decode_plain`): their value is a product and a
-difference, and the compiler may fuse the two into another number.
+apart by a number at compile time. GGUF's blocks have a kernel of their own (`blocks.py`).
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktransformers.place.gpu import blocks
 from ktransformers.place.gpu.layout import TILE_BYTES, Format, Matrix
 
 COLUMNS = 128  # of K that a program takes
@@ -37,12 +37,18 @@ SCALES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u
 
 
 @triton.jit
+def _signed(value, sign):
+    """By its bit: a difference from zero would lose the sign of a zero."""
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _from_e4m3(code):
     exponent, mantissa = (code >> 3) & 15, code & 7
     normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
     value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
     value = tl.where((code & 127) == 127, float("nan"), value)
-    return tl.where((code & 128) != 0, -value, value)
+    return _signed(value, (code & 128) << 24)
 
 
 @triton.jit
@@ -50,7 +56,7 @@ def _from_e2m1(code):
     exponent, mantissa = (code >> 1) & 3, code & 1
     normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
     value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
-    return tl.where((code & 8) != 0, -value, value)
+    return _signed(value, (code & 8) << 28)
 
 
 @triton.jit
@@ -127,7 +133,7 @@ def _kind(form: Format) -> tuple[Any, Any] | None:
 
 
 def knows(matrix: Matrix) -> bool:
-    return all(_kind(form) is not None for form in matrix.formats)
+    return all(_kind(form) is not None or blocks.knows(form.spec) for form in matrix.formats)
 
 
 def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
@@ -136,7 +142,9 @@ def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
     for half in range(2):
         form = matrix.formats[half]
         kind = _kind(form)
-        assert kind is not None
+        if kind is None:
+            blocks.decode_half(packed, slots, matrix, half, out)
+            continue
         strip = matrix.strip(half)
         field = (form.fields or form.row)[0] if not matrix.plain else None
         scales = flat.view(SCALES[field.kind]) if field is not None else flat

@@ -23,10 +23,11 @@ from ktransformers.place.calibrate import cache_file
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.split import Costs
 
-VERSION = 1
+VERSION = 2
 SMALL, LARGE = 8, 64  # tokens of the one batch, rows of an expert in the other
 ROUNDS = 3
-CROSSING = 60e-6  # hidden states down and results up, besides their bytes
+CROSSING = 150e-6  # hidden states down, a thread woken, results up, besides their bytes
+READ_BYTES = 1 << 30
 
 Measured = tuple[dict[str, Costs], float]  # by direction, and bytes a second of the link
 
@@ -82,7 +83,7 @@ def _measure(layer: Packed, store: ExpertStore, side: Side) -> Measured:
     batches = [_batch(layer, tokens, top_k) for tokens in (SMALL, large)]
     link = link_rate(layer, side)
     gpu_call, gpu_expert, gpu_row = _gpu(layer, side, batches[1])
-    memory = layer.geometry.expert_bytes / default_pool().rate("read", 0.05)
+    memory = layer.geometry.expert_bytes / memory_rate()
     token = 2 * 2 * layer.geometry.hidden / link
     found = {}
     for direction, times in (("forward", 1), ("backward", 3)):
@@ -117,6 +118,12 @@ def _cpu(store: ExpertStore, batches: list[tuple[Tensor, Tensor, Tensor]], direc
         expert = max(short**power - (few_rows * row) ** power, (0.1 * short) ** power) ** (1 / power) / few
         row = max(long**power - (many * expert) ** power, (0.05 * long) ** power) ** (1 / power) / many_rows
     return expert, row
+
+
+def memory_rate() -> float:
+    """Bytes a second out of memory, far beyond any cache."""
+    pool = default_pool()
+    return pool.rate("read", 0.05, bytes=READ_BYTES // pool.threads)
 
 
 def link_rate(layer: Packed, side: Side) -> float:

@@ -113,8 +113,8 @@ class Side:
         down = self._buffer(count, geometry.hidden, geometry.intermediate, bulk)
         group.room.await_ready(slots)
         where = on_device(np.array(slots, np.int32), self.device)
-        decode(group.room.first, where, geometry.first, first)
-        decode(group.room.down, where, geometry.down, down)
+        decode(group.room.first, slots, where, geometry.first, first)
+        decode(group.room.down, slots, where, geometry.down, down)
         group.room.done_reading(slots)
         if layer.biases == (None, None):
             return Decoded(first, down)

@@ -55,8 +55,9 @@ class Slots:
         self._owner: list[Key | None] = [None] * count
         self._ready: list[torch.cuda.Event | None] = [None] * count
         self._read: list[torch.cuda.Event | None] = [None] * count
+        self._queued = [0] * count  # the place of a slot's copy among all copies
         self._used = [0] * count
-        self._clock = 0
+        self._clock = self._copies = 0
 
     @property
     def bytes(self) -> int:
@@ -69,6 +70,18 @@ class Slots:
     def present(self, layer: int) -> frozenset[int]:
         """Experts of a layer that are here or on their way."""
         return frozenset(expert for owner, expert in self._slot if owner == layer)
+
+    def coming(self, layer: int) -> tuple[int, ...]:
+        """Those of `present` whose copies have not ended, in the order of the queue."""
+        found = []
+        for (owner, expert), slot in self._slot.items():
+            ready = self._ready[slot]
+            if owner == layer and ready is not None:
+                if ready.query():  # type: ignore[no-untyped-call]
+                    self._ready[slot] = None  # nobody has to wait for it any more
+                else:
+                    found.append((self._queued[slot], expert))
+        return tuple(expert for _, expert in sorted(found))
 
     def direct(self, source: Source) -> bool:
         """Whether copies from there need no staging; decides it when first asked."""
@@ -131,6 +144,8 @@ class Slots:
             arrived = self._stream.record_event()
         for _, slot in filled:
             self._ready[slot], self._read[slot] = arrived, None
+            self._copies += 1
+            self._queued[slot] = self._copies
         if self.link_rate:
             self.link_free = max(time.perf_counter(), self.link_free) + len(filled) * self.expert_bytes / self.link_rate
 
