@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from nn.families import build, save
-from transformers import AutoModelForCausalLM
+from nn.families import build, save, tokens
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktransformers.checkpoint.packed import MANIFEST, content_hash
 from ktransformers.errors import InputError
@@ -21,7 +22,7 @@ from ktransformers.nn import convert as run
 from ktransformers.nn import load_model
 from ktransformers.nn.store import LAYOUT_VERSION
 
-from .conversions import contents, edit, logits, pack, tiny
+from .conversions import contents, edit, logits, pack, repack, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = "packed-00001.safetensors"
@@ -176,6 +177,29 @@ def test_another_model(copy: Path) -> None:
     edit(copy, moe_intermediate_size=32)
     with pytest.raises(InputError, match=r"intermediate 64, .*expected .*intermediate 32, .*as config\.json says"):
         load_model(copy)
+
+
+def expert_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Of LoRA on attention and experts, for one batch."""
+    torch.manual_seed(0)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=experts))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 8
+    adapted(tokens(), labels=tokens()).loss.backward()
+    return {name: p.grad.clone() for name, p in adapted.named_parameters() if p.grad is not None}
+
+
+def test_training_on_mapped_experts(packed: Path) -> None:
+    """Backward reads the file's pages as forward does: gradients as with the same experts packed in memory."""
+    mapped = expert_gradients(load_model(packed, dtype=torch.float32))
+    model = load_model(packed.parent / "model", dtype=torch.float32)
+    repack(model, dict.fromkeys(("gate", "up", "down"), "int8"))
+    in_memory = expert_gradients(model)
+    assert len([name for name in mapped if "experts" in name]) == 8
+    assert mapped.keys() == in_memory.keys()
+    assert all(torch.equal(mapped[name], in_memory[name]) for name in mapped)
 
 
 SHARED = """
