@@ -4,8 +4,9 @@
 
 A step walks forward through several layers, more than the GPU has room for, and with `--backward` back through them
 with LoRA of rank 8; the time is per layer. Policies take turns within a round, so that a machine that drifts does so
-for all of them. The table shows each policy's median, auto over the best of the others, and the floors: all bytes over
-PCIe, and all touched bytes out of memory, at the rates measured in the same run. Needs a CUDA device.
+for all of them. The table shows each policy's median, auto over the best of the others, the bare kernels on tensors in
+host memory (forward alone), and the floors: all bytes over PCIe, and all touched bytes out of memory, at the rates
+measured in the same run. The split is of the first layer: experts that were there, streamed, on the CPU. Needs CUDA.
 """
 
 from __future__ import annotations
@@ -150,6 +151,18 @@ def rates(layers: list[PlacedStore]) -> dict[str, float]:
     }
 
 
+def bare(made: list[ExpertStore], load: Load) -> float:
+    """Seconds per layer of the stores alone, on tensors in host memory, without gradients."""
+    hidden, weights, ids = load.hidden.cpu(), load.weights.cpu(), [one.cpu() for one in load.ids]
+    taken = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        for store, routes in zip(made, ids, strict=True):
+            store.forward(hidden, routes, weights)
+        taken.append((time.perf_counter() - begun) / len(made))
+    return statistics.median(taken[1:])
+
+
 def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
     for layers in engines.values():  # kernels are loaded, memory is at hand, the split has settled
         for _ in range(3):
@@ -209,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         measured = rates(next(iter(engines.values())))
         for tokens in map(int, args.tokens):
             load = load_of(shape, tokens, device)
-            times = cell(engines, load, factors, args)
+            times = cell(engines, load, factors, args) | {"bare": bare(made, load)}
             touched = statistics.mean(len(set(ids.flatten().tolist())) for ids in load.ids)
             moved = touched * engines[policies[0]][0].layer.packed.geometry.expert_bytes * (2 if args.backward else 1)
             row = {"format": spec, "tokens": tokens, **times, "rates": measured}
@@ -227,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
                     *(f"{1e3 * times[policy]:.2f}" for policy in policies),
                     "" if ratio is None else f"{ratio:.2f}",
                     "" if within is None else "ok" if within else "slow",
+                    f"{1e3 * times['bare']:.2f}",
                     f"{1e3 * row['pcie']:.2f}",
                     f"{1e3 * row['dram']:.2f}",
                     "" if times.get("split") is None else "/".join(map(str, times["split"])),
