@@ -32,6 +32,7 @@ from shapes import SHAPES
 from timing import Table, Watch, describe_machine, print_last_line, save
 
 PEERS = {"transformers": "serve_transformers.py", "llama": "serve_llama.py"}
+DEPTH = 16  # tokens before an answer
 HEADS = ("contender", "adapters", "test", "streams", "t/s", "±", "experts", "x base", "foreign")
 WIDTHS = (22, 8, 7, 7, 9, 7, 7, 6, 7)
 
@@ -191,7 +192,7 @@ def open_ours(args: argparse.Namespace, model: Path, adapters: dict[str, Path]) 
     from ktransformers.serve.launch import open_service
     from ktransformers.serve.target import Target
 
-    room = args.prompt + args.new + 2
+    room = max(args.prompt, DEPTH) + args.new + 2
     launch = Launch(
         str(model),
         lora_paths=tuple((name, str(folder)) for name, folder in adapters.items()),
@@ -246,7 +247,7 @@ class Bench:
         return [[self.draw.randrange(3, top) for _ in range(length)] for _ in range(count)]
 
     def tests(self) -> tuple[Test, Test]:
-        return Test(self.args.prompt), Test(16, self.args.new)
+        return Test(self.args.prompt), Test(DEPTH, self.args.new)
 
     def ours(self, contender: Contender) -> None:
         kind = "kt engine" if self.args.engine else "kt http"
@@ -315,6 +316,7 @@ class Bench:
         words += ["--prompt", str(self.args.prompt), "--new", str(self.args.new)]
         words += ["--streams", ",".join(map(str, self.args.streams)), "--repetitions", str(self.args.repetitions)]
         words += ["--device", self.args.device] if self.args.device else []
+        words += ["--dtype", self.args.dtype] if self.args.dtype != "auto" else []
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:

@@ -176,6 +176,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu", help="cpu is the only one")
+    parser.add_argument("--dtype", help="of no meaning here: BF16 and Q4_K are measured")
     return parser.parse_args()
 
 

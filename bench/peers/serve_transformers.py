@@ -30,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=lambda text: [int(word) for word in text.split(",")], default=[1, 4, 8, 16])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     return parser.parse_args()
 
 
@@ -55,7 +56,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     args = parse()
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
+    dtype = getattr(torch, args.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
     draw, top = random.Random(0), model.config.vocab_size
     for test, prompt, new in ((f"pp{args.prompt}", args.prompt, 1), (f"tg{args.new}", 16, args.new + 1)):
         for streams in args.streams:
@@ -73,7 +75,7 @@ def main() -> None:
                     else:
                         ready, end = max(told[0] for told in times), max(told[-1] for told in times)
                         samples.append(sum(at > ready for told in times for at in told) / (end - ready))
-            cell = {"contender": "transformers bf16", "test": test, "streams": streams, "samples": samples}
+            cell = {"contender": f"transformers {args.dtype}", "test": test, "streams": streams, "samples": samples}
             print(json.dumps({**cell, "foreign": watch.foreign()}), flush=True)
 
 
