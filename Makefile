@@ -64,7 +64,7 @@ $(FACTORY)/.installed: constraints.txt tests/llamafactory/requirements.txt
 	$(FACTORY_PIP) --no-deps llamafactory==0.9.5
 	$(FACTORY_PIP) --no-deps --upgrade --target $(FACTORY)/next llamafactory-kt==0.9.6.dev0
 	mkdir -p $(FACTORY)/site && touch $(FACTORY)/site/torchaudio.py
-	echo "$(CURDIR)/$(FACTORY)/site" > "$$($(FACTORY_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/site.pth"
+	echo "$(CURDIR)/$(FACTORY)/site" > "$$($(FACTORY_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.pth"
 	@touch $@
 
 $(FACTORY)/.built: $(FACTORY)/.installed pyproject.toml CMakeLists.txt src/ktransformers/__init__.py $(NATIVE)
