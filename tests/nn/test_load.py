@@ -225,8 +225,8 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"self_attn\.q_proj\.weight: given shape \[3, 64\], expected \[64, 64\]"):
         load_model(tmp_path)
 
-    edit_config(tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(InputError, match="a checkpoint quantised with 'fp8'"):
+    edit_config(tmp_path, quantization_config={"quant_method": "awq"})
+    with pytest.raises(InputError, match="a checkpoint quantised with 'awq'"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(words[:-5])
     with pytest.raises(InputError, match=r"config\.json"):
@@ -235,7 +235,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         load_model(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text(words)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"neither .* nor model\.safetensors"):
+    with pytest.raises(InputError, match="no weights that are known"):
         load_model(tmp_path)
 
 

@@ -134,10 +134,10 @@ def _fp8(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
     if scale.dtype not in (*FLOATS, "F8_E8M0"):
         raise scale.refuse("float scales, or U8 scales for each 32 columns")
     shape: tuple[int, ...]
-    if not flat:  # one for the whole matrix
-        spec, shape, expand = "fp8:row", (1, 1), True
-    elif scale.shape == (down, across):
+    if scale.shape == (down, across):
         spec, shape, expand = "fp8:128x128", (down, across), False
+    elif not flat:  # one for the whole matrix
+        spec, shape, expand = "fp8:row", (1, 1), True
     elif scale.shape == (rows, across) and len(scale.shape) == 2 and across > 1:
         spec, shape, expand = "fp8:1x128", (rows, across), False
     elif scale.shape in ((rows,), (rows, 1)):

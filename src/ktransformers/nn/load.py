@@ -32,7 +32,7 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
-from ktransformers.nn.prepare import METHOD, in_stock_terms, read_config, take_quantisation
+from ktransformers.nn.prepare import METHOD, config_file, in_stock_terms, read_config, take_quantisation
 from ktransformers.nn.quantizer import KTConfig, Progress
 
 
@@ -95,7 +95,7 @@ class Told:
 
 
 def read_told(path: Path) -> Told:
-    file = _config_file(path)
+    file = config_file(path)
     if file is None:
         return Told()
     _, words = take_quantisation(read_config(file.parent))
@@ -116,16 +116,8 @@ def _experts(told: Told, given: Path | None) -> Source | None:
     return None if told.experts is None else open_source(told.experts, told.experts_quantised)
 
 
-def _config_file(path: Path) -> Path | None:
-    """None where the weights carry the configuration themselves."""
-    file = (path if path.is_dir() else path.parent) / "config.json"
-    if not file.is_file() and path.is_dir() and not any(path.glob("*.gguf")) and not any(path.glob("_layer_*")):
-        read_config(path)  # says what is missing
-    return file if file.is_file() else None
-
-
 def _config(path: Path) -> PreTrainedConfig:
-    file = _config_file(path)
+    file = config_file(path)
     if file is None:
         carried = open_source(path).config()
         if carried is None:

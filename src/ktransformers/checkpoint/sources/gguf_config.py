@@ -100,6 +100,7 @@ def _qwen2(keys: Keys, words: Mapping[str, Any]) -> dict[str, Any]:
     _plain_rope(keys)
     return {
         "model_type": "qwen2_moe",
+        "head_dim": _head(keys, words),
         "intermediate_size": int(keys.get("feed_forward_length", 0)) or keys.rows("ffn_gate_exps"),
         "moe_intermediate_size": int(keys.get("expert_feed_forward_length", 0)) or keys.rows("ffn_gate_exps"),
         "shared_expert_intermediate_size": keys.rows("ffn_gate_shexp"),
