@@ -41,6 +41,7 @@ def train(words: list[str]) -> None:
         time.sleep(0.02)
     line = {"current_steps": steps, "throughput": 200.0, "loss": 1.0}
     (output / "trainer_log.jsonl").write_text(json.dumps(line) + "\n")
+    (output / "trainer_state.json").write_text(json.dumps({"global_step": steps}))
     (output / "all_results.json").write_text(json.dumps({"train_runtime": 60.0, "train_loss": 1.0}))
     (output / "adapter_config.json").write_text(json.dumps({"steps": steps}))
     (output / "adapter_model.safetensors").write_text(f"{keys['learning_rate']} {steps}")

@@ -133,13 +133,15 @@ def _proof(found: Any) -> tuple[bool | None, str]:
 
 
 def _training(adapter: Path, said: str) -> Training:
+    """The rate is the mean of what was logged after the first steps; of a run too short for that, the whole run's."""
     results = _document(adapter / "all_results.json") or {}
+    steps = int((_document(adapter / "trainer_state.json") or {}).get("global_step", 0))
     log = adapter / "trainer_log.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     rates = [line["throughput"] for line in lines if line.get("throughput")]
-    steps = max((line["current_steps"] for line in lines), default=0)
-    rate = sum(rates) / len(rates) if rates else None
-    return Training(steps, float(results.get("train_runtime", 0.0)), rate, results.get("train_loss"), said)
+    seconds, tokens = float(results.get("train_runtime", 0.0)), float(results.get("num_tokens", 0.0))
+    rate = sum(rates) / len(rates) if rates else tokens / seconds if tokens and seconds else None
+    return Training(steps, seconds, rate, results.get("train_loss"), said)
 
 
 def table(report: Report) -> list[str]:
