@@ -279,3 +279,19 @@ def test_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = hashes.of(folder / "b")
     os.utime(folder / "b", ns=(1, 1))
     assert hashes.of(folder / "b") != before and LARGE > 10
+
+
+def test_command(place: Path) -> None:
+    from typer.testing import CliRunner
+
+    from ktransformers.cli.main import app
+
+    file = str(place / "loop.yaml")
+    looked = json.loads(CliRunner().invoke(app, ["loop", file, "--dry-run", "--json"]).stdout)
+    assert [stage["status"] for stage in looked["stages"]] == ["would run"] * len(ALL)
+    shown = CliRunner().invoke(app, ["loop", file]).stdout
+    assert "pace       kt train" in shown and "200 tokens/s, 0.5 s a step" in shown
+    assert "step 1/12" in shown and "kt chat --model model:neko" in shown
+    found = json.loads(CliRunner().invoke(app, ["loop", file, "--json"]).stdout)
+    assert found["proven"] is True and {stage["status"] for stage in found["stages"]} == {"skipped"}
+    assert "unchanged, done 20" in CliRunner().invoke(app, ["loop", file]).stdout
