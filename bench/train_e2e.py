@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-POLICIES = ("cpu", "stream", "auto")
+POLICIES = ("cpu", "stream", "resident", "auto")
 PLACE = "KT_PLACE"  # how the child learns the policy
 PARTS = ("experts_forward", "experts_backward", "experts_again", "attention", "optimizer", "rest")
 GIB = 1 << 30
@@ -342,7 +342,7 @@ class Bench:
         command += ["--tokens", commas(self.args.tokens or recipe.tokens), "--policy", self.args.policy]
         command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
         command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
-        env = {**os.environ, **({PLACE: self.args.policy} if self.args.policy != "cpu" else {})}
+        env = {**os.environ, PLACE: self.args.policy}
         named = {"model": recipe.name, "variant": variant, "layers": layers, "policy": self.args.policy}
         with tempfile.TemporaryFile("w+") as complaints:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=env)
