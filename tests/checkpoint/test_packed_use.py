@@ -298,15 +298,15 @@ def test_memory_does_not_grow_with_the_layer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_bound_on_a_large_layer(tmp_path: Path) -> None:
-    """One matrix for each thread and 1 GiB, with a layer of 3.2 GB."""
-    sizes = {"hidden_size": 2048, "moe_intermediate_size": 2048, "num_experts": 128, "num_hidden_layers": 1}
+    """One matrix for each thread and 1 GiB, with two layers of 1.2 GB."""
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 2048, "num_experts": 48, "num_hidden_layers": 2}
     small = tiny(tmp_path / "small")
     large = save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
     code = MEMORY.replace("8 << 20", str(run.STORE_BYTES))
     arguments = [str(small), str(tmp_path / "out"), str(large), "int8"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2 * 2048 * 2048 * 2 + (1 << 30)
+    assert int(done.stdout) < 2 * 2048 * 2048 * 2 + (1 << 30), f"{int(done.stdout) / 1e6:.0f} MB"
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "out", "int8")
     with pytest.raises(InputError, match="given a packed directory, expected the checkpoint"):
         pack(tmp_path / "out", tmp_path / "again", "int4")
-    with pytest.raises(InputError, match=r"model: .*no directory with a config\.json|nothing there"):
+    with pytest.raises(InputError, match=r"nowhere: given no directory with a config\.json"):
         pack(tmp_path / "nowhere", tmp_path / "again", "int4")
     odd = tiny(tmp_path / "odd", moe_intermediate_size=40)
     with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts: down: given 40 columns, expected a multiple of 32"):
