@@ -183,7 +183,7 @@ class KTQuantizer(HfQuantizer):
             log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
-        self._layers, self._shapes, self._source = [], {}, None
+        self._layers, self._shapes, self._source, config.weights = [], {}, None, None
         select(model)
         keep_from_ddp(model)
         return model

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, pair_nibbles
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, pair_nibbles
 from ktransformers.checkpoint.experts import ExpertShape, Formats, Piece
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.sources.gguf_config import config_of
@@ -31,6 +31,7 @@ from ktransformers.checkpoint.sources.gguf_names import (
     unpermute,
 )
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
+from ktransformers.checkpoint.sources.tensors import plain
 from ktransformers.errors import InputError
 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -184,7 +185,7 @@ class GGUFSource:
             shape = (tensor.shape[0] * (tensor.shape[2] + values.shape[1]), tensor.shape[1])
 
         def read() -> Tensor:
-            numbers = self._numbers(tensor).to(dtype)
+            numbers = self._numbers(tensor)
             if values is not None:
                 numbers = join_kv(numbers, self._numbers(values).to(dtype))
             elif heads is not None:
@@ -194,13 +195,14 @@ class GGUFSource:
         return PlainTensor(name, dtype, shape, read)
 
     def _numbers(self, tensor: GGUFTensor) -> Tensor:
+        """Floats as they are, everything else in bf16."""
         data = self._bytes(tensor)
         if tensor.kind in FLOATS:
             return data.view(FLOATS[tensor.kind]).reshape(tensor.shape)
         columns = tensor.shape[-1]
         rows = torch.Size(tensor.shape[:-1]).numel()
         found = _encoded(tensor, data.reshape(1, rows, -1), columns)
-        return decode(found).reshape(tensor.shape)
+        return plain(found).reshape(tensor.shape)
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
         if tensor.file not in self._maps:

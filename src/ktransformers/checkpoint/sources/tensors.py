@@ -20,6 +20,7 @@ from ktransformers.checkpoint.experts import ExpertShape, Piece, check, read
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, Part, dimensions, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
+from ktransformers.checkpoint.recode import blocks, rows_of
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.kt_kernel import MERGED, KTLayers
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
@@ -103,8 +104,15 @@ class SafetensorsSource:
 
 
 def plain(matrix: Tensor | Encoded) -> Tensor:
-    """Of one matrix, in bf16 where it was quantised."""
-    return decode(matrix)[0].to(torch.bfloat16) if isinstance(matrix, Encoded) else matrix
+    """Of one matrix, in bf16 where it was quantised; some rows at a time, because float32 is twice as large."""
+    if isinstance(matrix, Tensor):
+        return matrix
+    found = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.codes.device)
+    for first, last in blocks(matrix.rows, matrix.columns):
+        part = rows_of(matrix, first, last)
+        assert isinstance(part, Encoded)
+        found[first:last] = decode(part)[0]
+    return found
 
 
 def names_of(tensors: ExpertTensors) -> Iterator[str]:
