@@ -7,6 +7,7 @@ the split, the worker thread; only streams and pinned memory need one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,8 +56,11 @@ def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = Fal
     generator = torch.Generator().manual_seed(seed)
     e, h, i = size.experts, size.hidden, size.intermediate
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+    def random(count: int, *shape: int) -> Tensor:
+        """Windows of one stretch of numbers: a real layer would take seconds to draw."""
+        each = math.prod(shape)
+        pool = (torch.randn(each + 997 * count, generator=generator) / shape[-1] ** 0.5).bfloat16()
+        return torch.stack([pool[997 * at : 997 * at + each].view(shape) for at in range(count)])
 
     matrices: dict[str, Any] = {"gate": random(e, i, h), "up": random(e, i, h), "down": random(e, h, i)}
     if spec != "bf16":
