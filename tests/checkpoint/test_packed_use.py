@@ -57,14 +57,17 @@ def attempt(slow):
         convert(make_plan(source, wanted("int4"), 2), out, progress=progress if slow else None)
         os._exit(0)
     return child
-for _ in range(4):
-    child = attempt(0.02)
-    time.sleep(generator.uniform(0.05, 1.2))
+journal = out.with_name(out.name + ".partial") / "journal.jsonl"
+def lines():
+    return len(journal.read_text().splitlines()) if journal.exists() else 0
+for entered in (0, 2, 3, 5):  # at some moment after so many lines: the plan, what is not experts, layers
+    child = attempt(0.03)
+    while lines() < entered:
+        time.sleep(0.005)
+    time.sleep(generator.uniform(0, 0.15))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    journal = out.with_name(out.name + ".partial") / "journal.jsonl"
-    lines = len(journal.read_text().splitlines()) if journal.exists() else 0
-    seen.append([os.waitstatus_to_exitcode(status), out.exists(), lines])
+    seen.append([os.waitstatus_to_exitcode(status), out.exists(), lines()])
 _, status = os.waitpid(attempt(0), 0)
 print(json.dumps({"seen": seen, "last": os.waitstatus_to_exitcode(status)}))
 """
@@ -78,6 +81,8 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert [code for code, _, _ in found["seen"]] == [-signal.SIGKILL] * 4
     assert not any(finished for _, finished, _ in found["seen"])
+    entered = [lines for _, _, lines in found["seen"]]
+    assert entered == sorted(entered) and 5 <= entered[-1] < 8  # what was finished stayed so, and more was to do
     assert found["last"] == 0 and out.is_dir() and not (tmp_path / "out.partial").exists()
     pack(origin, tmp_path / "whole", "int4")
     one, other = contents(out), contents(tmp_path / "whole")
