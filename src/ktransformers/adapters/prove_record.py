@@ -105,7 +105,8 @@ class Reloaded:
     def __str__(self) -> str:
         apart = self.difference
         same = "to the bit" if apart.none else f"within {apart.max:.2g}"
-        kind = "held-out rows" if self.held_out else "rows (none were held out)"
+        row = "row" if self.rows == 1 else "rows"
+        kind = f"held-out {row}" if self.held_out else f"{row} (none held out)"
         return (
             f"reloaded: {self.tensors} tensors trained, saved and read back; {self.tokens} log-probabilities of "
             f"{self.rows} {kind} are the same {same}"
