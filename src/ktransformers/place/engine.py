@@ -110,13 +110,13 @@ class Engine:
         ids = routes.finish()[0]
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
-        found = self.decide(layer, counts, ids.shape[0], phase)
+        found = layer.last[phase.name] = self.decide(layer, counts, ids.shape[0], phase)
         keep = layer.store.new_keep(*ids.shape) if retain and rows is not None else ids.new_empty(0, dtype=torch.uint8)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep) if found.cpu and rows is not None else None
         if gpu := found.there + found.streamed:
             whole = self.side.forward(layer.packed, batch, gpu, counts)
-            self._prefetch(layer, phase, found, counts, batch.ids.shape[0])
+            self._prefetch(layer, phase, counts, batch.ids.shape[0])
             if share is not None:
                 whole += start_up((share.result(),), self.device).finish()[0]
             result = whole.to(batch.hidden.dtype)
@@ -141,7 +141,7 @@ class Engine:
         if not kept.cpu.any():  # then nothing was written there
             kept = replace(kept, keep=kept.keep[:0])
         counts = count(kept.ids, layer.packed.geometry.experts)
-        found = self._decide_back(layer, counts, kept, phase)
+        found = layer.last[phase.name] = self._decide_back(layer, counts, kept, phase)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         grads, views = gradients_like(batch.factors) if wanted and batch.factors is not None else ([], ())
         share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views) if found.cpu else None
@@ -153,7 +153,7 @@ class Engine:
             )
             arriving = gradients.start(by_role)
             arrived = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            self._prefetch(layer, phase, found, counts, batch.ids.shape[0])
+            self._prefetch(layer, phase, counts, batch.ids.shape[0])
         if share is not None:
             lower = start_up(share.result(), self.device).finish()
             grad_hidden = lower[0] if grad_hidden is None else grad_hidden.add_(lower[0])
@@ -260,13 +260,12 @@ class Engine:
 
     # What comes next.
 
-    def _prefetch(self, layer: Layer, phase: Phase, found: Split, counts: NDArray[np.int64], tokens: int) -> None:
+    def _prefetch(self, layer: Layer, phase: Phase, counts: NDArray[np.int64], tokens: int) -> None:
         """Queue copies for the layer that came after this one the last time, if it will want the same experts."""
         here = (layer.packed.index, phase.name)
         if self._before is not None:
             self._after[self._before] = here
         self._before = here
-        layer.last[phase.name] = found
         layer.seen[phase.name] = counts, tokens
         following = self._after.get(here)
         many = counts.sum() >= MANY * len(counts)
