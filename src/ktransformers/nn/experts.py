@@ -4,7 +4,7 @@ transformers calls `experts_forward(module, hidden, ids, weights)` for every lay
 `kt_store` holds its packed experts; a module that still has its own parameters is packed when first called. Packed
 parameters are frozen: the store is a copy, and no gradient reaches them. Where the copy is to be the only one, ghosts
 take the place of the matrices, so that PEFT finds them. Hidden states on a GPU come down, are computed here and go up
-again (`nn/transfer.py`).
+again (`nn/transfer.py`), or are left to the placement engine where a model was given one (`place/`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ktransformers.nn.ghost import frozen_ghost
 from ktransformers.nn.mixed import mixed_lora
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import ExpertStore
-from ktransformers.nn.transfer import down, up
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -46,10 +45,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if (served := mixed_lora(module)) is not None:
         inputs = (hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu())
         return store.forward(*inputs, adapter=served.rows, adapters=served.adapters).to(hidden_states.device)
-    if hidden_states.device.type == "cpu":
-        return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora)
-    hidden, ids, weights = down(hidden_states, top_k_index, top_k_weights)
-    return up(apply_experts(store, hidden, ids, weights, lora=lora), hidden_states.device)
+    return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora)
 
 
 def register() -> None:
