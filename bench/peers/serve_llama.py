@@ -181,7 +181,10 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    import llama_cpp
+
     args = parse()
+    llama_cpp.llama_backend_init()
     top = json.loads((args.model / "config.json").read_text())["vocab_size"]
     files = {"BF16": args.model / "bf16.gguf", "Q4_K": args.model / "q4_k.gguf"}
     if not files["BF16"].is_file():
