@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.releases import KINDS, kt_parts, write_gguf, write_kt_tree
+from checkpoint.releases import KINDS, kt_parts, write_kt_tree
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ktransformers.checkpoint import Encoded, ExpertShape, decode
+from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, load_model
 from ktransformers.nn.prepare import prepare
@@ -150,160 +152,6 @@ def test_gpt_oss(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
 
 
-def permuted(matrix: Tensor, heads: int) -> Tensor:
-    """As llama.cpp's converter turns the rows of q and k."""
-    return matrix.reshape(heads, 2, matrix.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(matrix.shape)
-
-
-GGUF_LEAVES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-GGUF_LEAVES |= {
-    f"mlp.shared_expert{s}.{role}_proj": f"ffn_{role}_shexp" for s in ("", "s") for role in ("gate", "up", "down")
-}
-
-
-def to_gguf(model: PreTrainedModel, arch: str, kinds: dict[str, str]) -> dict[str, tuple[Any, str]]:
-    """Tensors under llama.cpp's names, experts in the given types; the model gets the numbers that these stand for."""
-    import gguf
-
-    found: dict[str, tuple[Any, str]] = {}
-    config = model.config
-    for name, parameter in model.state_dict().items():
-        place = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if place is None:
-            top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-            found[f"{top[name.removesuffix('.weight')]}.weight"] = (parameter.numpy(), "F32")
-            continue
-        layer, rest = place.groups()
-        if ".experts." in rest:
-            matrices = {"down": parameter} if rest.endswith("down_proj") else {}
-            if not matrices:
-                half = parameter.shape[1] // 2
-                matrices = {"gate": parameter[:, :half], "up": parameter[:, half:]}
-            for role, matrix in matrices.items():
-                kind = gguf.GGMLQuantizationType[kinds[role]]
-                data = gguf.quants.quantize(matrix.contiguous().numpy(), kind)
-                found[f"blk.{layer}.ffn_{role}_exps.weight"] = (data, kinds[role])
-                matrix.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)).bfloat16())
-            continue
-        if rest.endswith("e_score_correction_bias"):
-            found[f"blk.{layer}.exp_probs_b.bias"] = (parameter.numpy(), "F32")
-            continue
-        module, _, ending = rest.rpartition(".")
-        if arch == "llama" and module.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
-            parameter = permuted(parameter, heads).contiguous()
-        if module == "mlp.shared_expert_gate":
-            parameter = parameter[0]
-        if module == "self_attn.kv_b_proj" and arch == "deepseek2" and layer == "1":  # as newer files have it
-            whole = parameter.reshape(config.num_attention_heads, -1, parameter.shape[1])
-            keys, values = whole[:, : config.qk_nope_head_dim], whole[:, config.qk_nope_head_dim :]
-            found[f"blk.{layer}.attn_k_b.weight"] = (keys.transpose(1, 2).contiguous().numpy(), "F32")
-            found[f"blk.{layer}.attn_v_b.weight"] = (values.contiguous().numpy(), "F32")
-            continue
-        leaf = GGUF_LEAVES[module]
-        found[f"blk.{layer}.{leaf}.{ending}"] = (parameter.numpy(), "F32")
-    return found
-
-
-def gguf_fields(config: Any, arch: str) -> dict[str, Any]:
-    """What llama.cpp's converter writes into the header."""
-    found = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "expert_used_count": config.num_experts_per_tok,
-        "feed_forward_length": config.intermediate_size,
-    }
-    if arch == "llama":
-        found |= {"expert_count": config.num_local_experts}
-    if arch in ("qwen2moe", "qwen3moe"):
-        found |= {"expert_count": config.num_experts, "expert_feed_forward_length": config.moe_intermediate_size}
-    if arch != "deepseek2":
-        found |= {"attention.key_length": config.head_dim}
-    if arch == "deepseek2":
-        found |= {
-            "expert_count": config.n_routed_experts,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-            "expert_shared_count": config.n_shared_experts,
-            "leading_dense_block_count": config.first_k_dense_replace,
-            "expert_gating_func": 2,
-            "expert_group_count": config.n_group,
-            "expert_group_used_count": config.topk_group,
-            "expert_weights_scale": float(config.routed_scaling_factor),
-            "expert_weights_norm": bool(config.norm_topk_prob),
-            "attention.q_lora_rank": config.q_lora_rank,
-            "attention.kv_lora_rank": config.kv_lora_rank,
-            "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
-            "attention.value_length": config.v_head_dim,
-            "rope.dimension_count": config.qk_rope_head_dim,
-        }
-    return {f"{arch}.{key}": value for key, value in found.items()}
-
-
-GGUF_MODELS = {
-    "qwen3_moe": ("qwen3moe", {}),
-    "qwen2_moe": ("qwen2moe", {}),
-    "mixtral": ("llama", {}),
-    "deepseek_v3": ("deepseek2", MLA),
-}
-
-
-@pytest.mark.parametrize("family", GGUF_MODELS)
-def test_gguf_file(family: str, tmp_path: Path) -> None:
-    """Everything from one file: configuration, names, order of rows; experts in the types of the file."""
-    pytest.importorskip("gguf")
-    arch, changes = GGUF_MODELS[family]
-    model = build(family, **SIZES, **changes)
-    kinds = {"gate": "Q4_0", "up": "Q8_0", "down": "Q5_1"}
-    tensors = to_gguf(model, arch, kinds)
-    file = tmp_path / "model-Q4_M.gguf"
-    write_gguf(file, arch, gguf_fields(model.config, arch), tensors)
-    found = load_model(file, dtype=torch.float32)
-    assert type(found) is type(model)
-    assert {role: kind.upper() for role, kind in stores(found)[-1].formats.items()} == kinds
-    torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
-
-
-def test_gguf_beside_a_configuration(tmp_path: Path) -> None:
-    """A directory with config.json and a GGUF; experts alone from the GGUF; and the directory that others open."""
-    pytest.importorskip("gguf")
-    model = build("qwen3_moe", **SIZES)
-    full = save(model, tmp_path / "full")
-    tensors = to_gguf(model, "qwen3moe", dict.fromkeys(("gate", "up", "down"), "Q8_0"))
-    directory = tmp_path / "gguf"
-    directory.mkdir()
-    (directory / "config.json").write_bytes((full / "config.json").read_bytes())
-    write_gguf(directory / "m.gguf", "qwen3moe", {}, tensors)
-    want = logits(model)
-    for found in (
-        load_model(directory, dtype=torch.float32),
-        load_model(full, experts=directory / "m.gguf", dtype=torch.float32),
-    ):
-        assert stores(found)[0].formats["up"] == "q8_0"
-        torch.testing.assert_close(logits(found), want, rtol=EXACT, atol=EXACT)
-    prepare(directory, tmp_path / "kt")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "kt", dtype=torch.float32)
-    assert stores(plain)[0].formats["up"] == "q8_0"
-    torch.testing.assert_close(logits(plain), want, rtol=EXACT, atol=EXACT)
-    prepare(full, tmp_path / "mixed", experts=directory / "m.gguf")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed", dtype=torch.float32)
-    assert stores(plain)[0].formats["up"] == "q8_0"
-    torch.testing.assert_close(logits(plain), want, rtol=EXACT, atol=EXACT)
-
-
 @pytest.mark.parametrize("method", ["INT8", "INT4"])
 def test_kt_kernel_tree(method: str, tmp_path: Path) -> None:
     """Experts that kt-kernel's converter wrote for two NUMA nodes, the rest from the model they were made from."""
@@ -323,6 +171,26 @@ def test_kt_kernel_tree(method: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
     with pytest.raises(InputError, match="tree: given experts alone, expected a model"):
         load_model(tmp_path / "tree")
+
+
+def test_kt_kernel_merged(tmp_path: Path) -> None:
+    """The converter's other form is a model by itself, in names of its own."""
+    save(build("qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_experts=2), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    merged = {}
+    for seed, name in enumerate(list(tensors)):
+        if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
+            parts, value = kt_parts(*tensors[name].shape, found[3], "INT8", 1, seed)
+            tensors[name] = value.bfloat16().float()
+            base = f"blk.{found[1]}.ffn_{found[3]}_exps.{found[2]}.numa.0"
+            merged |= {f"{base}.weight": parts[0][0].view(torch.int8), f"{base}.scale": parts[0][1]}
+        else:
+            merged[re.sub(r"^model\.", "", name.replace("model.layers.", "blk."))] = tensors[name]
+    want = stock(tmp_path, tensors)
+    save_file(merged, tmp_path / "model.safetensors")
+    model = load_model(tmp_path, dtype=torch.float32)
+    assert stores(model)[0].formats["down"] == "int8"
+    torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -357,8 +225,6 @@ def test_gradients_reach_an_adapter(tmp_path: Path) -> None:
         _, _, ending = name.rpartition(".")
         if not ending.startswith("weight_"):
             numbers[name] = tensor
-    from ktransformers.checkpoint import Encoded, ExpertShape, decode
-    from ktransformers.checkpoint.sources import open_source
 
     opened = open_source(plain, KINDS["compressed int4"][2])
     numbers |= {tensor.name: tensor.read().clone() for tensor in opened.rest()}
