@@ -1,4 +1,4 @@
-"""The expert kernel at work on a small layer: `make demo`.
+"""The expert kernel at work on a small layer, beside plain torch.
 
 Packs 16 random experts, runs batches of several sizes, and prints for each the time of our kernel, the time of the same
 layer written in plain torch (one loop over the experts, as transformers' eager path does it), and the error of both

@@ -215,3 +215,17 @@ def test_output_directories_are_not_overwritten_by_accident(finished: tuple[Path
     assert "1 checkpoints" in anew and "removed" in anew
     nowhere = recipe(tiny, output.parent / "new", resume_from_checkpoint=True)
     assert "no checkpoint" in make_plan(read_settings(nowhere)).plan.start
+
+
+def test_experts_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
+    from ktransformers.nn.convert import convert
+    from ktransformers.nn.convertplan import make_plan as plan_conversion
+    from ktransformers.nn.convertplan import wanted
+
+    packed = tmp_path / "int8"
+    convert(plan_conversion(tiny, wanted("int8"), 2), packed)
+    keys = recipe(tiny, tmp_path / "run", max_steps=2, kt_weight_path=str(packed), kt_expert_weight_format="int8")
+    assert run(keys).output == tmp_path / "run"
+    assert any("experts" in name for name in adapter(tmp_path / "run"))
+    with pytest.raises(InputError, match="kt_expert_weight_format: given fp8, where"):
+        run(keys | {"kt_expert_weight_format": "fp8", "output_dir": str(tmp_path / "other")})

@@ -74,7 +74,7 @@ def test_every_key_of_the_trainer_is_accepted() -> None:
         ({"kt_config": {"kt_backend": "AMXINT8"}}, "kt_backend: given AMXINT8"),
         ({"kt_config": {"kt_lora_rank": 8}}, "kt_lora_rank: given 8, expected nothing"),
         ({"kt_config": 3}, "kt_config: given 3"),
-        ({"kt_expert_weight_format": "int8"}, "kt_expert_weight_format: given int8, expected bf16"),
+        ({"kt_expert_weight_format": "int3"}, "kt_expert_weight_format: given 'int3'"),
         ({"kt_weight_path": "/x"}, "kt_weight_path: given /x"),
         ({"use_kt": False}, "use_kt: given False"),
         ({"do_train": False}, "do_train: given False"),

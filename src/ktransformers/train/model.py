@@ -78,6 +78,19 @@ def skeleton(directory: Path) -> nn.Module:
     return model
 
 
+def check_formats(model: nn.Module, wanted: str) -> None:
+    """Experts are never converted on the way: what was asked for must be what is stored."""
+    if wanted == "auto":
+        return
+    family = {"rawint4": "int4"}.get(wanted, wanted)
+    for name, module in model.named_modules():
+        store = getattr(module, "kt_store", None)
+        for matrix, stored in store.formats.items() if store is not None else ():
+            if stored.partition(":")[0] != family:
+                given = f"{wanted}, where {name} has {matrix} in {stored}"
+                raise InputError("kt_expert_weight_format", given, "auto", "or convert the experts with kt quant")
+
+
 def expert_pool(settings: Settings) -> tuple[_core.Pool | None, list[str]]:
     """Threads as asked for, never more than this process may use."""
     from ktransformers import _core
@@ -108,6 +121,7 @@ def open_model(
     pool, notes = expert_pool(settings)
     model = load_model(
         directory,
+        experts=settings.experts.kt_weight_path,
         dtype=dtype,
         device=None if device.type == "cpu" else device,
         pool=pool,
@@ -115,6 +129,7 @@ def open_model(
         precision=settings.experts.precision,
         progress=progress,
     )
+    check_formats(model, settings.experts.kt_expert_weight_format)
     if settings.model.flash_attn != "auto":
         try:
             model.set_attn_implementation(ATTENTION[settings.model.flash_attn])

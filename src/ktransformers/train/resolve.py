@@ -26,7 +26,6 @@ from ktransformers.train.settings import HOME, SECTIONS, Settings
 SPECIAL = (
     "kt_config",
     "kt_optimize_rule",
-    "kt_weight_path",
     "warmup_ratio",
     "group_by_length",
     "logging_dir",
@@ -167,10 +166,6 @@ class _Taker:
             return
         if key == "kt_optimize_rule":
             self.notes.append(read_rule(str(value))[1])
-        elif key == "kt_weight_path":
-            raise InputError(
-                key, value, "experts of model_name_or_path itself", "give the directory that holds them as the model"
-            )
         elif key == "warmup_ratio":
             share = coerce(key, value, float)
             if not 0 <= share < 1:
@@ -224,8 +219,8 @@ def _check(settings: Settings) -> Settings:
         raise InputError("dataset", "nothing", "a name of dataset_info.json or a file", "`identity` ships with kt")
     if not experts.use_kt:
         raise InputError("use_kt", False, "true", "without it, use llamafactory-cli or TRL themselves")
-    if experts.kt_expert_weight_format.lower() not in ("bf16", "auto"):
-        raise InputError("kt_expert_weight_format", experts.kt_expert_weight_format, "bf16", "experts train in bf16")
+    if experts.kt_weight_path and not Path(experts.kt_weight_path).exists():
+        raise InputError("kt_weight_path", experts.kt_weight_path, "a packed directory, GGUF or kt-kernel's files")
     isa_of(experts.kt_backend)
     if trainer.get("bf16") and trainer.get("fp16"):
         raise InputError("fp16", "true beside bf16", "one of them")

@@ -103,7 +103,13 @@ class ExpertSettings(Section):
     kt_num_threads: int | None = Field(None, ge=1, description="threads for the experts, all NUMA nodes together")
     kt_threadpool_count: int | None = Field(None, ge=1, description="groups of threads, one per NUMA node by itself")
     kt_backend: str | None = Field(None, description="auto, or a CPU variant as in AMXBF16")
-    kt_expert_weight_format: str = Field("bf16", description="format of the experts in memory")
+    kt_weight_path: str | None = Field(
+        None,
+        description="where the experts come from, if not from the model: a packed directory, GGUF, kt-kernel's files",
+    )
+    kt_expert_weight_format: Literal["auto", "bf16", "int8", "fp8", "rawint4", "mxfp4"] = Field(
+        "auto", description="what the experts are expected to be stored in; they keep the format they have"
+    )
     precision: Literal["bf16", "f32"] = Field(
         "bf16", description="of the experts' arithmetic; f32 computes with a float32 checkpoint's numbers unrounded"
     )
