@@ -48,19 +48,21 @@ HONOURED = (
     Flag(("--kt-cpuinfer",), "threads", "threads of the experts; default: chosen by the machine", int),
     Flag(("--kt-threadpool-count",), "groups", "groups of threads, one per NUMA node; default: all nodes", int),
     Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always", "an adapter whose experts are on for every request"),
+    Flag(("--kt-weight-path",), "experts", "where the experts come from: packed, GGUF or kt-kernel's files"),
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even where the plan says that it cannot fit", bool),
 )
 
-# Names of formats in earlier guides -> what the experts are computed from here, None where that does not exist yet.
+# Names of formats in earlier guides -> the word for `kt quant`, None where the released bytes stay as they are.
 METHODS: dict[str, str | None] = {
     "BF16": "bf16",
     "AMXBF16": "bf16",
-    "AUTO": "bf16",
-    "AMXINT8": None,
-    "AMXINT4": None,
-    "MOE_INT8": None,
+    "AUTO": None,
+    "AMXINT8": "int8",
+    "AMXINT4": "int4",
+    "MOE_INT8": "int8",
+    "MOE_INT4": "int4",
     "RAWINT4": None,
     "FP8": None,
     "FP8_PERCHANNEL": None,
@@ -85,7 +87,6 @@ SWITCHES: dict[str, str] = {  # take no value
     "--record-kt-gpu-expert-distribution": "experts stay in host memory",
 }
 VALUES: dict[str, str] = {  # take one value
-    "--kt-weight-path": "experts are read from the model directory and packed while it loads",
     "--kt-num-gpu-experts": "experts stay in host memory",
     "--kt-gpu-experts-ratio": "experts stay in host memory",
     "--kt-max-deferred-experts-per-token": "no expert is deferred: answers are exact",
@@ -145,6 +146,7 @@ class Launch:
     threads: int | None = None
     groups: int | None = None
     always: Path | None = None
+    experts: Path | None = None
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # what was accepted and means nothing here
@@ -199,7 +201,7 @@ def parse(words: Sequence[str]) -> Launch:
     names = [name for name, _ in paths]
     if len(set(names)) < len(names):
         raise InputError("lora-paths", ", ".join(names), "every name once")
-    for name in ("watch", "chat_template", "always"):
+    for name in ("watch", "chat_template", "always", "experts"):
         found[name] = None if found[name] is None else Path(found[name])
     return Launch(target=given[0], lora_paths=paths, notes=tuple(notes), **found)
 
@@ -207,14 +209,11 @@ def parse(words: Sequence[str]) -> Launch:
 def _method(word: str | None) -> list[str]:
     if word is None:
         return []
-    known = METHODS.get(word.upper())
     if word.upper() not in METHODS:
         raise InputError("kt-method", word, f"one of {', '.join(METHODS)}")
-    if known is None:
-        return [
-            f"--kt-method {word}: experts are computed in bf16, from the model directory; quantised ones come later"
-        ]
-    return []
+    stays = f"--kt-method {word}: experts keep the format that they are stored in"
+    made = METHODS[word.upper()]
+    return [stays if made is None else f"{stays}; `kt quant --format {made}` makes others"]
 
 
 def _check(found: dict[str, Any]) -> None:

@@ -132,7 +132,9 @@ def _open_model(launch: Launch, directory: Path, dtype: Any, device: str) -> Any
     from ktransformers.nn import load_model
 
     pool = _core.Pool(launch.threads or 0, launch.groups or 0) if launch.threads or launch.groups else None
-    return load_model(directory, dtype=dtype, device=None if device == "cpu" else device, pool=pool)
+    given = launch.experts  # guides for kt-kernel name the model's own directory here, too
+    experts = None if given is None or given.resolve() == Path(directory).resolve() else given
+    return load_model(directory, experts=experts, dtype=dtype, device=None if device == "cpu" else device, pool=pool)
 
 
 def _longest(config: Any) -> int:
