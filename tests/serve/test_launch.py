@@ -55,7 +55,7 @@ def test_launch_lines_of_the_guides_parse(line: str) -> None:
     if "AMXINT8" in words:
         assert (found.host, found.port, found.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
         assert any("keep the format" in note for note in found.notes)
-            assert found.experts == Path("W")
+        assert found.experts == Path("W")
     if "--kt-expert-lora-path" in words:
         assert found.always == Path("E")
 
