@@ -19,6 +19,7 @@ from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, load_model
 from ktransformers.nn.prepare import prepare
+from ktransformers.nn.quantizer import KTConfig, refuse_uncomputable
 
 from .families import build, save, tokens
 
@@ -211,6 +212,13 @@ def test_refusals(tmp_path: Path) -> None:
         save_file(left, tmp_path / "model.safetensors")
         with pytest.raises(InputError, match=message):
             load_model(tmp_path)
+
+
+def test_formats_without_a_kernel() -> None:
+    for wrong in ({"gate": "bf16", "up": "bf16", "down": "int5"}, {"up": "int5", "down": "bf16"}):
+        with pytest.raises(InputError, match=r"x: given .*int5.*, expected what can be computed .*`kt quant` writes"):
+            refuse_uncomputable("x", wrong, KTConfig())
+    refuse_uncomputable("x", {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, KTConfig())
 
 
 def test_gradients_reach_an_adapter(tmp_path: Path) -> None:

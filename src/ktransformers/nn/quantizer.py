@@ -31,6 +31,7 @@ from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, 
 from ktransformers.nn.distributed import keep_from_ddp
 from ktransformers.nn.experts import pack_layer, pack_module, select, settle, strip
 from ktransformers.nn.packed import PackedExperts, open_packed
+from ktransformers.nn.store import ExpertStore
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -128,6 +129,8 @@ class KTQuantizer(HfQuantizer):
             if self._packed is not None:
                 self._packed.check(name, contract)
             experts = None if self._packed else source.layer(name, contract.shape, contract.interleaved)
+            if experts is not None:
+                refuse_uncomputable(name, experts.formats, self._config)
             self._layers.append(Layer(name, module, contract, experts, strip(module, contract)))
             module._is_hf_initialized = True  # type: ignore[assignment]
         names = [tensor.name for tensor in source.rest()]
@@ -196,6 +199,20 @@ class KTQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters are: gradients pass through the experts, which are frozen themselves."""
         return True
+
+
+def refuse_uncomputable(name: str, formats: dict[str, str], config: KTConfig) -> None:
+    """Before anything is loaded, a format that no kernel has; the smallest store of the kind tells."""
+    if set(formats.values()) == {"bf16"}:
+        return
+    try:
+        gated = "gate" in formats
+        options: Any = {"pool": config.pool, "isa": config.isa, "precision": config.precision, "gated": gated}
+        ExpertStore(1, 256, 256, formats=formats, **options)
+    except ValueError as error:
+        words = ", ".join(f"{role} in {word}" for role, word in formats.items())
+        remedy = "`kt quant` writes the model in a format that can be"
+        raise InputError(name, words, f"what can be computed ({error})", remedy) from error
 
 
 def attach(
