@@ -227,6 +227,7 @@ def _checkpoint(peft: Any, retain: bool) -> None:
 def _build_kt(recipe: Recipe, device: torch.device, activation: str) -> Any:
     import torch
 
+    from ktransformers import place
     from ktransformers.nn import attach, set_lora_dropout
 
     host = torch.device("cpu")
@@ -239,6 +240,7 @@ def _build_kt(recipe: Recipe, device: torch.device, activation: str) -> Any:
     if recipe.dropout:
         set_lora_dropout(peft, recipe.dropout)
     _checkpoint(peft, activation == "retain")
+    place.attach(peft)  # as KT_PLACE says
     return peft
 
 

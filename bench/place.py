@@ -12,6 +12,7 @@ measured in the same run. The split is of the first layer: experts that were the
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -252,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
             torch.cuda.synchronize()
             registered.close()
         del engines, made
+        gc.collect()
         torch.cuda.empty_cache()
     print_last_line(document)
     return 0

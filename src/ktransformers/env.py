@@ -21,7 +21,11 @@ VARIABLES = (
     Variable("KT_ISA", "generic, avx2, avx512, avx512_bf16, amx", "CPU variant to use instead of the best one"),
     Variable("KT_KERNEL_CPU_VARIANT", "kt-kernel's names", "the same, read where KT_ISA is not set"),
     Variable("KT_THREADS", "a positive number", "threads of a pool that is not told a count, in all groups together"),
-    Variable("KT_PLACE", "auto, cpu, stream, resident", "where experts are computed when hidden states are on a GPU"),
+    Variable(
+        "KT_PLACE",
+        "auto, cpu, stream, resident",
+        "where `place.attach` has experts of a GPU's model computed; cpu by default",
+    ),
     Variable("KT_PIN", "map, stage", "how packed experts get to a GPU: registered where they lie, or staged"),
     Variable("KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug says what was chosen"),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),

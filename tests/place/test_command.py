@@ -56,7 +56,7 @@ def test_both_works_as_text() -> None:
 
 def test_json_is_one_document_with_exact_sums() -> None:
     code, text = kt(
-        "deepseek-v3", "--serve", "--machine", "dual-xeon-4090", "--gpu", "24GB,24GB", "--ram", "1TB", "--json"
+        "deepseek-v3", "--serve", "--machine", "dual-xeon-4090", "--gpu", "24GB,24GB", "--ram", "512GB", "--json"
     )
     assert code == 2  # it does not fit
     found = json.loads(text)["serve"]

@@ -42,12 +42,19 @@ MANY = 4  # rows an expert on average: from here on the next batch wants the sam
 @dataclass
 class Layer:
     packed: Packed
-    store: ExpertStore
+    home: weakref.ReferenceType[ExpertStore]  # the operator finds layers by their store, which must be free to go
     costs: dict[str, Costs]  # by direction
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
     correction: dict[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
     last: dict[str, Split] = field(default_factory=dict)  # by phase
     seen: dict[str, tuple[NDArray[np.int64], int]] = field(default_factory=dict)  # rows of experts, tokens; by phase
+
+    @property
+    def store(self) -> ExpertStore:
+        found = self.home()
+        if found is None:
+            raise RuntimeError("the expert store is gone; keep the ExpertStore alive as long as its graph")
+        return found
 
 
 @dataclass(frozen=True)

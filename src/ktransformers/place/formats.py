@@ -1,8 +1,8 @@
 """Weight formats of routed experts as data: bits of a number, what scales add, and whether this version computes it.
 
-A format's bytes are exact for bf16, whose tiles exist (csrc/moe/weights.cpp); for the others they follow from bits,
-group and scale of the format itself, because their tiles do not exist yet. `executable` is what decides whether a plan
-is proposed by itself or only with `--all`.
+A format's bytes are exact for bf16, whose tiles are laid out here as csrc/moe/weights.cpp does it; for the others they
+follow from bits, group and scale, which their strips add a percent to at most (csrc/kernels/format.h). `executable` is
+what decides whether a plan is proposed by itself or only with `--all`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FORMATS = {
     found.name: found
     for found in (
         WeightFormat("bf16", 16, 1, 0, True, True, "as released, in 1 KB tiles"),
-        WeightFormat("fp8", 8, 128 * 128, 4, False, False, "e4m3, one f32 scale for a block of 128 x 128"),
-        WeightFormat("int8", 8, 2048, 4, False, False, "one f32 scale for a channel"),
-        WeightFormat("int4", 4, 32, 2, False, False, "one bf16 scale for 32 weights"),
+        WeightFormat("fp8", 8, 128 * 128, 4, True, False, "e4m3, one f32 scale for a block of 128 x 128"),
+        WeightFormat("int8", 8, 2048, 4, True, False, "one f32 scale for a channel"),
+        WeightFormat("int4", 4, 32, 2, True, False, "one bf16 scale for 32 weights"),
     )
 }
 
@@ -44,6 +44,18 @@ def format_of(name: str) -> WeightFormat:
     if name not in FORMATS:
         raise InputError("format", name, "one of " + ", ".join(FORMATS))
     return FORMATS[name]
+
+
+# Released formats beside these -> the one with as many bytes, or the next larger.
+ALIKE = {
+    **dict.fromkeys(("mxfp4", "nvfp4", "gptq", "q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "q2_k", "q3_k"), "int4"),
+    **dict.fromkeys(("mxfp8", "q8_0", "q5_0", "q5_1", "q5_k", "q6_k"), "int8"),
+}
+
+
+def counted_as(stored: str) -> str:
+    """The format of this table that a release takes in memory, where experts keep their bits."""
+    return stored if stored in FORMATS else ALIKE.get(stored, "bf16")
 
 
 def tiles(size: int) -> int:

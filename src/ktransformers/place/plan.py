@@ -9,12 +9,12 @@ that this version lacks, at last more memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ktransformers.errors import InputError
 from ktransformers.place.cost import Time, time_of
-from ktransformers.place.formats import FORMATS
+from ktransformers.place.formats import FORMATS, counted_as
 from ktransformers.place.machine import Machine
 from ktransformers.place.memory import Memory, expert_bytes, memory_of
 from ktransformers.place.shape import ModelShape
@@ -89,9 +89,9 @@ def _residents(model: ModelShape, work: Work, choice: Choice, machine: Machine) 
     return max(0, min(model.experts, room // (model.expert_layers * expert_bytes(model, choice))))
 
 
-def choices(model: ModelShape, work: Work, machine: Machine) -> Iterator[Choice]:
-    """Every format, on no GPU, one, or all of them, without residents and with as many as there is room for."""
-    for name, gpus in itertools.product(FORMATS, sorted({0, min(1, len(machine.gpus)), len(machine.gpus)})):
+def choices(model: ModelShape, work: Work, machine: Machine, formats: Iterable[str] = FORMATS) -> Iterator[Choice]:
+    """Each format, on no GPU, one, or all of them, without residents and with as many as there is room for."""
+    for name, gpus in itertools.product(formats, sorted({0, min(1, len(machine.gpus)), len(machine.gpus)})):
         bare = Choice(name, gpus)
         yield bare
         if gpus and (count := _residents(model, work, bare, machine)):
@@ -99,7 +99,8 @@ def choices(model: ModelShape, work: Work, machine: Machine) -> Iterator[Choice]
 
 
 def make_plan(model: ModelShape, work: Work, machine: Machine, *, everything: bool = False) -> Plan:
-    found = [evaluate(model, work, choice, machine) for choice in choices(model, work, machine)]
+    formats = tuple(FORMATS) if everything else (counted_as(model.stored),)
+    found = [evaluate(model, work, choice, machine) for choice in choices(model, work, machine, formats)]
     usable = [candidate for candidate in found if everything or not candidate.missing]
     fitting = sorted((candidate for candidate in usable if candidate.fits), key=lambda c: c.seconds_per_token)
     best = fitting[0] if fitting else None
@@ -118,8 +119,8 @@ def _notes(model: ModelShape, machine: Machine, found: Candidate) -> tuple[str, 
             gain = found.seconds_per_token / other.seconds_per_token
             more = (other.memory.host_bytes - found.memory.host_bytes) / 1e9
             notes.append(f"kt_cpu_activation: retain would fit: {gain:.2f} times as fast for {more:.1f} GB more")
-    if model.stored != "bf16":
-        notes.append(f"released in {model.stored}: this version reads bf16 checkpoints, convert it first")
+    if model.stored != (counted := counted_as(model.stored)):
+        notes.append(f"released in {model.stored}: its experts are counted as {counted}")
     if not model.checkpoint_bytes:
         notes.append("from config.json alone; the checkpoint's headers would count every tensor")
     if not machine.measured:
@@ -198,7 +199,7 @@ def _with_hardware(model: ModelShape, candidate: Candidate, machine: Machine, wo
             gpus[index] = replace(gpus[index], memory=_round_up(candidate.memory.gpu_bytes[index] / GPU_SHARE))
             more.append(f"a GPU with {gpus[index].memory / 1e9:.0f} GB")
     larger = replace(machine, memory=memory, gpus=tuple(gpus))
-    same = candidate.choice.format == "bf16"
+    same = candidate.choice.format == counted_as(model.stored)
     return Way((*words, *more), evaluate(model, candidate.work, candidate.choice, larger), same)
 
 

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ktransformers.checkpoint.packed import is_packed, read_manifest
 from ktransformers.errors import InputError
 
 ATTENTION = ("self_attn", "linear_attn", "attn", "attention", "self_attention", "mixer")
@@ -220,7 +221,20 @@ def _of_directory(folder: Path) -> ModelShape:
     shape = of_config(config, folder.name, stored=_stored(config))
     if not any(folder.glob("*.safetensors")):
         return shape
-    return replace(shape, **_counted(folder, shape))
+    shape = replace(shape, **_counted(folder, shape))
+    if not is_packed(folder):
+        return shape
+    # What stands for a parameter there has its name, but bytes in place of its shape.
+    layers = read_manifest(folder).layers
+    first = layers[0]
+    return replace(
+        shape,
+        expert_layers=len(layers),
+        experts=first.experts,
+        intermediate=first.intermediate,
+        gated=first.gated,
+        stored=first.formats["up"].partition(":")[0],
+    )
 
 
 def _stored(config: Mapping[str, Any]) -> str:
@@ -228,7 +242,7 @@ def _stored(config: Mapping[str, Any]) -> str:
     if quantisation.get("quant_method") == "kt":  # a prepared directory: what the files have is its source
         quantisation = quantisation.get("source") or {}
     method = quantisation.get("quant_method")
-    return {None: "bf16", "fp8": "fp8", "compressed-tensors": "int4", "mxfp4": "int4"}.get(method, str(method))
+    return {None: "bf16", "fp8": "fp8", "compressed-tensors": "int4", "mxfp4": "mxfp4"}.get(method, str(method))
 
 
 def _beyond(name: str, layers: int) -> bool:
