@@ -69,9 +69,10 @@ def test_what_is_missing_is_exact() -> None:
 def test_three_ways_out_and_each_of_them_fits(name: str, work: Training | Serving) -> None:
     plan = make_plan(open_shape(name), work, with_memory(with_gpus(profile("desktop-4090"), "2GB"), "24GB"))
     assert plan.best is None and plan.nearest.lacking
-    assert len(plan.ways) == 3
+    # What was released in few bits has one format left to go to.
+    count = 3 if plan.model.stored == "bf16" else 2
+    assert len(plan.ways) == count == len({way.changes for way in plan.ways})
     assert all(way.candidate.fits and way.changes for way in plan.ways)
-    assert len({way.changes for way in plan.ways}) == 3
 
 
 def test_ways_that_can_be_run_come_first() -> None:
