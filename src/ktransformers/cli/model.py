@@ -329,13 +329,16 @@ def print_paths(as_json: bool) -> None:
 def prepare(
     source: Annotated[str, typer.Argument(help="A local Hugging Face directory, or its name.", autocompletion=names)],
     out: Annotated[Path, typer.Option("--out", "-o", help="The directory to write; it must not exist.")],
+    experts: Annotated[
+        Path | None, typer.Option(help="Where the experts come from, if not SOURCE: GGUF or kt-kernel's files.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a directory of links that any program opens with packed experts."""
     from ktransformers.library import resolve
     from ktransformers.nn.prepare import prepare as write
 
-    found = write(resolve(source), out)
+    found = write(resolve(source), out, experts)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
         return
