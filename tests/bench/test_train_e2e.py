@@ -38,6 +38,7 @@ def check(cell: dict[str, Any]) -> None:
     assert 0.05 < cell["host_peak_gib"] < 8 and cell["gpu_peak_gib"] >= 0
 
 
+@pytest.mark.slow
 def test_variants_train_the_same_model(tmp_path: Path) -> None:
     table, document = run_bench("--models", "tiny", "--tokens", "64", "--json", str(tmp_path / "e2e.json"))
     assert document == json.loads((tmp_path / "e2e.json").read_text())

@@ -74,6 +74,7 @@ def load_bench() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_bench_trains_and_judges(model: Path, tmp_path: Path) -> None:
     bench = load_bench()
     recipe = dataclasses.replace(bench.BASIC, name="short", budget=400, step=200)
