@@ -100,6 +100,11 @@ def test_paired_difference() -> None:
     assert not difference(Statistic(first.rows, mean, more_is_better=False), less).gain
 
 
+@pytest.mark.parametrize(("items", "mark"), [(2, ""), (5, ""), (6, "*"), (8, "**")])
+def test_few_items_carry_no_star(items: int, mark: str) -> None:
+    assert difference(table([0.0] * items), table([1.0] * items)).mark == mark
+
+
 def test_chance_is_seldom_marked() -> None:
     generator = numpy.random.default_rng(5)
     marked = sum(

@@ -123,4 +123,7 @@ def difference(first: Statistic, second: Statistic, seed: int = 0) -> Difference
     below = ((values < 0).sum() + 0.5 * (values == 0).sum() + 0.5) / (len(values) + 1)
     low, high = numpy.nanpercentile(values, (2.5, 97.5)) if not numpy.isnan(values).all() else (numpy.nan, numpy.nan)
     gain = value > 0 if first.more_is_better else value < 0
-    return Difference(value, float(low), float(high), float(min(1.0, 2 * min(below, 1 - below))), bool(gain))
+    # Nor one that few items cannot carry: that all of them go one way has at least this chance under no difference.
+    least = 2.0 ** (1 - len(first.rows))
+    p = min(1.0, max(2 * min(below, 1 - below), least))
+    return Difference(value, float(low), float(high), float(p), bool(gain))
