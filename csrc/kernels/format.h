@@ -5,7 +5,7 @@
 // released bits, sorted into planes: a lane of a plane is one output at even or at odd k, which holds its 16 codes of
 // the k tile. Sixteen shifts of the same words then give sixteen rows of a weight tile, in order and for any vector
 // width. A strip is as long as what was released; a value is decoded in fp32 and rounded once, to the tile. A new
-// format is a row in the table below and a struct in formats.h.
+// format is a row in the table below and a struct in codecs.h.
 #pragma once
 
 #include "types.h"

@@ -24,3 +24,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if bytes < LEAST:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(_core.lend(bytes)).view(dtype).view(tuple(shape))
+
+
+def result_like(hidden: Tensor) -> Tensor:
+    """Contiguous; pinned where hidden is, because then it is on its way to the same device."""
+    if torch.cuda.is_initialized() and hidden.is_pinned():  # type: ignore[no-untyped-call]
+        return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+    return empty(hidden.shape, hidden.dtype)

@@ -371,7 +371,7 @@ class ExpertStore:
         if not isinstance(hidden, Tensor):
             raise TypeError(f"hidden: given a {type(hidden).__name__}, expected a torch tensor")
         if out is None:
-            out = _result_like(hidden)
+            out = lent.result_like(hidden)
         elif out.shape != hidden.shape:
             raise InputError("out", f"shape {list(out.shape)}", f"the shape of hidden, {list(hidden.shape)}")
         if hidden.dim() == 2:
@@ -382,13 +382,6 @@ class ExpertStore:
             raise InputError(
                 "out", f"strides {list(out.stride())}", "a tensor viewable as rows", "pass out.contiguous()"
             ) from None
-
-
-def _result_like(hidden: Tensor) -> Tensor:
-    """Contiguous; pinned where hidden is, because then it is on its way to the same device."""
-    if torch.cuda.is_initialized() and hidden.is_pinned():  # type: ignore[no-untyped-call]
-        return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
-    return lent.empty(hidden.shape, hidden.dtype)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -1,0 +1,363 @@
+// What the headers and codes of each format mean, in vectors, written once for every ISA.
+//
+// A format is a struct with two functions: `scales` fills s and m for the k tile's 16 rows (twice where 16 values share
+// a scale, not 32), `number` turns the codes of W lanes into floats. formats.h multiplies the two and makes tiles.
+#pragma once
+
+#include "kernels/elementwise.h"
+#include "kernels/format.h"
+
+namespace kt {
+namespace {
+
+// What a k tile's rows are multiplied with, and what is added: [half of the tile][row]. Formats whose 32 values share a
+// scale use the first half alone.
+struct RowScales {
+  alignas(64) float s[2][kTileN], m[2][kTileN];
+};
+
+// The header of a span as arrays over rows.
+struct Header {
+  const char* at;
+  const uint8_t* bytes(int field) const { return (const uint8_t*)at + field * kTileN; }
+};
+
+// W bytes from row n of a field on.
+template <int W>
+inline U32<W> bytes_of(const uint8_t* field, int n) {
+  // In two steps: the compiler takes longer ones apart.
+  auto wider = __builtin_convertvector(load<typename Vec<W>::u8>(field + n), typename Vec<W>::u16);
+  return __builtin_convertvector(wider, U32<W>);
+}
+
+template <int W>
+inline F32<W> to_floats(U32<W> v) {
+  return __builtin_convertvector((I32<W>)v, F32<W>);
+}
+
+template <int W>
+inline void halves_to_floats(const char* from, float* out) {
+  for (int n = 0; n < kTileN; n += W) store(out + n, from_f16<W>(from + n * 2));
+}
+
+template <int W>
+inline F32<W> e8m0(U32<W> code) {
+  U32<W> bits = code << 23;
+  bits |= (U32<W>)((I32<W>)code == 0) & 0x00400000u;
+  return (F32<W>)(bits | ((U32<W>)((I32<W>)code == 255) & 0x7fc00000u));
+}
+
+// Of a byte at the top of its lane.
+template <int W>
+inline F32<W> e4m3(U32<W> code) {
+  U32<W> magnitude = (code >> 4) & (0x7fu << 20), sign = code & 0x80000000u;
+  // Subnormals: 2^-6 and eighths of it, less 2^-6. The others move their exponent's bias from 7 to 127.
+  F32<W> tiny = (F32<W>)(magnitude + (121u << 23)) - splat<F32<W>>(0x1p-6f);
+  F32<W> normal = (F32<W>)(magnitude + (120u << 23));
+  F32<W> value = select<F32<W>>((I32<W>)magnitude < (8 << 20), tiny, normal);
+  U32<W> nan = (U32<W>)((I32<W>)magnitude == (0x7f << 20)) & 0x7fc00000u;
+  return (F32<W>)((U32<W>)value | sign | nan);
+}
+
+template <int W>
+inline void e4m3_to_floats(const uint8_t* from, float* out) {
+  for (int n = 0; n < kTileN; n += W) store(out + n, e4m3<W>(bytes_of<W>(from, n) << 24));
+}
+
+constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+constexpr float kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr float kLess8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr float kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// table[code & 15].
+template <int W>
+inline F32<W> look_up(const float (&table)[16], U32<W> code) {
+  if constexpr (W == 16) {
+    return __builtin_shuffle(load<F32<16>>(table), (I32<16>)code);
+  } else if constexpr (W == 8) {
+    F32<8> low = __builtin_shuffle(load<F32<8>>(table), (I32<8>)code);
+    F32<8> high = __builtin_shuffle(load<F32<8>>(table + 8), (I32<8>)code);
+    return select<F32<8>>((I32<8>)(code << 28) >> 31, high, low);
+  } else {
+    F32<W> v;
+    for (int i = 0; i < W; i++) v[i] = table[code[i] & 15];
+    return v;
+  }
+}
+
+// (code & mask) + low, for codes of few bits that are plain numbers.
+template <int W, int bits, int low>
+inline F32<W> counted(U32<W> code) {
+  return __builtin_convertvector((I32<W>)(code & ((1u << bits) - 1)) + low, F32<W>);
+}
+
+template <int W, int low>
+inline F32<W> counted4(U32<W> code) {
+  if constexpr (W == 16) return look_up<W>(low ? kLess8 : kCount, code);
+  return counted<W, 4, low>(code);
+}
+
+// A signed byte at the top of its lane.
+template <int W>
+inline F32<W> signed8(U32<W> code) {
+  return __builtin_convertvector((I32<W>)code >> 24, F32<W>);
+}
+
+// `tile`: the k tile's number in its span; `whole`: the strip, for what all of it shares. s and m as in RowScales.
+template <Codec>
+struct Decoder;
+
+template <>
+struct Decoder<Codec::int8> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = false;
+  template <int W>
+  static void scales(const Format&, Header h, int, const char*, RowScales& r) {
+    __builtin_memcpy(r.s[0], h.at, sizeof r.s[0]);
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return signed8<W>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::int4> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = false;
+  template <int W>
+  static void scales(const Format& f, Header h, int, const char*, RowScales& r) {
+    for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, load_as<F32<W>>(h.at, n, f.scale));
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted4<W, -8>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::fp8> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = false;
+  template <int W>
+  static void scales(const Format& f, Header h, int, const char*, RowScales& r) {
+    if (!f.shared) return (void)__builtin_memcpy(r.s[0], h.at, sizeof r.s[0]);
+    for (float& s : r.s[0]) s = load<float>(h.at);
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return e4m3<W>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::mxfp8> : Decoder<Codec::fp8> {
+  template <int W>
+  static void scales(const Format&, Header h, int, const char*, RowScales& r) {
+    for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, e8m0<W>(bytes_of<W>(h.bytes(0), n)));
+  }
+};
+
+template <>
+struct Decoder<Codec::mxfp4> : Decoder<Codec::mxfp8> {
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return look_up<W>(kE2m1, code);
+  }
+};
+
+template <>
+struct Decoder<Codec::nvfp4> : Decoder<Codec::mxfp4> {
+  static constexpr int halves = 2;
+  template <int W>
+  static void scales(const Format&, Header h, int, const char* whole, RowScales& r) {
+    for (int half = 0; half < 2; half++) {
+      e4m3_to_floats<W>(h.bytes(half), r.s[half]);
+      for (float& s : r.s[half]) s *= load<float>(whole);
+    }
+  }
+};
+
+template <>
+struct Decoder<Codec::q8_0> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = false;
+  template <int W>
+  static void scales(const Format&, Header h, int, const char*, RowScales& r) {
+    halves_to_floats<W>(h.at, r.s[0]);
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return signed8<W>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q4_0> : Decoder<Codec::q8_0> {
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted4<W, -8>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q5_0> : Decoder<Codec::q8_0> {
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted<W, 5, -16>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::iq4_nl> : Decoder<Codec::q8_0> {
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return look_up<W>(kIq4, code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q4_1> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = true;
+  template <int W>
+  static void scales(const Format&, Header h, int, const char*, RowScales& r) {
+    halves_to_floats<W>(h.at, r.s[0]);
+    halves_to_floats<W>(h.at + 2 * kTileN, r.m[0]);
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted4<W, 0>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q5_1> : Decoder<Codec::q4_1> {
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted<W, 5, 0>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q2_k> {
+  static constexpr int halves = 2;
+  static constexpr bool offset = true;
+  template <int W>
+  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n), least = from_f16<W>(h.at + 18 * kTileN + 2 * n);
+      for (int half = 0; half < 2; half++) {
+        U32<W> both = bytes_of<W>(h.bytes(2 * tile + half), n);
+        store(r.s[half] + n, d * to_floats<W>(both & 15u));
+        store(r.m[half] + n, -(least * to_floats<W>(both >> 4)));
+      }
+    }
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted<W, 2, 0>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q3_k> {
+  static constexpr int halves = 2;
+  static constexpr bool offset = false;
+  template <int W>
+  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 12 * kTileN + 2 * n);
+      for (int half = 0; half < 2; half++) {
+        int i = 2 * tile + half;
+        U32<W> low = bytes_of<W>(h.bytes(i % 8), n) >> (uint32_t)(i / 8 * 4);
+        U32<W> high = bytes_of<W>(h.bytes(8 + i % 4), n) >> (uint32_t)(i / 4 * 2);
+        store(r.s[half] + n, d * to_floats<W>(((low & 15u) | (high & 3u) << 4) - 32u));
+      }
+    }
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted<W, 3, -4>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q4_k> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = true;
+  template <int W>
+  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+    // Eight scales and eight minima of six bits in twelve bytes, the last four of each in pieces.
+    const uint8_t *a = h.bytes(4 + tile), *b = h.bytes(8 + tile), *c = h.bytes(tile);
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 2 * n), least = from_f16<W>(h.at + 2 * kTileN + 2 * n);
+      U32<W> scale = bytes_of<W>(a, n), minimum = bytes_of<W>(b, n);
+      if (tile < 4) {
+        scale &= 63u;
+        minimum &= 63u;
+      } else {
+        U32<W> low = minimum;
+        minimum = (low >> 4) | (scale >> 6) << 4;
+        scale = (low & 15u) | (bytes_of<W>(c, n) >> 6) << 4;
+      }
+      store(r.s[0] + n, d * to_floats<W>(scale));
+      store(r.m[0] + n, -(least * to_floats<W>(minimum)));
+    }
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted4<W, 0>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q5_k> : Decoder<Codec::q4_k> {
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted<W, 5, 0>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::q6_k> {
+  static constexpr int halves = 2;
+  static constexpr bool offset = false;
+  template <int W>
+  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n);
+      for (int half = 0; half < 2; half++)
+        store(r.s[half] + n, d * signed8<W>(bytes_of<W>(h.bytes(2 * tile + half), n) << 24));
+    }
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted<W, 6, -32>(code);
+  }
+};
+
+template <>
+struct Decoder<Codec::iq4_xs> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = false;
+  template <int W>
+  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+    const uint8_t* low = h.bytes(4 + tile / 2);
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> d = from_f16<W>(h.at + 2 * n);
+      auto high = __builtin_convertvector(load<typename Vec<W>::u16>(h.at + 2 * kTileN + 2 * n), U32<W>);
+      U32<W> scale = ((bytes_of<W>(low, n) >> (uint32_t)(tile % 2 * 4)) & 15u) | ((high >> (uint32_t)(2 * tile)) & 3u)
+                                                                                     << 4;
+      store(r.s[0] + n, d * to_floats<W>(scale - 32u));
+    }
+  }
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return look_up<W>(kIq4, code);
+  }
+};
+
+}  // namespace
+}  // namespace kt
