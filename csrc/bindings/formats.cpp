@@ -1,5 +1,6 @@
 // Formats by name, matrices as they were released, and packed bytes in and out.
 #include "bindings/objects.h"
+#include "kernels/grids.h"
 
 namespace kt {
 namespace {
@@ -60,6 +61,17 @@ Format format_of(const char* name, const std::string& text) {
   }
   if (!rest.empty()) refuse_value(name, "\"" + text + "\"", "one of " + all_formats());
   return f;
+}
+
+nb::tuple describe_grid(const std::string& text) {
+  Format f = format_of("format", text);
+  if (!f.row().in_rows) refuse_value("format", "\"" + text + "\"", "one with a grid: iq1_s to iq3_s or tq1_0");
+  const Grid& grid = grid_of(f.codec);
+  // Constants of the library: nobody owns them.
+  using Entries = nb::ndarray<nb::numpy, const uint32_t, nb::ndim<1>>;
+  using Levels = nb::ndarray<nb::numpy, const float, nb::ndim<1>>;
+  return nb::make_tuple(Entries(grid.entries, {(size_t)grid.count}, nb::handle()),
+                        Levels(grid.levels, {16}, nb::handle()));
 }
 
 SourceMatrix released_of(const char* name, nb::handle three, const Format& f, int64_t experts, int64_t rows,

@@ -78,6 +78,7 @@ NB_MODULE(_core, m) {
   m.def("variants", &list_variants);
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);
+  m.def("grid", &describe_grid, "format"_a);
   m.def("lend", &lend, "bytes"_a);
   m.def("lent_bytes", [] { return lender().held(); });
   m.def("host_callbacks", [] {

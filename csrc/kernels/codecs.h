@@ -217,6 +217,22 @@ struct Decoder<Codec::iq4_nl> : Decoder<Codec::q8_0> {
   }
 };
 
+// Of every format whose row says `in_rows`: grids.h has opened the tile and formats.h takes scales and levels from
+// there.
+template <>
+struct Decoder<Codec::iq2_xxs> {
+  static constexpr int halves = 2;
+  static constexpr bool offset = false;
+};
+
+template <>
+struct Decoder<Codec::tq2_0> : Decoder<Codec::q8_0> {
+  template <int W>
+  static F32<W> number(U32<W> code) {
+    return counted<W, 2, -1>(code);
+  }
+};
+
 template <>
 struct Decoder<Codec::q4_1> {
   static constexpr int halves = 1;

@@ -1,8 +1,8 @@
 // From released bytes to strips: codes of 16 rows are taken out of whatever order they came in and put into planes,
 // headers are copied field by field. Bits only; no number is computed.
-#include "kernels/format.h"
-
 #include <cstring>
+
+#include "kernels/grids.h"
 
 namespace kt {
 namespace {
@@ -46,15 +46,83 @@ void codes_of_q6_k(const uint8_t* ql, const uint8_t* qh, uint8_t* out) {
   }
 }
 
-// `block`: one of GGUF's, `out`: its codes. Returns where the header begins; some come after the codes.
+// For each k tile of a block `first` bytes of one array and `second` of another.
+void rows_of_tiles(const uint8_t* a, int first, const uint8_t* b, int second, uint8_t* out) {
+  for (int tile = 0; tile < 8; tile++, out += first + second) {
+    std::memcpy(out, a + tile * first, (size_t)first);
+    std::memcpy(out + first, b + tile * second, (size_t)second);
+  }
+}
+
+// The trits of a TQ1_0 block in order of k: a byte is a fraction of 256, and multiplying by 3 moves a digit out.
+void trits_of(const uint8_t* b, uint8_t (&out)[256]) {
+  auto digits = [&](const uint8_t* from, int bytes, int count, uint8_t* to) {
+    for (int i = 0; i < bytes; i++) {
+      uint8_t rest = from[i];
+      for (int digit = 0; digit < count; digit++, rest = (uint8_t)(rest * 3))
+        to[digit * bytes + i] = (uint8_t)(rest * 3 >> 8);
+    }
+  };
+  digits(b, 32, 5, out);
+  digits(b + 32, 16, 5, out + 160);
+  digits(b + 48, 4, 4, out + 240);
+}
+
+// As strips have them: of each k tile the even and the odd k apart, two bytes of each for the tile, one for the header,
+// and what is left of two k tiles in one more.
+void pack_trits(const uint8_t* b, uint8_t* codes, uint8_t* header) {
+  uint8_t trits[256];
+  trits_of(b, trits);
+  auto byte = [](const uint8_t* first, int step, int count) {
+    int number = 0;
+    for (int i = count; i-- > 0;) number = number * 3 + first[i * step];
+    return (uint8_t)number;
+  };
+  for (int tile = 0; tile < 8; tile++)
+    for (int odd = 0; odd < 2; odd++) {
+      const uint8_t* from = trits + tile * kTileK + odd;
+      for (int i = 0; i < 2; i++) codes[4 * tile + 2 * odd + i] = byte(from + 2 * kTritsOfByte * i, 2, kTritsOfByte);
+      header[2 * tile + odd] = byte(from + 4 * kTritsOfByte, 2, kTritsOfByte);
+    }
+  for (int pair = 0; pair < 4; pair++) {
+    const uint8_t* from = trits + pair * 2 * kTileK;
+    const uint8_t last[4] = {from[30], from[31], from[62], from[63]};
+    header[16 + pair] = byte(last, 1, 4);
+  }
+  std::memcpy(header + 20, b + 52, 2);
+}
+
 struct Piece {
   int at, bytes;
 };
 
-// The header's bytes in a block of GGUF's: one or two pieces, in order.
-void header_pieces(Codec codec, Piece (&pieces)[2]) {
-  pieces[1] = {0, 0};
+// The header's bytes in a block of GGUF's: a few pieces, in order.
+void header_pieces(Codec codec, Piece (&pieces)[3]) {
+  pieces[1] = pieces[2] = {0, 0};
   switch (codec) {
+    case Codec::iq1_s:  // d, indices, high bits and scales
+      pieces[0] = {0, 2};
+      pieces[1] = {34, 16};
+      return;
+    case Codec::iq1_m:  // indices, high bits, scales
+      pieces[0] = {32, 24};
+      return;
+    case Codec::iq2_xs:  // d, indices and signs, scales
+      pieces[0] = {0, 2};
+      pieces[1] = {66, 8};
+      return;
+    case Codec::iq2_s:  // d, indices, signs, high bits, scales
+      pieces[0] = {0, 2};
+      pieces[1] = {66, 16};
+      return;
+    case Codec::iq3_s:  // d, indices, high bits, signs, scales
+      pieces[0] = {0, 2};
+      pieces[1] = {66, 8};
+      pieces[2] = {106, 4};
+      return;
+    case Codec::tq2_0:  // codes, d
+      pieces[0] = {64, 2};
+      return;
     case Codec::q2_k:  // scales, codes, d and dmin
       pieces[0] = {0, 16};
       pieces[1] = {80, 4};
@@ -106,6 +174,28 @@ void codes_of_block(Codec codec, const uint8_t* b, uint8_t* out) {
     case Codec::iq4_xs:
       for (int i = 0; i < 256; i += 32) nibbles_of(b + 8 + i / 2, 16, out + i);
       return;
+    case Codec::tq2_0:
+      codes_of_q2_k(b, out);
+      return;
+    case Codec::iq1_s:
+      std::memcpy(out, b + 2, 32);
+      return;
+    case Codec::iq1_m:
+      std::memcpy(out, b, 32);
+      return;
+    case Codec::iq2_xxs:
+    case Codec::iq2_xs:
+      std::memcpy(out, b + 2, 64);
+      return;
+    case Codec::iq2_s:
+      rows_of_tiles(b + 2, 4, b + 34, 4, out);
+      return;
+    case Codec::iq3_xxs:
+      rows_of_tiles(b + 2, 8, b + 66, 4, out);
+      return;
+    case Codec::iq3_s:
+      rows_of_tiles(b + 2, 8, b + 74, 4, out);
+      return;
     default:
       return;
   }
@@ -132,8 +222,28 @@ int field_size(const Format& f, int at) {
     case Codec::q5_k:
     case Codec::iq4_xs:
       return at < 4 ? 2 : 1;
+    case Codec::iq1_m:
+      return at < 16 ? 1 : 2;
+    case Codec::iq2_xs:
+    case Codec::iq2_s:
+    case Codec::iq3_s:
+      return at < 2 ? 2 : 1;
+    case Codec::tq1_0:
+      return at < 20 ? 1 : 2;
     default:
       return 2;
+  }
+}
+
+// Codes and header of one of GGUF's blocks.
+void take_block(Codec codec, const uint8_t* block, uint8_t* codes, uint8_t* header) {
+  if (codec == Codec::tq1_0) return pack_trits(block, codes, header);
+  codes_of_block(codec, block, codes);
+  Piece pieces[3];
+  header_pieces(codec, pieces);
+  for (const Piece& piece : pieces) {
+    std::memcpy(header, block + piece.at, (size_t)piece.bytes);
+    header += piece.bytes;
   }
 }
 
@@ -193,13 +303,10 @@ void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_val
       const uint8_t* at = from.codes + (n0 + n) * from.row_bytes;
       if (row.block) {
         const uint8_t* block = at + (int64_t)(k0 / chunk) * row.block;
-        if (live == chunk) codes_of_block(f.codec, block, codes[n]);
+        if (live < chunk) continue;
         uint8_t bytes[32];
-        Piece piece[2];
-        header_pieces(f.codec, piece);
-        std::memcpy(bytes, block + piece[0].at, (size_t)piece[0].bytes);
-        std::memcpy(bytes + piece[0].bytes, block + piece[1].at, (size_t)piece[1].bytes);
-        if (live == chunk) put_header(f, bytes, n, header);
+        take_block(f.codec, block, codes[n], bytes);
+        put_header(f, bytes, n, header);
         continue;
       }
       if (f.bits() == 8) {
@@ -215,6 +322,11 @@ void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_val
     }
     for (int kt = 0; kt < chunk / kTileK && k0 / kTileK + kt < k_tiles; kt++) {
       char* out = strip + s.codes + (int64_t)(k0 / kTileK + kt) * s.tile_bytes;
+      if (row.in_rows) {
+        const int bytes = s.tile_bytes / kTileN;
+        for (int n = 0; n < kTileN; n++) std::memcpy(out + n * bytes, codes[n] + kt * bytes, (size_t)bytes);
+        continue;
+      }
       out = put_plane(codes, kt * kTileK, row.plane[0], 0, out);
       if (row.plane[1]) put_plane(codes, kt * kTileK, row.plane[1], row.plane[0], out);
     }

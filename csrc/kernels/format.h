@@ -4,8 +4,9 @@
 // every span of K, but each field lies as an array over the 16 rows, so that all rows are scaled at once. Codes are the
 // released bits, sorted into planes: a lane of a plane is one output at even or at odd k, which holds its 16 codes of
 // the k tile. Sixteen shifts of the same words then give sixteen rows of a weight tile, in order and for any vector
-// width. A strip is as long as what was released; a value is decoded in fp32 and rounded once, to the tile. A new
-// format is a row in the table below and a struct in codecs.h.
+// width. A few formats have places in tables for codes; their k tiles stay rows of bytes (grids.h). A strip is as long
+// as what was released; a value is decoded in fp32 and rounded once, to the tile. A new format is a row in the table
+// below and a struct in codecs.h, or a function in grids.cpp.
 #pragma once
 
 #include "types.h"
@@ -32,37 +33,56 @@ enum class Codec : uint8_t {
   q6_k,
   iq4_nl,
   iq4_xs,
+  tq2_0,
+  tq1_0,
+  iq1_s,
+  iq1_m,
+  iq2_xxs,
+  iq2_xs,
+  iq2_s,
+  iq3_xxs,
+  iq3_s,
 };
-constexpr int kCodecs = 19;
+constexpr int kCodecs = 28;
 
 struct CodecRow {
   const char* name;
-  int8_t plane[2];  // bits of the planes that make a code, the low ones first
-  int16_t span;     // k that share a header; 0: the format says
-  int8_t header;    // bytes of a row's header; 0: the format says
-  int16_t block;    // bytes of `span` values of a row as GGUF has them; 0: codes and scales come apart
+  int8_t plane[2];       // bits of the planes that make a code, the low ones first
+  int16_t span;          // k that share a header; 0: the format says
+  int8_t header;         // bytes of a row's header; 0: the format says
+  int16_t block;         // bytes of `span` values of a row as GGUF has them; 0: codes and scales come apart
+  bool in_rows = false;  // no planes: rows of as many bits, which grids.h opens
 };
 
 constexpr CodecRow kCodecRows[kCodecs] = {
-    {"bf16", {0, 0}, 0, 0, 0},        // one row a codec, in the order of the enum
-    {"int8", {8, 0}, 0, 4, 0},        // f32
-    {"int4", {4, 0}, 0, 0, 0},        // bf16, f16 or f32
-    {"fp8", {8, 0}, 0, 4, 0},         // f32
-    {"mxfp8", {8, 0}, 32, 1, 0},      // e8m0
-    {"mxfp4", {4, 0}, 32, 1, 0},      // e8m0
-    {"nvfp4", {4, 0}, 32, 2, 0},      // e4m3 for each half; and f32 in front, for all
-    {"q8_0", {8, 0}, 32, 2, 34},      // f16 d
-    {"q4_0", {4, 0}, 32, 2, 18},      // f16 d
-    {"q4_1", {4, 0}, 32, 4, 20},      // f16 d, m
-    {"q5_0", {4, 1}, 32, 2, 22},      // f16 d
-    {"q5_1", {4, 1}, 32, 4, 24},      // f16 d, m
-    {"q2_k", {2, 0}, 256, 20, 84},    // 16 scales and minima of 4 bits, f16 d, dmin
-    {"q3_k", {2, 1}, 256, 14, 110},   // 16 scales of 6 bits, f16 d
-    {"q4_k", {4, 0}, 256, 16, 144},   // f16 d, dmin, 8 scales and minima of 6 bits
-    {"q5_k", {4, 1}, 256, 16, 176},   // likewise
-    {"q6_k", {4, 2}, 256, 18, 210},   // 16 scales of 8 bits, f16 d
-    {"iq4_nl", {4, 0}, 32, 2, 18},    // f16 d
-    {"iq4_xs", {4, 0}, 256, 8, 136},  // f16 d, 8 scales of 6 bits
+    {"bf16", {0, 0}, 0, 0, 0},              // one row a codec, in the order of the enum
+    {"int8", {8, 0}, 0, 4, 0},              // f32
+    {"int4", {4, 0}, 0, 0, 0},              // bf16, f16 or f32
+    {"fp8", {8, 0}, 0, 4, 0},               // f32
+    {"mxfp8", {8, 0}, 32, 1, 0},            // e8m0
+    {"mxfp4", {4, 0}, 32, 1, 0},            // e8m0
+    {"nvfp4", {4, 0}, 32, 2, 0},            // e4m3 for each half; and f32 in front, for all
+    {"q8_0", {8, 0}, 32, 2, 34},            // f16 d
+    {"q4_0", {4, 0}, 32, 2, 18},            // f16 d
+    {"q4_1", {4, 0}, 32, 4, 20},            // f16 d, m
+    {"q5_0", {4, 1}, 32, 2, 22},            // f16 d
+    {"q5_1", {4, 1}, 32, 4, 24},            // f16 d, m
+    {"q2_k", {2, 0}, 256, 20, 84},          // 16 scales and minima of 4 bits, f16 d, dmin
+    {"q3_k", {2, 1}, 256, 14, 110},         // 16 scales of 6 bits, f16 d
+    {"q4_k", {4, 0}, 256, 16, 144},         // f16 d, dmin, 8 scales and minima of 6 bits
+    {"q5_k", {4, 1}, 256, 16, 176},         // likewise
+    {"q6_k", {4, 2}, 256, 18, 210},         // 16 scales of 8 bits, f16 d
+    {"iq4_nl", {4, 0}, 32, 2, 18},          // f16 d
+    {"iq4_xs", {4, 0}, 256, 8, 136},        // f16 d, 8 scales of 6 bits
+    {"tq2_0", {2, 0}, 256, 2, 66},          // f16 d
+    {"tq1_0", {1, 0}, 256, 22, 54, true},   // 20 bytes of trits that a k tile has no room for, f16 d
+    {"iq1_s", {1, 0}, 256, 18, 50, true},   // f16 d, 8 times high bits, a scale of 3 bits and a sign
+    {"iq1_m", {1, 0}, 256, 24, 56, true},   // 16 bytes of high bits and signs, 16 scales of 3 bits and f16 d
+    {"iq2_xxs", {2, 0}, 256, 2, 66, true},  // f16 d
+    {"iq2_xs", {2, 0}, 256, 10, 74, true},  // f16 d, 16 scales of 4 bits
+    {"iq2_s", {2, 0}, 256, 18, 82, true},   // f16 d, 8 bytes of high bits, 16 scales of 4 bits
+    {"iq3_xxs", {3, 0}, 256, 2, 98, true},  // f16 d
+    {"iq3_s", {3, 0}, 256, 14, 110, true},  // f16 d, 8 bytes of high bits, 8 scales of 4 bits
 };
 
 struct Format {

@@ -11,6 +11,7 @@
 #endif
 
 #include "kernels/codecs.h"
+#include "kernels/grids.h"
 
 namespace kt {
 namespace {
@@ -32,7 +33,8 @@ inline U32<W> plane_bits(const char* plane, int j, int lane) {
 // Whole bytes come at the top of their lanes, with neighbours' bits below.
 template <int W, Codec C>
 inline U32<W> code_at(const char* codes, int j, int lane) {
-  constexpr int low = kCodecRows[(int)C].plane[0], high = kCodecRows[(int)C].plane[1];
+  constexpr CodecRow row = kCodecRows[(int)C];
+  constexpr int low = row.in_rows ? 4 : row.plane[0], high = row.plane[1];
   if constexpr (low == 8) return load<U32<W>>(codes + (j / 4 * kLanesOfTile + lane) * 4) << (uint32_t)(24 - j % 4 * 8);
   U32<W> code = plane_bits<W, low>(codes, j, lane);
   if constexpr (high > 0) {
@@ -100,8 +102,17 @@ inline void two_lanes_each(const float* rows, float* lanes) {
   for (int n = 0; n < kTileN; n++) lanes[2 * n] = lanes[2 * n + 1] = rows[n];
 }
 
+// What an opened tile's rows are multiplied with.
+template <int W>
+inline void scales_of(const OpenTile& t, RowScales& r) {
+  for (int n = 0; n < kTileN; n += W)
+    for (int half = 0; half < 2; half++)
+      store(r.s[half] + n, from_f16<W>(t.d + n) * to_floats<W>(bytes_of<W>(t.odd[half], n)));
+}
+
+// `grid`: of formats that have one.
 template <int W, class Real, Codec C>
-inline void decode_tile(const RowScales& r, const char* codes, char* tile) {
+inline void decode_tile(const RowScales& r, const char* codes, const Grid* grid, char* tile) {
   using D = Decoder<C>;
   using V = F32<W>;
   alignas(64) float s_of[D::halves][kLanesOfTile], m_of[D::halves][kLanesOfTile];
@@ -121,7 +132,14 @@ inline void decode_tile(const RowScales& r, const char* codes, char* tile) {
       V x[2];
       for (int v = 0; v < 2; v++) {
         constexpr int per_half = kTileK / 2 / D::halves;
-        V product = D::template number<W>(code_at<W, C>(codes, j, lane + v * W)) * s[j / per_half][v];
+        U32<W> code = code_at<W, C>(codes, j, lane + v * W);
+        V number;
+        if constexpr (kCodecRows[(int)C].in_rows) {
+          number = look_up<W>(grid->levels, code);
+        } else {
+          number = D::template number<W>(code);
+        }
+        V product = number * s[j / per_half][v];
         x[v] = product;
         if constexpr (D::offset) x[v] = apart(product) + m[j / per_half][v];
       }
@@ -138,6 +156,7 @@ template <int W, class Real, Codec C>
 __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                                char* out, int64_t step) {
   const char* codes = strip + s.codes + (int64_t)k0 * s.tile_bytes;
+  const Grid* grid = kCodecRows[(int)C].in_rows ? &grid_of(f.codec) : nullptr;
   const int span = k0 / s.span_tiles;
   Header header{strip + s.headers + (int64_t)span * s.span_bytes};
   for (int k = k0, in_span = k0 - span * s.span_tiles; k < k0 + count; k++, in_span++) {
@@ -148,8 +167,15 @@ __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, 
       header.at += s.span_bytes;
     }
     RowScales scales;
-    Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
-    decode_tile<W, Real, C>(scales, codes, out);
+    if constexpr (kCodecRows[(int)C].in_rows) {
+      OpenTile tile;
+      grid->open(header.at, in_span, codes, tile);
+      scales_of<W>(tile, scales);
+      decode_tile<W, Real, C>(scales, (const char*)tile.codes, grid, out);
+    } else {
+      Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
+      decode_tile<W, Real, C>(scales, codes, nullptr, out);
+    }
     codes += s.tile_bytes;
     out += step;
   }
@@ -180,9 +206,12 @@ __attribute__((noinline)) void decode_strip(const Format& f, const Strip& s, con
     KT_CODEC(q6_k)
     KT_CODEC(iq4_nl)
     KT_CODEC(iq4_xs)
+    KT_CODEC(tq2_0)
 #undef KT_CODEC
     case Codec::tiles:
       return;
+    default:  // once opened, all that have a grid are alike
+      return decode_strip_as<W, Real, Codec::iq2_xxs>(f, s, strip, k0, count, out, step);
   }
 }
 

@@ -33,6 +33,11 @@ class HostCallbacks(TypedDict):
 def variants() -> list[VariantInfo]: ...
 def isa() -> str: ...
 def machine() -> Machine: ...
+def grid(format: str) -> tuple[Any, Any]:
+    """Of a format whose codes are places in a table (csrc/kernels/grids.h), as numpy arrays: uint32 entries of four or
+    eight codes, those of even columns from bit 0 up and those of odd ones from bit 16 up, four bits each; and the 16
+    float32 levels that codes stand for."""
+
 def lend(bytes: int) -> Any:
     """A numpy array of uint8, not cleared, whose memory is used again once nobody holds it."""
 

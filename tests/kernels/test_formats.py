@@ -6,20 +6,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from checkpoint.blocks import HALVES, SMALL, random_blocks
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, encode
+from ktransformers.checkpoint.encoded import Encoded, decode, encode
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 
 PLAIN = ["int8", "int4:32", "int4:64:f16", "int4:128:f32", "int4:0", "fp8:128x128", "fp8:1x128", "fp8:row"]
 PLAIN += ["mxfp8", "mxfp4", "nvfp4"]
-# Where GGUF's blocks keep their halves (scales that must be ordinary numbers).
-HALVES = {
-    "q8_0": [0], "q4_0": [0], "q4_1": [0, 2], "q5_0": [0], "q5_1": [0, 2], "q2_k": [80, 82], "q3_k": [108],
-    "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208], "iq4_nl": [0], "iq4_xs": [0],
-}  # fmt: skip
 FORMATS = [*PLAIN, *HALVES]
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 512, 256
 
@@ -27,12 +23,8 @@ EXPERTS, HIDDEN, INTERMEDIATE = 3, 512, 256
 def random_encoded(format: str, rows: int, columns: int, seed: int) -> Encoded:
     random = np.random.default_rng(seed)
     if format in HALVES:
-        values, size = GGUF_BLOCKS[format]
-        blocks = random.integers(0, 256, (EXPERTS, rows, columns // values, size), dtype=np.uint8)
-        for at in HALVES[format]:
-            scale = (random.standard_normal(blocks.shape[:3]) * 0.01).astype(np.float16)
-            blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
-        return Encoded(format, torch.from_numpy(blocks.reshape(EXPERTS, rows, -1)), None, columns=columns)
+        blocks = random_blocks(format, (EXPERTS, rows), columns, random)
+        return Encoded(format, torch.from_numpy(blocks), None, columns=columns)
     numbers = torch.from_numpy(random.standard_normal((EXPERTS, rows, columns), dtype=np.float32))
     return encode(numbers * 0.1, format)
 
@@ -84,6 +76,7 @@ def test_every_call_gives_the_bits_of_the_decoded_numbers(isa: str, format: str)
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_decoding_agrees_with_the_definition(format: str) -> None:
+    """In float32 nothing is rounded: GGUF's types have the bits that the `gguf` package gives."""
     store, _ = stores(format, "generic", "f32")
     layer = random_layer(dict.fromkeys(("gate", "up", "down"), format))
     for matrix, encoded in layer.items():
@@ -97,9 +90,19 @@ def test_formats_may_differ_between_matrices() -> None:
     assert torch.equal(store.forward(hidden, ids, weights), plain.forward(hidden, ids, weights))
 
 
-def test_gradients_by_differences() -> None:
+@pytest.mark.parametrize(
+    "formats",
+    [
+        ("int4:32", "mxfp4", "q4_k"),
+        ("iq1_s", "iq1_m", "tq1_0"),
+        ("iq2_xxs", "iq2_xs", "iq2_s"),
+        ("iq3_xxs", "iq3_s", "tq2_0"),
+    ],
+    ids="-".join,
+)
+def test_gradients_by_differences(formats: tuple[str, str, str]) -> None:
     """In double, on encoded weights: the slope of forward is what backward says."""
-    store, _ = stores({"gate": "int4:32", "up": "mxfp4", "down": "q4_k"}, "generic", "f64")
+    store, _ = stores(dict(zip(("gate", "up", "down"), formats, strict=True)), "generic", "f64")
     hidden, ids, weights = batch(5)
     hidden, weights = hidden.double(), weights.double()
     grad = torch.randn(5, HIDDEN, dtype=torch.float64)
@@ -116,7 +119,7 @@ def test_gradients_by_differences() -> None:
     assert torch.allclose(slope, (grad_weights * turn).sum(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("format", ["int4:32", "fp8:128x128", "q6_k", "bf16"])
+@pytest.mark.parametrize("format", ["int4:32", "fp8:128x128", "q6_k", "bf16", *SMALL])
 def test_memory_moves_from_store_to_store(format: str) -> None:
     store = stores("int8", "generic")[1] if format == "bf16" else stores(format, "generic")[0]
     other = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, isa="generic", formats=format)

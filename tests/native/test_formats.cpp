@@ -56,12 +56,21 @@ struct MadeUpBytes {
     if (f.codec == Codec::q2_k) at = {80, 82};
     if (f.codec == Codec::q3_k) at = {108};
     if (f.codec == Codec::q6_k) at = {208};
+    if (f.codec == Codec::tq1_0) at = {52};
+    if (f.codec == Codec::tq2_0) at = {64};
     if (f.codec == Codec::q4_1 || f.codec == Codec::q5_1 || f.codec == Codec::q4_k || f.codec == Codec::q5_k)
       at = {0, 2};
     for (int64_t b = 0; b < blocks; b++)
       for (int place : at) {
         uint16_t half = from_float(0.01f * (float)(1 + b % 5), DType::f16);
-        std::memcpy(codes.data() + b * f.row().block + place, &half, 2);
+        uint8_t* block = codes.data() + b * f.row().block;
+        if (f.codec != Codec::iq1_m) {
+          std::memcpy(block + place, &half, 2);
+          continue;
+        }
+        // Four bits of it at the top of each word of scales.
+        for (int i = 0; i < 4; i++)
+          block[49 + 2 * i] = (uint8_t)((block[49 + 2 * i] & 15) | ((half >> (4 * i)) & 15) << 4);
       }
   }
 };

@@ -181,7 +181,7 @@ def test_chosen_slots() -> None:
 
 
 def test_unknown_formats_are_refused_by_name() -> None:
-    for spec in ("int4:48", "iq1_s", "int4:32:f64"):
+    for spec in ("int4:48", "iq9_s", "int4:32:f64"):
         with pytest.raises(InputError, match=spec):
             format_of(spec)
 

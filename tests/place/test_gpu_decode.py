@@ -5,51 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from checkpoint.blocks import HALVES, random_blocks
 
-from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, encode
+from ktransformers.checkpoint.encoded import Encoded, encode
 from ktransformers.nn import ExpertStore
 from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.layout import geometry
 
 E, H, I = 3, 512, 256  # noqa: E741
 SPECS = ["bf16", "int8", "int4:32", "int4:128:f16", "int4:0", "fp8:128x128", "fp8:1x128", "fp8:row", "mxfp8", "mxfp4"]
-# Where a block's 16-bit floats are: random ones would be infinite or not numbers.
-FLOATS = {
-    "q8_0": (0,),
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "iq4_nl": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-    "iq4_xs": (0,),
-}
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 
 
 def blocks(spec: str, rows: int, columns: int, random: np.random.Generator) -> Encoded:
-    values, size = GGUF_BLOCKS[spec]
-    codes = random.integers(0, 256, (E, rows, columns // values, size)).astype(np.uint8)
-    for at in FLOATS[spec]:
-        codes[..., at : at + 2] = (
-            (random.random(codes.shape[:3]) * 0.1 + 0.01).astype(np.float16)[..., None].view(np.uint8)
-        )
-    return Encoded(spec, torch.from_numpy(codes.reshape(E, rows, -1)), None, columns=columns)
+    return Encoded(spec, torch.from_numpy(random_blocks(spec, (E, rows), columns, random)), None, columns=columns)
 
 
 @devices
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("spec", [*SPECS, "nvfp4", *FLOATS])
+@pytest.mark.parametrize("spec", [*SPECS, "nvfp4", *HALVES])
 def test_equal_bits(spec: str, gated: bool, device: str) -> None:
     random = np.random.default_rng(0)
     shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
     if not gated:
         del shapes["gate"]
-    if spec in FLOATS:
+    if spec in HALVES:
         matrices = {name: blocks(spec, *shape, random) for name, shape in shapes.items()}
     else:
         torch.manual_seed(0)

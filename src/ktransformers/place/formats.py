@@ -40,22 +40,32 @@ FORMATS = {
 }
 
 
+# Bits that GGUF's smaller types take with all that belongs to them. They are computed as released and not proposed:
+# nothing here writes them.
+SMALL = {
+    "tq1_0": 1.6875, "tq2_0": 2.0625, "iq1_s": 1.5625, "iq1_m": 1.75, "iq2_xxs": 2.0625, "iq2_xs": 2.3125,
+    "iq2_s": 2.5625, "q2_k": 2.625, "iq3_xxs": 3.0625, "iq3_s": 3.4375, "q3_k": 3.4375,
+}  # fmt: skip
+RELEASED = {name: WeightFormat(name, bits, 1, 0, True, False, "as GGUF has it") for name, bits in SMALL.items()}
+
+
 def format_of(name: str) -> WeightFormat:
-    if name not in FORMATS:
-        raise InputError("format", name, "one of " + ", ".join(FORMATS))
-    return FORMATS[name]
+    found = FORMATS.get(name) or RELEASED.get(name)
+    if found is None:
+        raise InputError("format", name, "one of " + ", ".join([*FORMATS, *RELEASED]))
+    return found
 
 
 # Released formats beside these -> the one with as many bytes, or the next larger.
 ALIKE = {
-    **dict.fromkeys(("mxfp4", "nvfp4", "gptq", "q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "q2_k", "q3_k"), "int4"),
+    **dict.fromkeys(("mxfp4", "nvfp4", "gptq", "q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs"), "int4"),
     **dict.fromkeys(("mxfp8", "q8_0", "q5_0", "q5_1", "q5_k", "q6_k"), "int8"),
 }
 
 
 def counted_as(stored: str) -> str:
-    """The format of this table that a release takes in memory, where experts keep their bits."""
-    return stored if stored in FORMATS else ALIKE.get(stored, "bf16")
+    """The format of these tables that a release takes in memory, where experts keep their bits."""
+    return stored if stored in FORMATS or stored in RELEASED else ALIKE.get(stored, "bf16")
 
 
 def tiles(size: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ktransformers.errors import InputError
 from ktransformers.place.cost import Time, time_of
-from ktransformers.place.formats import FORMATS, counted_as
+from ktransformers.place.formats import FORMATS, counted_as, format_of
 from ktransformers.place.machine import Machine
 from ktransformers.place.memory import Memory, expert_bytes, memory_of
 from ktransformers.place.shape import ModelShape
@@ -183,7 +183,7 @@ def _changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
     if len(machine.gpus) > max(1, choice.gpus):
         yield _Change("gpus", "layers spread over all GPUs", work, replace(choice, gpus=len(machine.gpus)), True)
     for name in FORMATS:
-        if name != choice.format and FORMATS[name].bytes_per_weight < FORMATS[choice.format].bytes_per_weight:
+        if name != choice.format and FORMATS[name].bytes_per_weight < format_of(choice.format).bytes_per_weight:
             yield _Change("format", f"experts in {name}", work, replace(choice, format=name), False)
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ktransformers.place.gpu.grids import VALUES_IN_ROWS, rows_of_tiles
 from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, Format, Matrix, Strip
 
 Fields = list[Tensor]  # float32 or integers, [..., 16, spans, count]
@@ -73,7 +74,7 @@ def _strip_half(blocks: Tensor, matrix: Matrix, half: int) -> Tensor:
     strip = matrix.strip(half)
     start = matrix.strip_at(half)
     found = blocks[:, start : start + strip.bytes]
-    codes = planes(found[:, strip.codes_at :], strip)
+    codes = (rows_of_tiles if strip.format.in_rows else planes)(found[:, strip.codes_at :], strip)
     row = _fields(found, 0, strip.format.row, 1)
     spans = _fields(found, strip.row_bytes, strip.format.fields, strip.spans) if strip.spans else []
     return _values(strip.format)(codes, row, spans).to(torch.bfloat16)
@@ -249,4 +250,6 @@ VALUES: dict[str, Callable[[int, Tensor, Fields, Fields], Tensor]] = {
     "q5_k": _q45_k,
     "q6_k": _q6_k,
     "iq4_xs": _iq4_xs,
+    "tq2_0": functools.partial(_plus, -1),
+    **VALUES_IN_ROWS,
 }

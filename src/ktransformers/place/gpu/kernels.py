@@ -20,7 +20,7 @@ from ktransformers.place.gpu.layout import TILE_BYTES, Format, Matrix
 
 COLUMNS = 128  # of K that a program takes
 # How codes become numbers, and how the scale is written.
-BF16, INT8, INT4, E4M3, E2M1 = (tl.constexpr(number) for number in range(5))
+BF16, INT8, INT4, E4M3, E2M1, TRIT = (tl.constexpr(number) for number in range(6))
 FLOAT, E8M0, NESTED = (tl.constexpr(number) for number in range(3))
 KINDS = {
     "bf16": (BF16, FLOAT),
@@ -32,6 +32,7 @@ KINDS = {
     "nvfp4": (E2M1, NESTED),
     "q8_0": (INT8, FLOAT),
     "q4_0": (INT4, FLOAT),
+    "tq2_0": (TRIT, FLOAT),
 }
 SCALES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
 
@@ -108,6 +109,8 @@ def _decode(
             number = tl.where(code > 127, code - 256, code).to(tl.float32)
         elif CODE == INT4:
             number = (code - 8).to(tl.float32)
+        elif CODE == TRIT:
+            number = (code - 1).to(tl.float32)
         elif CODE == E4M3:
             number = _from_e4m3(code)
         else:

@@ -3,8 +3,9 @@
 A matrix of one expert is `[blocks][block_bytes]`; a block is 32 outputs over all of K, in two halves of 16. For gate
 and up, packed together, half 0 is gate's and half 1 the same rows of up's; elsewhere half 1 is the next 16 rows. bf16
 is `[k_tiles][2 halves][16 pairs][16 n][2]`; every other format has a strip for each half: headers of the whole row,
-headers of each span of K, then codes in planes. A format is a row of data here: the fields of its headers and the
-widths of its planes. How a value is made of them is in `decode.py` and `kernels.py`.
+headers of each span of K, then codes in planes, or in rows of bytes where they are places in a table. A format is a row
+of data here: the fields of its headers and the widths of its planes. How a value is made of them is in `decode.py` and
+`kernels.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Format:
     span: int  # values of K that share the fields below; 0: none
     fields: tuple[Field, ...] = ()
     row: tuple[Field, ...] = ()  # of the whole row
+    in_rows: bool = False  # a k tile is 16 rows of bytes with as many bits a value, not planes
 
     @property
     def bits(self) -> int:
@@ -65,6 +67,15 @@ _FIXED = {
     "q5_k": Format("q5_k", (4, 1), 256, (_F16, _F16, Field("u8", 12))),
     "q6_k": Format("q6_k", (4, 2), 256, (Field("i8", 16), _F16)),
     "iq4_xs": Format("iq4_xs", (4,), 256, (_F16, Field("u16"), Field("u8", 4))),
+    "tq2_0": Format("tq2_0", (2,), 256, (_F16,)),
+    "tq1_0": Format("tq1_0", (1,), 256, (Field("u8", 16), Field("u8", 4), _F16), in_rows=True),
+    "iq1_s": Format("iq1_s", (1,), 256, (_F16, Field("u16", 8)), in_rows=True),
+    "iq1_m": Format("iq1_m", (1,), 256, (Field("u8", 16), Field("u16", 4)), in_rows=True),
+    "iq2_xxs": Format("iq2_xxs", (2,), 256, (_F16,), in_rows=True),
+    "iq2_xs": Format("iq2_xs", (2,), 256, (_F16, Field("u8", 8)), in_rows=True),
+    "iq2_s": Format("iq2_s", (2,), 256, (_F16, Field("u8", 8), Field("u8", 8)), in_rows=True),
+    "iq3_xxs": Format("iq3_xxs", (3,), 256, (_F16,), in_rows=True),
+    "iq3_s": Format("iq3_s", (3,), 256, (_F16, Field("u8", 8), Field("u8", 4)), in_rows=True),
 }
 _INT4_SCALES = {"": "bf16", "f16": "f16", "f32": "f32"}
 

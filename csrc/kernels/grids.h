@@ -1,0 +1,34 @@
+// Formats whose codes are not numbers but places in a table: GGUF's IQ1, IQ2 and IQ3, and TQ1_0 with five trits a byte.
+//
+// A k tile of theirs lies in a strip as rows of bytes, as released, not in planes. `open` looks them up and leaves a
+// plane of 4-bit codes, which every ISA turns into numbers through the format's 16 levels (formats.h). Tables and
+// look-ups are the same for all, so they exist once, compiled for the baseline. All seven IQ types and TQ1_0 have
+// values d * (2 s + 1) * level with factors of few bits: the product is exact in fp32, whatever its order.
+#pragma once
+
+#include "kernels/format.h"
+
+namespace kt {
+
+// A k tile that has been looked up.
+struct OpenTile {
+  alignas(64) uint32_t codes[2][2 * kTileN];  // a plane of 4 bits; bit 3 of a code turns the level's sign
+  uint8_t odd[2][kTileN];                     // 2 s + 1 of each row: for the first 16 of K and for the others
+  uint16_t d[kTileN];                         // f16
+};
+
+struct Grid {
+  void (*open)(const char* header, int tile, const char* codes, OpenTile& out);
+  alignas(64) float levels[16];
+  // Four or eight codes an entry: those of even k from bit 0 up, those of odd k from bit 16 up.
+  const uint32_t* entries;
+  int32_t count;
+};
+
+// Of a codec whose row says `in_rows`.
+const Grid& grid_of(Codec codec);
+
+// Five trits as a byte holds them in a strip: a number to base 3, the first digit the lowest.
+constexpr int kTritsOfByte = 5;
+
+}  // namespace kt

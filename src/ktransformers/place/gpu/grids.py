@@ -1,0 +1,158 @@
+"""GGUF's types whose codes are places in a table, in torch: rows of bytes `[blocks, 16, k_tiles, bytes]` into values
+`[blocks, 16, K]`.
+
+A place is an entry of four or eight codes, a code one of 16 levels, and the value `d (2 s + 1) level`, exact in
+float32. Tables are the native core's own (`_core.grid`), so there is one list of them. The surprising decision: signs
+that were released in seven bits for eight values are bits again before anything is looked up, since the eighth is
+their parity and needs no table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ktransformers import _core
+from ktransformers.place.gpu.layout import TILE_K, TILE_N, Strip
+
+Fields = list[Tensor]  # [blocks, 16, spans, count]
+SPAN_TILES = 8
+EVEN, ODD = 0, 16  # bits of an entry from which codes of even and of odd columns lie
+
+
+def rows_of_tiles(codes: Tensor, strip: Strip) -> Tensor:
+    """uint8 [blocks, 16, k_tiles, bytes] from [blocks, code bytes]."""
+    count = codes.shape[0]
+    return codes.reshape(count, strip.k_tiles, TILE_N, 4 * strip.format.bits).permute(0, 2, 1, 3)
+
+
+@functools.cache
+def _tables(spec: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Entries in int32, levels in float32."""
+    entries, levels = _core.grid(spec)
+    return torch.tensor(entries.view("int32"), device=device), torch.tensor(levels, device=device)
+
+
+def _steps(values: range | list[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=like.device)
+
+
+def _codes(spec: str, places: Tensor, each: int) -> Tensor:
+    """[..., k_tiles, 32 / each] places in the table -> [..., k_tiles, 32] codes."""
+    entries = _tables(spec, places.device)[0][places]
+    shifts = _steps([column // 2 * 4 + (ODD if column % 2 else EVEN) for column in range(each)], places)
+    return ((entries.unsqueeze(-1) >> shifts) & 15).flatten(-2)
+
+
+def _bits(signs: Tensor) -> Tensor:
+    """[..., k_tiles, 4] bytes -> [..., k_tiles, 32], 8 where a sign turns."""
+    return (((signs.int().unsqueeze(-1) >> _steps(range(8), signs)) & 1) << 3).flatten(-2)
+
+
+def _even(words: Tensor) -> Tensor:
+    """[..., k_tiles, 4] numbers of seven bits -> their signs; the eighth makes the number of minus signs even."""
+    parity = words ^ (words >> 4)
+    parity = parity ^ (parity >> 2)
+    return _bits(words | (((parity ^ (parity >> 1)) & 1) << 7))
+
+
+def _words(codes: Tensor) -> Tensor:
+    """[..., 4] bytes -> [...] int32."""
+    return codes.contiguous().view(torch.int32).squeeze(-1)
+
+
+def _by_tile(field: Tensor) -> Tensor:
+    """[..., spans, 8] -> [..., k_tiles]."""
+    return field.int().flatten(-2)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[...] bytes -> [..., 2]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1)
+
+
+def _values(spec: str, codes: Tensor, scales: Tensor, d: Tensor) -> Tensor:
+    """`codes` [..., k_tiles, 32], `scales` s [..., k_tiles, 1 or 2], `d` float32 [..., spans]."""
+    scale = d.repeat_interleave(SPAN_TILES, dim=-1).unsqueeze(-1) * (2 * scales + 1).float()
+    levels = _tables(spec, codes.device)[1][codes]
+    return (levels * scale.repeat_interleave(TILE_K // scales.shape[-1], dim=-1)).flatten(-2)
+
+
+def _iq2_xxs(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    words = _words(codes[..., 4:])
+    signs = _even((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
+    found = _codes("iq2_xxs", codes[..., :4].int(), 8) | signs
+    return _values("iq2_xxs", found, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
+
+
+def _iq2_xs(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    halves = codes.contiguous().view(torch.int16).int() & 0xFFFF
+    found = _codes("iq2_xs", halves & 511, 8) | _even(halves >> 9)
+    return _values("iq2_xs", found, _nibbles(_by_tile(spans[1])), spans[0][..., 0])
+
+
+def _iq2_s(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(0, 8, 2), codes)) & 3
+    found = _codes("iq2_s", codes[..., :4].int() | (high << 8), 8) | _bits(codes[..., 4:])
+    return _values("iq2_s", found, _nibbles(_by_tile(spans[2])), spans[0][..., 0])
+
+
+def _iq3_xxs(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    words = _words(codes[..., 8:])
+    signs = _even((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
+    found = _codes("iq3_xxs", codes[..., :8].int(), 4) | signs
+    return _values("iq3_xxs", found, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
+
+
+def _iq3_s(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(8), codes)) & 1
+    found = _codes("iq3_s", codes[..., :8].int() | (high << 8), 4) | _bits(codes[..., 8:])
+    scales = _nibbles(spans[2].int()).flatten(-3).unsqueeze(-1)
+    return _values("iq3_s", found, scales, spans[0][..., 0])
+
+
+def _iq1_s(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    words = _by_tile(spans[1]) & 0xFFFF
+    high = (words.unsqueeze(-1) >> _steps(range(0, 12, 3), words)) & 7
+    below = ((words >> 15) << 3).unsqueeze(-1)
+    found = _codes("iq1_s", codes.int() | (high << 8), 8) | below
+    return _values("iq1_s", found, ((words >> 12) & 7).unsqueeze(-1), spans[0][..., 0])
+
+
+def _iq1_m(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    # Two bytes a tile, a nibble for every eight columns; four words of scales with a quarter of d each at the top.
+    high = _nibbles(spans[0].int()).flatten(-2).unflatten(-1, (SPAN_TILES, 4)).flatten(-3, -2)
+    words = spans[1].int() & 0xFFFF
+    d = ((words >> 12) << _steps(range(0, 16, 4), words)).sum(-1).to(torch.int16).view(torch.float16).float()
+    scales = (words.unsqueeze(-1) >> _steps(range(0, 12, 3), words)) & 7
+    found = _codes("iq1_m", codes.int() | ((high & 7) << 8), 8) | (high & 8).repeat_interleave(8, dim=-1)
+    return _values("iq1_m", found, scales.flatten(-3).unflatten(-1, (-1, 2)), d)
+
+
+def _tq1_0(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+    """Of each tile even and odd columns apart: ten trits in its own two bytes, five in the header and a last one."""
+    powers = _steps([1, 3, 9, 27, 81], codes)
+
+    def trits(packed: Tensor) -> Tensor:
+        return (packed.int().unsqueeze(-1) // powers) % 3
+
+    own = trits(codes).unflatten(-2, (2, 2)).flatten(-2)  # [..., k_tiles, parity, 10]
+    more = trits(spans[0]).unflatten(-2, (SPAN_TILES, 2)).flatten(-4, -3)  # [..., k_tiles, parity, 5]
+    last = trits(spans[1])[..., :4].unflatten(-1, (2, 2)).flatten(-4, -2)  # [..., k_tiles, parity]
+    found = torch.cat((own, more, last.unsqueeze(-1)), dim=-1).transpose(-1, -2).flatten(-2)
+    return _values("tq1_0", found, torch.zeros_like(found[..., :1]), spans[2][..., 0])
+
+
+VALUES_IN_ROWS: dict[str, Callable[[int, Tensor, Fields, Fields], Tensor]] = {
+    "tq1_0": _tq1_0,
+    "iq1_s": _iq1_s,
+    "iq1_m": _iq1_m,
+    "iq2_xxs": _iq2_xxs,
+    "iq2_xs": _iq2_xs,
+    "iq2_s": _iq2_s,
+    "iq3_xxs": _iq3_xxs,
+    "iq3_s": _iq3_s,
+}
