@@ -3,6 +3,7 @@ against the model with the numbers that the `gguf` package reads there."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def in_small_types(model: PreTrainedModel, file: Path) -> None:
             data = random_blocks(kind, matrix.shape[:2], 256, random)
             quantised = gguf.GGMLQuantizationType[kind.upper()]
             read = torch.from_numpy(gguf.quants.dequantize(data, quantised))
-            shrink = 2.0 ** round(float(np.log2(0.1 / read.std())))  # to the size of ordinary weights
+            shrink = 2.0 ** round(math.log2(0.1 / read.std().item()))  # to the size of ordinary weights
             data = random_blocks(kind, matrix.shape[:2], 256, random, 0.01 * shrink)
             tensors[f"blk.{layer}.ffn_{role}_exps.weight"] = (data, kind.upper())
             matrix.copy_(torch.from_numpy(gguf.quants.dequantize(data, quantised)).bfloat16())
@@ -62,9 +63,9 @@ def test_file_and_packed_directory(made: tuple[Path, Path, Path], tmp_path: Path
     full, experts, plain = made
     found = load_model(full, experts=experts, dtype=torch.float32)
     assert [store.formats[role] for store in stores(found) for role in ROLES] == list(SMALL)
-    for store in stores(found):  # the bytes of the release, and a few for padding
-        released = sum(4 * 256 * 256 * format_of(kind).bits / 8 for kind in store.formats.values())
-        assert store.packed_bytes <= 1.02 * released
+    for store in stores(found):  # what a plan counts, and a few bytes of each block for padding
+        released = sum(4 * 256 * 256 * format_of(kind).bytes_per_weight for kind in store.formats.values())
+        assert released <= store.packed_bytes <= released + 4 * 24 * 256
     want = logits(load_model(plain, dtype=torch.float32))
     assert want.std() > 0.1
     torch.testing.assert_close(logits(found), want, rtol=EXACT, atol=EXACT)
@@ -77,11 +78,11 @@ def test_an_adapter_gets_the_gradients_of_their_numbers(made: tuple[Path, Path, 
     from peft import LoraConfig, get_peft_model
 
     full, experts, plain = made
-    config = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     grads = []
     for model in (load_model(full, experts=experts, dtype=torch.float32), load_model(plain, dtype=torch.float32)):
         torch.manual_seed(0)
-        adapted = get_peft_model(model, config)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_parameters=targets))
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.1)

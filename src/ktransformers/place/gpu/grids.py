@@ -124,25 +124,25 @@ def _iq1_s(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
 
 def _iq1_m(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
     # Two bytes a tile, a nibble for every eight columns; four words of scales with a quarter of d each at the top.
-    high = _nibbles(spans[0].int()).flatten(-2).unflatten(-1, (SPAN_TILES, 4)).flatten(-3, -2)
+    high = _nibbles(spans[0].int()).reshape(*codes.shape[:3], 4)
     words = spans[1].int() & 0xFFFF
     d = ((words >> 12) << _steps(range(0, 16, 4), words)).sum(-1).to(torch.int16).view(torch.float16).float()
     scales = (words.unsqueeze(-1) >> _steps(range(0, 12, 3), words)) & 7
     found = _codes("iq1_m", codes.int() | ((high & 7) << 8), 8) | (high & 8).repeat_interleave(8, dim=-1)
-    return _values("iq1_m", found, scales.flatten(-3).unflatten(-1, (-1, 2)), d)
+    return _values("iq1_m", found, scales.reshape(*codes.shape[:3], 2), d)
 
 
 def _tq1_0(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
     """Of each tile even and odd columns apart: ten trits in its own two bytes, five in the header and a last one."""
-    powers = _steps([1, 3, 9, 27, 81], codes)
+    powers, tiles = _steps([1, 3, 9, 27, 81], codes), codes.shape[:3]
 
     def trits(packed: Tensor) -> Tensor:
         return (packed.int().unsqueeze(-1) // powers) % 3
 
-    own = trits(codes).unflatten(-2, (2, 2)).flatten(-2)  # [..., k_tiles, parity, 10]
-    more = trits(spans[0]).unflatten(-2, (SPAN_TILES, 2)).flatten(-4, -3)  # [..., k_tiles, parity, 5]
-    last = trits(spans[1])[..., :4].unflatten(-1, (2, 2)).flatten(-4, -2)  # [..., k_tiles, parity]
-    found = torch.cat((own, more, last.unsqueeze(-1)), dim=-1).transpose(-1, -2).flatten(-2)
+    own = trits(codes).reshape(*tiles, 2, 10)
+    more = trits(spans[0]).reshape(*tiles, 2, 5)
+    last = trits(spans[1])[..., :4].reshape(*tiles, 2, 1)
+    found = torch.cat((own, more, last), dim=-1).transpose(-1, -2).flatten(-2)
     return _values("tq1_0", found, torch.zeros_like(found[..., :1]), spans[2][..., 0])
 
 
