@@ -1,6 +1,5 @@
 // Formats by name, matrices as they were released, and packed bytes in and out.
 #include "bindings/objects.h"
-#include "kernels/grids.h"
 
 namespace kt {
 namespace {

@@ -210,7 +210,14 @@ __attribute__((noinline)) void decode_strip(const Format& f, const Strip& s, con
 #undef KT_CODEC
     case Codec::tiles:
       return;
-    default:  // once opened, all that have a grid are alike
+    case Codec::tq1_0:
+    case Codec::iq1_s:
+    case Codec::iq1_m:
+    case Codec::iq2_xxs:
+    case Codec::iq2_xs:
+    case Codec::iq2_s:
+    case Codec::iq3_xxs:
+    case Codec::iq3_s:  // once opened, all that have a grid are alike
       return decode_strip_as<W, Real, Codec::iq2_xxs>(f, s, strip, k0, count, out, step);
   }
 }

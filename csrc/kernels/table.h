@@ -7,7 +7,7 @@
 // numbers that come one by one (routing weights, limits) cross it as double, which holds both.
 #pragma once
 
-#include "kernels/format.h"
+#include "kernels/grids.h"
 #include "types.h"
 
 namespace kt {

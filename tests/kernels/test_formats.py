@@ -194,6 +194,8 @@ def test_refusals() -> None:
         make(formats="int4:33")
     with pytest.raises(ValueError, match="one of bf16, int8"):
         make(formats="q9_k")
+    with pytest.raises(ValueError, match="one with a grid"):
+        _core.grid("q4_k")
     with pytest.raises(ValueError, match="same kind"):
         make(formats={"gate": "bf16", "up": "int8", "down": "int8"})
     with pytest.raises(InputError, match="formats"):

@@ -26,7 +26,7 @@ from ktransformers.place import (
 )
 from ktransformers.place.cost import layer_seconds, time_of
 from ktransformers.place.machine import parse_bytes
-from ktransformers.place.memory import memory_of
+from ktransformers.place.memory import expert_bytes, memory_of
 from ktransformers.place.meter import Meter, anonymous_bytes, compare
 from ktransformers.place.plan import evaluate
 
@@ -84,6 +84,19 @@ def test_ways_that_can_be_run_come_first() -> None:
     assert not first.candidate.missing and first.same
     missing = [bool(way.candidate.missing) for way in plan.ways]
     assert missing == sorted(missing)
+
+
+@pytest.mark.parametrize(("stored", "bits"), [("iq1_s", 1.5625), ("iq2_xxs", 2.0625), ("q3_k", 3.4375)])
+def test_the_smallest_types_are_counted_as_they_are(stored: str, bits: float) -> None:
+    model, machine = replace(QWEN, stored=stored), with_gpus(profile("desktop-4090"), "24GB")
+    best = make_plan(model, Serving(), with_memory(machine, "32GB")).best
+    assert best is not None and best.choice.format == stored and not best.missing
+    weights = 3 * QWEN.hidden * QWEN.intermediate
+    assert weights * bits / 8 <= expert_bytes(model, best.choice) <= 1.05 * weights * bits / 8
+    # Nothing is proposed in their place, because nothing that can be written is smaller.
+    tight = make_plan(model, Serving(), with_memory(machine, "4GB"))
+    assert tight.best is None
+    assert not any("experts in" in change for way in tight.ways for change in way.changes)
 
 
 def test_refusal_says_what_and_how_and_force_goes_on() -> None:
