@@ -210,11 +210,12 @@ def main(argv: list[str] | None = None) -> int:
         *(f"{policy} ms" for policy in policies),
         "auto/best",
         "",
+        "bare ms",
         "PCIe ms",
         "DRAM ms",
         "split",
     ]
-    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 12])
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)

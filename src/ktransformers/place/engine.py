@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers import _core
-from ktransformers.nn.factors import CORE_ROLES, gradients_like, packed
+from ktransformers.nn.factors import gradients_like, packed
 from ktransformers.nn.store import ExpertStore, default_pool
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.gpu.side import Batch, Packed, Side
@@ -125,10 +124,10 @@ class Engine:
             whole = self.side.forward(layer.packed, batch, gpu, counts)
             self._prefetch(layer, phase, counts, batch.ids.shape[0])
             if share is not None:
-                whole += start_up((share.result(),), self.device).finish()[0]
+                whole += start_up((share(),), self.device).finish()[0]
             result = whole.to(batch.hidden.dtype)
         elif share is not None:
-            result = start_up((share.result(),), self.device).finish()[0]
+            result = start_up((share(),), self.device).finish()[0]
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
         host = rows.finish()[0] if rows is not None and retain else batch.hidden.new_empty(0, device="cpu")
@@ -150,28 +149,31 @@ class Engine:
         counts = count(kept.ids, layer.packed.geometry.experts)
         found = layer.last[phase.name] = self._decide_back(layer, counts, kept, phase)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
-        grads, views = gradients_like(batch.factors) if wanted and batch.factors is not None else ([], ())
-        share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views) if found.cpu else None
-        by_role = {role: view for role, view in zip(CORE_ROLES, views, strict=False) if view is not None}
-        grad_hidden = grad_weights = None
+        wanted = wanted and batch.factors is not None
+        grads: list[Tensor] = []
+        views: Sequence[Tensor | None] = ()
+        share = None
+        if found.cpu:
+            if wanted and batch.factors is not None:
+                grads, views = gradients_like(batch.factors)
+            share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views)
+        grad_hidden = grad_weights = arrived = None
+        arriving: list[Tensor] = []
         if gpu := found.there + found.streamed:
-            grad_hidden, grad_weights, gradients = self.side.backward(
-                layer.packed, batch, grad_out, gpu, counts, tuple(by_role)
-            )
-            arriving = gradients.start(by_role)
-            arrived = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            grad_hidden, grad_weights, arriving = self.side.backward(layer.packed, batch, grad_out, gpu, counts, wanted)
+            if self.device.type == "cuda":
+                arrived = torch.cuda.current_stream(self.device).record_event()
             self._prefetch(layer, phase, counts, batch.ids.shape[0])
         if share is not None:
-            lower = start_up(share.result(), self.device).finish()
+            lower = start_up(share(), self.device).finish()
             grad_hidden = lower[0] if grad_hidden is None else grad_hidden.add_(lower[0])
             grad_weights = lower[1] if grad_weights is None else grad_weights.add_(lower[1])
-        elif wanted:
-            for grad in grads:
-                grad.zero_()
-        if gpu and by_role:
+        if arriving:
             if arrived is not None:
                 arrived.synchronize()
-            gradients.lay(arriving, by_role)
+            grads = [there.add_(here) for there, here in zip(arriving, grads, strict=True)] if grads else arriving
+        elif wanted and not grads and batch.factors is not None:  # nobody was asked for
+            grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         if grad_hidden is None or grad_weights is None:
             grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
         return grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype), grads
@@ -189,16 +191,16 @@ class Engine:
         expected = layer.costs["backward"].cpu(len(cpu), float(counts[list(cpu)].sum()), tokens)
         return Split(tuple(e for e in gpu if e in here), tuple(e for e in gpu if e not in here), cpu, 0.0, expected)
 
-    # The CPU's share: a future of tensors in host memory.
+    # The CPU's share: tensors in host memory.
 
     def _cpu_forward(
         self, layer: Layer, batch: Batch, rows: Descent, ids: Tensor, found: Split, cpu: Tensor, keep: Tensor
-    ) -> Future[Tensor]:
+    ) -> Callable[[], Tensor]:
         hidden, weights = rows.finish()
-        adapters = [packed(layer.store, batch.factors)] if batch.factors is not None else []
         out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.device.type == "cuda")
 
         def work() -> Tensor:
+            adapters = [packed(layer.store, batch.factors)] if batch.factors is not None else []
             return layer.store.forward(
                 hidden,
                 ids,
@@ -221,15 +223,15 @@ class Engine:
         found: Split,
         cpu: Tensor,
         views: Sequence[Tensor | None],
-    ) -> Future[tuple[Tensor, Tensor]]:
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         hidden = kept.hidden
         if hidden.numel():
             rising, weights = start_down((grad_out, batch.weights)).finish()
         else:
             rising, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
-        adapters: list[_core.Adapter] = [packed(layer.store, batch.factors)] if batch.factors is not None else []
 
         def work() -> tuple[Tensor, Tensor]:
+            adapters = [packed(layer.store, batch.factors)] if batch.factors is not None else []
             return layer.store.backward(
                 rising,
                 hidden,
@@ -244,19 +246,28 @@ class Engine:
 
         return self._start(layer, "backward", found, work)
 
-    def _start(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Future[Result]:
-        """Returns when the thread is at work: until then it wants the GIL, which this one would keep."""
+    def _start(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Callable[[], Result]:
+        """The share, to be called for when it is wanted. Where the GPU has one too it is at work when this returns
+        (until then its thread wants the GIL, which this one would keep); where not, nobody has to be woken."""
+        if not found.there and not found.streamed:
+            return lambda: self._timed(layer, direction, found, work)
         begun = threading.Event()
         share = self._worker.submit(self._timed, layer, direction, found, work, begun)
         begun.wait()
-        return share
+        return share.result
 
     def _timed(
-        self, layer: Layer, direction: str, found: Split, work: Callable[[], Result], begun: threading.Event
+        self,
+        layer: Layer,
+        direction: str,
+        found: Split,
+        work: Callable[[], Result],
+        begun: threading.Event | None = None,
     ) -> Result:
         """What the CPU takes corrects what it is expected to take the next time."""
         start = time.perf_counter()
-        begun.set()
+        if begun is not None:
+            begun.set()
         result = work()
         before = layer.correction[direction]
         expected = (found.cpu_seconds - layer.costs[direction].cpu_call) / before

@@ -36,7 +36,7 @@ from ktransformers.place.split import POLICIES, Costs
 
 _log = log.logger(__name__)
 NOMINAL = Costs(*[1e-6] * 9)  # of policies that do not ask
-LAYERS = 2  # whose experts there is room for
+LAYERS = 1.25  # whose experts there is room for: one at work, the next arriving in what it has left
 SHARE = 0.25  # of the GPU's free memory that the room may take
 
 
@@ -204,7 +204,7 @@ def _device_of(model: nn.Module) -> torch.device | None:
 
 def _slots(sizes: Geometry, device: torch.device, given: int | None) -> int:
     """How many experts there is room for."""
-    wanted = LAYERS * sizes.experts
+    wanted = int(LAYERS * sizes.experts)
     if given is None and device.type == "cuda":
         given = int(SHARE * torch.cuda.mem_get_info(device)[0])
     if given is not None:
