@@ -52,7 +52,6 @@ class Llama:
         context = self._api.llama_context_default_params()
         context.n_ctx, context.n_batch, context.n_ubatch = streams * (room + 256), 2048, 512
         context.n_seq_max, context.n_threads, context.n_threads_batch = streams, self._threads, self._threads
-        context.kv_unified = True
         self._context = self._api.llama_init_from_model(self._model, context)
         if not self._context:
             raise SystemExit(f"llama.cpp has no room for {streams} sequences of {room} tokens")
@@ -106,6 +105,8 @@ def main() -> None:
     import llama_cpp
 
     args = parse(__doc__)
+    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # lives as long as llama.cpp may call it
+    llama_cpp.llama_log_set(quiet, None)
     llama_cpp.llama_backend_init()
     about = {"llama_cpp": llama_cpp.__version__, "system": llama_cpp.llama_print_system_info().decode()}
     begun = time.perf_counter()
