@@ -165,7 +165,7 @@ def attach(
 
 def new_layer(engine: Engine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> Layer:
     memory = store.memory()
-    source = Source(memory["gate_up"].view(sizes.experts, -1), memory["down"].view(sizes.experts, -1))
+    source = Source(_by_expert(memory["gate_up"], sizes.experts), _by_expert(memory["down"], sizes.experts))
     biases = (
         _bias(memory.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
         _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
@@ -176,13 +176,19 @@ def new_layer(engine: Engine, index: int, store: ExpertStore, gate: Gate, sizes:
     )
 
 
+def _by_expert(packed: Tensor, experts: int) -> Tensor:
+    """[E, bytes] of the same memory, not as a view: torch keeps the tensor behind a view until after the interpreter
+    has gone, and the store behind that tensor would be reported as leaked."""
+    return torch.from_numpy(packed.numpy().reshape(experts, -1))
+
+
 def _bias(bias: Tensor | None, matrix: Matrix, experts: int, device: torch.device) -> Tensor | None:
     """As blocks lie -> [E, rows], gate's before up's."""
     if bias is None:
         return None
     blocks = bias.view(experts, matrix.blocks, 2, 16)
     rows = blocks.transpose(1, 2).flatten(2)[..., : matrix.rows] if matrix.paired else blocks.flatten(1)
-    return rows.flatten(1)[:, : matrix.out_rows].contiguous().to(device)
+    return rows.flatten(1)[:, : matrix.out_rows].to(device, copy=True).contiguous()
 
 
 def _parts(module: Any) -> tuple[ExpertStore, Contract]:
