@@ -18,7 +18,8 @@ model = tiny()
 placement = attach(model, policy="resident", device="cpu")
 placement.place_residents(count=2)
 given = inputs(SMALL, "cpu")
-place = placed(make_store(SMALL, biased=True), "cpu", "auto", 16)
+store = make_store(SMALL, biased=True)
+place = placed(store, "cpu", "auto", 16)
 out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)  # its graph as well
 assert placement.layers and out.requires_grad
 """
