@@ -22,6 +22,7 @@ store = make_store(SMALL, biased=True)
 place = placed(store, "cpu", "auto", 16)
 out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)  # its graph as well
 assert placement.layers and out.requires_grad
+del out
 """
 
 
