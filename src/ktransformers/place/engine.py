@@ -27,6 +27,7 @@ from torch import Tensor
 from ktransformers.nn.factors import gradients_like, packed
 from ktransformers.nn.store import ExpertStore, default_pool
 from ktransformers.nn.transfer import Descent, start_down, start_up
+from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.split import Costs, Split, split
@@ -208,8 +209,8 @@ class Engine:
                 skip=~cpu,
                 out=out,
                 keep=keep if keep.numel() else None,
-                adapters=adapters,
                 dropout=batch.dropout,
+                **(host_options(batch.several) or {"adapters": adapters}),
             )
 
         return self._start(layer, "forward", found, work)

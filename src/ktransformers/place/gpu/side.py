@@ -23,6 +23,7 @@ from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, chosen
 from ktransformers.place.gpu.layout import Geometry
+from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
 from ktransformers.place.gpu.steps import Thinning
 
@@ -49,6 +50,7 @@ class Batch:
     weights: Tensor  # [T, k]
     factors: Factors | None
     dropout: Dropout
+    several: Several | None = None  # adapters of a batch whose rows differ in them
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Side:
         self.device, self.slots = device, slots
         self.residents: dict[int, Slots] = {}  # by layer: slots of their own that are filled once
         self._lora = DeviceFactors(device)
+        self._shelf = Shelf(device, shelf_bytes(device))
         self._buffers: dict[tuple[int, ...], Tensor] = {}
         self._finished: torch.cuda.Event | None = None
 
@@ -140,7 +143,9 @@ class Side:
         ids, none = batch.ids.reshape(-1), layer.geometry.experts
         if groups[-1].begin + groups[-1].ends[-1] < ids.numel():  # otherwise all are somebody's
             ids = torch.where((ids < 0) | (ids >= none), none, ids)
-        order = torch.argsort(place[ids], stable=True)
+        several = batch.several
+        keys = place[ids] if several is None else several.keys(place[ids], batch.ids.shape[1])
+        keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
         share, seed = batch.dropout.share, batch.dropout.seed
         pairs: dict[str, Pair] = {}
@@ -150,11 +155,13 @@ class Side:
         for at, group in enumerate(groups):
             slots = self._fetch(layer, groups, at)
             rows, mine = slice(group.begin, group.begin + group.ends[-1]), slice(first, first + len(group.experts))
-            first = mine.stop
             thin = Thinning(share, seed, order[rows]) if share and pairs else None
             weighed = Rows(tokens[rows], weights[rows], ends[mine])
             decoded = self._decoded(layer, group, slots, experts[mine])
             lora = chosen(pairs, experts[mine], ends[mine]) if pairs else None
+            if several is not None:
+                lora = several.chosen(self._shelf, layer.geometry.first.out_rows, experts[mine], keys[rows], first)
+            first = mine.stop
             yield weighed, decoded, lora, thin, order[rows]
 
     def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
