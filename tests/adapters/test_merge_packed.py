@@ -1,5 +1,5 @@
-"""An adapter folded into a packed directory: the numbers against stock PEFT's own merge, the limit on the divergence, and
-what is left when something goes wrong, which is nothing.
+"""An adapter folded into a packed directory: the numbers against stock PEFT's own merge, the limit on the divergence,
+and what is left when something goes wrong, which is nothing.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ def test_a_killed_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base", "new", "out"]
 
 
+@pytest.mark.slow
 def test_other_dialects_and_a_text_of_ones_own(tmp_path: Path) -> None:
     base, adapter = made(tmp_path, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     convert_adapter(adapter, tmp_path / "other", "per-expert", base_model_name_or_path=str(base))

@@ -125,7 +125,8 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
 def _open(path: Path) -> Any:
     from ktransformers.nn.load import load_model
 
-    return load_model(path, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32).eval()
+    model: Any = load_model(path, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
+    return model.eval()
 
 
 @torch.no_grad()

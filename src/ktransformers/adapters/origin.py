@@ -27,6 +27,8 @@ from ktransformers.nn.origin import Origin, OriginLayer, skeleton
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.prepare import in_stock_terms, read_config, take_quantisation
 
+TILE = 16  # rows of a tile
+
 
 def open_origin(model: Path) -> Origin:
     return PackedOrigin(model) if is_packed(model) else Origin(model)
@@ -77,16 +79,18 @@ class PackedOrigin(Origin):
 
 
 def _biases(vectors: dict[str, Tensor], expert: int, contract: Contract) -> dict[str, Weight]:
-    """gate, up and down `[1, N]` out of what the store holds: gate before up."""
-    found: dict[str, Weight] = {}
-    if "down_bias" in vectors:
-        found["down_bias"] = vectors["down_bias"][expert][None]
-    if "gate_up_bias" in vectors:
-        both = vectors["gate_up_bias"][expert]
-        if not contract.shape.gated:
-            return found | {"up_bias": both[None]}
-        half = both.numel() // 2
-        found |= {"gate_bias": both[None, :half], "up_bias": both[None, half:]}
+    """gate, up and down `[1, N]` out of what the store holds: a padded row for each expert, in it 16 numbers of gate
+    and 16 of up by turns, as the blocks lie."""
+    shape, found = contract.shape, dict[str, Weight]()
+    rows = {role: vector.reshape(shape.num_experts, -1)[expert] for role, vector in vectors.items()}
+    if "down_bias" in rows:
+        found["down_bias"] = rows["down_bias"][None, : shape.hidden]
+    if "gate_up_bias" in rows and shape.gated:
+        gate, up = rows["gate_up_bias"].reshape(-1, 2, TILE).unbind(1)
+        found["gate_bias"] = gate.reshape(1, -1)[:, : shape.intermediate]
+        found["up_bias"] = up.reshape(1, -1)[:, : shape.intermediate]
+    elif "gate_up_bias" in rows:
+        found["up_bias"] = rows["gate_up_bias"][None, : shape.intermediate]
     return found
 
 

@@ -54,14 +54,20 @@ def merge(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Fold an adapter into its model and write a complete model directory."""
-    from ktransformers.adapters.merge_packed import MAX_KL, TOKENS, merge_packed, wants_packing
+    from ktransformers.adapters.divergence import TOKENS
+    from ktransformers.adapters.merge_packed import MAX_KL, merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
     from ktransformers.library import resolve
     from ktransformers.nn.convertplan import wanted
 
     base = Path(resolve(model))
     if word is None and (dtype is not None or not wants_packing(base)):
-        given = {"--group": group, "--down-format": down_format, "--threads": threads, "--max-kl": max_kl}
+        given: dict[str, object] = {
+            "--group": group,
+            "--down-format": down_format,
+            "--threads": threads,
+            "--max-kl": max_kl,
+        }
         given |= {"--calib": calib, "--calib-tokens": calib_tokens, "--unchecked": unchecked or None}
         for name, value in given.items():
             if value is not None:
