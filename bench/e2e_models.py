@@ -207,19 +207,12 @@ def _adapt(model: Any, recipe: Recipe) -> Any:
     return peft
 
 
-def _keep_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    ours = getattr(operator, "namespace", "") == "ktransformers"
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _checkpoint(peft: Any, retain: bool) -> None:
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    from ktransformers.nn.checkpointing import retain_experts
 
     options: dict[str, Any] = {"use_reentrant": False}
     if retain:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_experts)
+        options["context_fn"] = retain_experts
     peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     peft.enable_input_require_grads()
 

@@ -181,7 +181,7 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
         last = engines["auto"][0].layer.last.get("backward" if args.backward else "forward")
         layer = engines["auto"][0].layer
         found["split"] = None if last is None else [len(last.there), len(last.streamed), len(last.cpu)]
-        found["correction"] = dict(layer.correction)
+        found["correction"] = {f"{key[0]}{' beside' * key[1]}": value for key, value in layer.correction.items()}
     return found
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ktransformers.checkpoint.encoded import encode
 from ktransformers.nn import ExpertStore
+from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.factors import factors_of
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora import ExpertLora, Factor
@@ -233,7 +234,8 @@ def test_checkpointing_finds_the_experts_again(device: str) -> None:
 
 
 @devices
-def test_selective_checkpointing_keeps_what_was_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["torch", "us"])
+def test_checkpointing_keeps_what_was_computed(by: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What training with `retain` does: the pass that is computed again finds the experts' outputs, and calls none."""
     store, given = make_store(SMALL), inputs(SMALL, device)
     place, calls = placed(store, device, "auto", 8), []
@@ -250,7 +252,7 @@ def test_selective_checkpointing_keeps_what_was_computed(device: str, monkeypatc
         lambda x: place(2 * x, given.ids, given.weights, factors, NO_DROPOUT, True) * 0.5,
         given.hidden / 2,
         use_reentrant=False,
-        context_fn=functools.partial(create_selective_checkpoint_contexts, keep),
+        context_fn=retain_experts if by == "us" else functools.partial(create_selective_checkpoint_contexts, keep),
     )
     got = [out * 2, *gradients(out * 2, given)]
     compare(got, expected(store, given))

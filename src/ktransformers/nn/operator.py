@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.factors import Factors, factors_of, gradients_like, packed
 from ktransformers.nn.lora import ExpertLora
 from ktransformers.nn.mixed import MixedLora
@@ -98,11 +99,15 @@ def experts(
     dropout: float,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    found = _store_of(store)
-    keep = found.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
-    adapters = [packed(found, _factors(lora, roles, scales))] if lora else []
-    drop = Dropout(dropout, seed)
-    return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters, dropout=drop), keep
+    def compute() -> tuple[Tensor, Tensor]:
+        found = _store_of(store)
+        keep = found.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
+        adapters = [packed(found, _factors(lora, roles, scales))] if lora else []
+        drop = Dropout(dropout, seed)
+        return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters, dropout=drop), keep
+
+    out, keep = computed(compute)
+    return out, keep
 
 
 @experts.register_fake

@@ -1,8 +1,9 @@
 """The engine as autograd sees it: an operator whose inputs are on the device and whose LoRA factors are in host memory.
 
 Everything that backward needs besides the inputs is an output: host copies of ids and hidden states, the CPU's kept
-rows, and which experts the CPU had. So selective checkpointing may keep them all and never compute a layer again, or
-let go of all of them. What computes is a handle, as the store is for the operator without an engine (`nn/operator.py`).
+rows, and which experts the CPU had. So checkpointing may keep them all and never compute a layer again
+(`nn/checkpointing.py`), or let go of all of them. What computes is a handle, as the store is for the operator without
+an engine (`nn/operator.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.engine import Engine, Kept, Layer
@@ -51,10 +53,14 @@ def placed_experts(
     dropout: float,
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    placed = _placed(store)
-    batch = Batch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed))
-    out, kept = placed.engine.forward(placed.layer, batch, retain)
-    return out, kept.ids, kept.hidden, kept.keep, kept.cpu
+    def compute() -> tuple[Tensor, ...]:
+        placed = _placed(store)
+        batch = Batch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed))
+        out, kept = placed.engine.forward(placed.layer, batch, retain)
+        return out, kept.ids, kept.hidden, kept.keep, kept.cpu
+
+    out, ids_host, hidden_host, keep, cpu = computed(compute)
+    return out, ids_host, hidden_host, keep, cpu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -134,23 +134,33 @@ class Gradients:
             self._parts.setdefault((name, "a"), []).append(a)
             self._parts.setdefault((name, "b"), []).append(b)
 
-    def start(self, experts: Tensor) -> list[Tensor]:
-        """In the places of `factors.tensors`, with their strides: host tensors that copies are under way to, zero for
-        all but these experts."""
+    def lay(self, experts: Tensor) -> list[Tensor]:
+        """In the places of `factors.tensors`, with their strides, on the device: zero for all but these experts."""
         if self._factors is None or not self._parts:
             return []
         parts = {key: found[0] if len(found) == 1 else torch.cat(found) for key, found in self._parts.items()}
         table = seats(self._factors.roles, self._factors.tensors, self._factors.scales)
-        arriving = []
+        found = []
         for (role, seat), tensor in zip(table.items(), self._factors.tensors, strict=True):
             whole = parts[seat.pair, seat.side]
             part = whole[:, seat.rank] if role.endswith("_a") else whole[:, seat.rows, seat.rank]
             order = _order(tensor)
-            laid = torch.zeros([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=whole.device)
-            back = [order.index(dim) for dim in range(tensor.dim())]
+            dense = torch.zeros([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=whole.device)
+            laid = dense.permute([order.index(dim) for dim in range(tensor.dim())])
             values = part.to(tensor.dtype) if seat.scale == 1 else (part.float() * seat.scale).to(tensor.dtype)
-            laid.permute(back).index_copy_(0, experts, values)
-            pinned = whole.is_cuda
-            there = torch.empty(laid.shape, dtype=laid.dtype, pin_memory=pinned).copy_(laid, non_blocking=pinned)
-            arriving.append(there.permute(back))
-        return arriving
+            found.append(laid.index_copy_(0, experts, values))
+        return found
+
+
+def to_host(laid: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers with the same strides, pinned; waits for them."""
+    found = []
+    for tensor in laid:
+        order = _order(tensor)
+        dense = tensor.permute(order)
+        there = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=dense.is_cuda)
+        there.copy_(dense, non_blocking=dense.is_cuda)
+        found.append(there.permute([order.index(dim) for dim in range(tensor.dim())]))
+    if laid and laid[0].is_cuda:
+        torch.cuda.current_stream(laid[0].device).synchronize()
+    return found

@@ -27,7 +27,7 @@ from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
 from ktransformers.place.gpu.steps import Thinning
 
-GROUP_BYTES = 448 << 20  # of bf16 weights that are decoded at a time
+GROUP_BYTES = 640 << 20  # of bf16 weights that are decoded at a time
 GROUP_ROWS = 16384  # closes a group: the rows' intermediates are 20 kB each in Qwen3-30B's sizes
 AHEAD = 2  # groups whose copies are queued before the first of them is multiplied
 
@@ -183,8 +183,7 @@ class Side:
         counts: NDArray[np.int64],
         learns: bool,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """float32 [T, H] and [T, k], zeros where the CPU computes; with `learns` the factors' gradients, on their way
-        into host memory behind the current stream."""
+        """float32 [T, H] and [T, k], zeros where the CPU computes; with `learns` the factors' gradients."""
         self._open()
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
@@ -197,9 +196,9 @@ class Side:
             )
             grad_weights.index_copy_(0, places, grad_rows)
             gradients.add(grads)
-        arriving = gradients.start(numbers[1].long()) if learns else []
+        laid = gradients.lay(numbers[1].long()) if learns else []
         self._close()
-        return grad_hidden, grad_weights.view(batch.ids.shape), arriving
+        return grad_hidden, grad_weights.view(batch.ids.shape), laid
 
     def _open(self) -> None:
         """The buffers belong to all calls, whatever stream they come on."""
