@@ -30,10 +30,10 @@ LINES: tuple[dict[str, Any], ...] = (
     {},
     {"head": "labelled"},
     {"head": "labelled", "attention": "rows"},
-    {"head": "labelled", "attention": "rows", "lora": "bfloat16"},
     {"head": "labelled", "attention": "rows", "step": 256},
     {"head": "labelled", "attention": "rows", "step": 1024},
     {"head": "labelled", "attention": "rows", "target": "gate_up_proj,down_proj"},
+    {"head": "labelled", "attention": "rows", "lora": "lean"},
 )
 
 
@@ -50,6 +50,36 @@ def rows_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask:
 
 
 ROWS: list[int] = []
+
+
+class LeanLora(torch.autograd.Function):
+    """x W^T + s (x A^T) B^T in products alone, in x's dtype: PEFT casts to float32, scales, adds and casts back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        rows, low, high = x.reshape(-1, x.shape[-1]), a.to(x.dtype), b.to(x.dtype)
+        inner = rows @ low.t()
+        ctx.save_for_backward(rows, inner, weight, low, high)
+        ctx.scale, ctx.shape = scale, x.shape
+        return torch.addmm(rows @ weight.t(), inner, high.t(), alpha=scale).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, low, high = ctx.saved_tensors
+        grad = grads[0].reshape(rows.shape[0], -1)
+        back = (grad @ high) * ctx.scale
+        high_grad = (grad.t() @ inner) * ctx.scale
+        row_grad = torch.addmm(grad @ weight, back, low).view(ctx.shape)
+        return row_grad, None, (back.t() @ rows).float(), high_grad.float(), None
+
+
+def lean(network: Any) -> None:
+    """PEFT's linear layers by `LeanLora`."""
+    for layer in network.modules():
+        if type(layer).__name__ == "Linear" and hasattr(layer, "lora_A"):
+            weight, a, b = layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            scale = layer.scaling["default"]
+            layer.forward = lambda x, w=weight, a=a, b=b, s=scale: LeanLora.apply(x, w, a, b, s)
 
 
 def packs_of(settings: Any, tokenizer: Any, step: int) -> list[list[Any]]:
@@ -84,9 +114,7 @@ def open_adapted(args: argparse.Namespace, change: dict[str, Any]) -> tuple[Any,
     model.config.use_cache = False
     adapted = get_peft_model(model, lora_config(model, find_targets(model, settings.lora), settings.lora))
     if "lora" in change:
-        for name, parameter in adapted.named_parameters():
-            if "self_attn" in name and parameter.requires_grad:
-                parameter.data = parameter.data.to(getattr(torch, change["lora"]))
+        lean(adapted)
     return adapted, settings, AutoTokenizer.from_pretrained(args.model)
 
 
