@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-POLICIES = ("auto", "cpu", "stream", "resident")
 GAIN = 0.1
 LEAST = 0.1  # of the memory's rate that is always left to the CPU
 
