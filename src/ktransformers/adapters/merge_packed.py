@@ -5,7 +5,7 @@ Layers pass one by one (`nn/convert.py`): memory is that of one layer's factors 
 run that was killed goes on. The result grows in a hidden directory beside its place. Before it gets its name, its
 distributions are compared with those of the base with the adapter (`divergence.py`); where they are further apart than
 the limit, it is removed and nothing is left. The limit, 0.1 nats a token, is what costs about a tenth of perplexity:
-int8 stays a hundred times below it, int4 in groups of 32 below it but for the smallest models.
+of a model of 135 million parameters int8 makes 0.0017 and passes, int4 in groups of 32 makes 0.17 and does not.
 """
 
 from __future__ import annotations
