@@ -154,5 +154,5 @@ def test_in_bf16_as_it_is_served(model_directory: Path, adapters: dict[str, Path
     mixed = scored(bench, prompts, names)
     for prompt, name, found in zip(prompts, names, mixed, strict=True):
         (alone,) = scored(bench, [prompt], [name])
-        assert float((found - alone).abs().mean()) < 0.05, name  # bf16 has steps of 2^-9, log-probabilities are near 9
-    assert float((mixed[1] - scored(bench, [prompts[1]], [None])[0]).abs().mean()) > 0.2
+        assert float((found - alone).abs().mean()) < 0.2, name  # a router on a step of bf16 may choose otherwise
+    assert float((mixed[1] - scored(bench, [prompts[1]], [None])[0]).abs().mean()) > 0.8
