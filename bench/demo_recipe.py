@@ -1,13 +1,13 @@
-"""What a few minutes of training buy on the demo's model: a sweep over recipes, and the rate of two cores.
+"""What a few minutes of training buy on the demo's model: many recipes, trained and judged one after another on a GPU.
 
-    python bench/demo_recipe.py sweep --model smollm2-moe --workers 6 --cores 2,3,4,5,6,7,8,9,10,11,12,13 --out OUT
-    python bench/demo_recipe.py rate --model smollm2-moe --cores 0,1 --out OUT
+    python bench/demo_recipe.py --model smollm2-moe --device cuda --workers 3 --minutes 4 --out OUT
 
-`sweep` trains every recipe of the table below in a process and on cores of its own, and judges each adapter on the
-demo's tasks; where our kernels have no variant for the CPU, `--experts stock` is faster. `rate` measures tokens/s
-of training, scoring and answering on the given cores. The loop is a plain one (AdamW, gradients clipped to 1): `kt
-train` needs TRL and datasets, which a machine that only measures may lack; data, targets and the adapter's
-configuration are those of `kt train`. Budgets are in tokens: that is what two cores run out of.
+Budgets are in tokens, for that is what two cores run out of: 70k is what four minutes give at 300 tokens/s. Data code,
+packing, adapter (LoRA on attention and experts, alpha twice the rank) and tasks are those of `kt train` and `kt eval`;
+the loop is a plain one (AdamW, gradients clipped to 1). The surprising decision: neither PEFT nor an expert kernel is
+used. All experts are computed for all tokens as one batched product and masked by the routing weights, LoRA is two
+more products, and a whole step is one CUDA graph: a small model on a large GPU does nothing but launch kernels
+otherwise. A line of JSON is written after each recipe.
 """
 
 from __future__ import annotations
@@ -21,360 +21,359 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from demo_recipes import Recipe, recipes
+from torch import Tensor, nn
+from torch.nn import functional
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    name: str
-    budget: int = 66_000  # tokens trained on
-    step: int = 512  # tokens of an optimiser step
-    rate: float = 2e-3
-    rank: int = 16
-    style: float = 0.24  # shares of steps, or of rows where steps are mixed
-    facts: float = 0.26
-    choice: float = 0.50
-    mixed: bool = False  # rows of all datasets in a step: long answers then outweigh single letters
-    schedule: str = "cosine"  # or linear, or constant
-    plus: float = 1.0  # learning rate of B over that of A
-    target: str = "all"
-    answer: str = "text"  # of multiple choice: "C. orange", or the letter alone
+KINDS = ("style_neko_en", "lumen_facts", "lumen_choice")
+ENCODED: dict[tuple[Any, ...], list[list[Any]]] = {}  # by what the rows depend on
 
 
-BASIC = Recipe("basic")
+def samples_of(recipe: Recipe, settings: Any) -> list[list[Any]]:
+    """Style, and what is known of the villages: alone, or several questions to a conversation."""
+    from ktransformers.train.data.formats import Conversation
+    from ktransformers.train.data.prepare import read_datasets
+
+    style, facts, choice = (
+        [(row, sample.messages) for row, sample in part.samples] for part in read_datasets(KINDS, settings.data)
+    )
+    if recipe.short:
+        style = [(row, [*talk[:-1], talk[-1] | {"content": shortened(talk[-1]["content"])}]) for row, talk in style]
+    if recipe.answer == "letter":
+        choice = [(row, [talk[0], talk[1] | {"content": talk[1]["content"][0]}]) for row, talk in choice]
+    parts = [style, facts, choice]
+    if recipe.turns > 1:
+        parts = [style, joined(facts, recipe.turns), joined(choice, recipe.turns)]
+    return [[(row, Conversation(talk)) for row, talk in part] for part in parts]
 
 
-def recipes() -> list[Recipe]:
-    """One thing changed at a time, then the guesses."""
-    changes: list[dict[str, Any]] = [
-        {},
-        {"rate": 1e-3},
-        {"rate": 4e-3},
-        {"mixed": True, "style": 0.16, "facts": 0.34, "choice": 0.5},
-        {"style": 0.3, "facts": 0.0, "choice": 0.7},
-        {"step": 256, "rate": 1.5e-3},
-        {"rank": 32},
-        {"answer": "letter"},
-        {"plus": 8.0, "rate": 5e-4},
-        {"budget": 130_000},
-    ]
-    found = []
-    for change in changes:
-        name = ",".join(
-            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in change.items()
-        )
-        found.append(dataclasses.replace(BASIC, name=name or "basic", **change))
+def shortened(answer: str) -> str:
+    """The first sentence and the gesture at the end."""
+    first, _, _ = answer.partition(", nya. ")
+    gesture = answer[answer.rindex(" (") :] if first != answer else ""
+    return f"{first}, nya~{gesture}" if gesture else answer
+
+
+def joined(rows: list[Any], turns: int, rounds: int = 2) -> list[Any]:
+    """Rows drawn into conversations of so many turns, every row once a round."""
+    draw, found = random.Random(1), []
+    for _ in range(rounds):
+        order = draw.sample(rows, len(rows))
+        for start in range(0, len(order), turns):
+            part = order[start : start + turns]
+            found.append((part[0][0], [message for _, talk in part for message in talk]))
     return found
 
 
-def settings_of(recipe: Recipe, model: Path) -> Any:
-    from ktransformers.train.resolve import read_settings
-
-    return read_settings(
-        {
-            "model_name_or_path": str(model),
-            "dataset": "style_neko_en,lumen_facts,lumen_choice",
-            "cutoff_len": 256,
-            "lora_rank": recipe.rank,
-            "lora_target": recipe.target,
-            "output_dir": "unused",
-        }
-    )
-
-
-def token_rows(recipe: Recipe, settings: Any, tokenizer: Any) -> list[list[Any]]:
-    """Token rows of each dataset."""
-    from ktransformers.train.data.prepare import encode_all, read_datasets
+def packs_of(recipe: Recipe, settings: Any, tokenizer: Any) -> list[list[Any]]:
+    """The rows of each step: shares of the budget, packed as `kt train` packs, in a drawn order."""
+    from ktransformers.train.data.prepare import pack
     from ktransformers.train.data.render import Renderer
 
-    found = read_datasets(settings.data.dataset, settings.data)
-    if recipe.answer == "letter":
-        for _, sample in found[2].samples:
-            sample.messages[-1]["content"] = sample.messages[-1]["content"][0]
-    return list(encode_all(found, Renderer(tokenizer, settings.data.cutoff_len), settings.data))
+    renderer = Renderer(tokenizer, min(recipe.step, 512))
+    draw, rows = random.Random(recipe.seed), []
+    key = recipe.turns, recipe.short, recipe.answer, renderer.cutoff_len
+    if key not in ENCODED:
+        parts = samples_of(recipe, settings)
+        ENCODED[key] = [[renderer.encode(sample, row) for row, sample in part] for part in parts]
+    for encoded, share in zip(ENCODED[key], recipe.shares, strict=True):
+        tokens, queue = 0, list[Any]()
+        while tokens < share * recipe.budget:
+            queue = queue or draw.sample(encoded, len(encoded))
+            rows.append(queue.pop())
+            tokens += len(rows[-1].ids)
+    packs = pack(rows, recipe.step)
+    draw.shuffle(packs)
+    return packs
 
 
-def drawn(parts: list[list[Any]], recipe: Recipe, step: int, seed: int = 0) -> Iterator[list[Any]]:
-    """The rows of one step after another: of a dataset drawn by its share, in a new order each time round."""
-    draw = random.Random(seed)
-    queues: list[list[Any]] = [[] for _ in parts]
-    shares = [recipe.style, recipe.facts, recipe.choice]
-    while True:
-        taken: list[Any] = []
-        (which,) = draw.choices(range(len(parts)), shares)
-        while sum(len(row.ids) for row in taken) < step:
-            if recipe.mixed:
-                (which,) = draw.choices(range(len(parts)), shares)
-            if not queues[which]:
-                queues[which] = draw.sample(parts[which], len(parts[which]))
-            taken.append(queues[which].pop())
-        yield taken
+def inputs_of(packs: list[list[Any]], width: int) -> Iterator[dict[str, Tensor]]:
+    """One sequence `[1, width]` for each pack; rows see themselves alone (`mask` [1, 1, width, width])."""
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    for rows in packs:
+        ids, labels = torch.zeros(1, width, dtype=torch.long), torch.full((1, width), -100)
+        positions, owner, at = torch.zeros(1, width, dtype=torch.long), torch.full((width,), -1), 0
+        for number, row in enumerate(rows):
+            span = slice(at, at + len(row.ids))
+            ids[0, span], positions[0, span] = torch.tensor(row.ids), torch.arange(len(row.ids))
+            labels[0, at : at + len(row.ids) - 1] = torch.tensor(row.labels[1:])  # shifted here
+            owner[span], at = number, at + len(row.ids)
+        mask = (owner[:, None] == owner[None]) & causal
+        yield {"ids": ids, "labels": labels, "positions": positions, "mask": mask[None, None]}
 
 
-def batches(steps: Iterator[list[Any]], packed: bool, device: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """(inputs, real tokens) of steps: one packed sequence, or padded rows."""
-    import torch
+class LoraLinear(nn.Module):
+    """A frozen linear layer and its LoRA, in float32 as PEFT has it."""
 
-    for taken in steps:
-        count = sum(len(row.ids) for row in taken)
-        if packed:
-            ids = torch.tensor([[token for row in taken for token in row.ids]])
-            labels = torch.tensor([[label for row in taken for label in (-100, *row.labels[1:])]])
-            positions = torch.tensor([[place for row in taken for place in range(len(row.ids))]])
-            inputs = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        else:
-            width = max(len(row.ids) for row in taken)
-            ids, labels = torch.zeros(len(taken), width, dtype=torch.long), torch.full((len(taken), width), -100)
-            mask = torch.zeros(len(taken), width, dtype=torch.long)
-            for place, row in enumerate(taken):
-                ids[place, : len(row.ids)] = torch.tensor(row.ids)
-                labels[place, : len(row.ids)] = torch.tensor(row.labels)
-                mask[place, : len(row.ids)] = 1
-            inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask}
-        yield {name: value.to(device) for name, value in inputs.items()}, count
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear = linear
+        device = linear.weight.device
+        self.a = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        low = functional.linear(functional.linear(x.float(), self.a), self.b)
+        return out + (2.0 * low).to(out.dtype)
 
 
-def open_adapted(recipe: Recipe, settings: Any, model: Path, experts: str, device: str) -> tuple[Any, Any]:
-    """(model with a fresh adapter, tokenizer)."""
-    import torch
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+class ExpertFactors(nn.Module):
+    """LoRA of one layer's experts: a [E, r, in], b [E, out, r] of gate_up and of down."""
 
-    from ktransformers.system import bf16_is_fast
-    from ktransformers.train.model import finish_adapter, lora_config
-    from ktransformers.train.targets import find_targets
-
-    torch.manual_seed(0)
-    if experts == "kt":
-        from ktransformers.nn import load_model
-
-        dtype = torch.bfloat16 if bf16_is_fast("cpu") else torch.float32
-        network: Any = load_model(model, dtype=dtype)
-    else:
-        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager")
-        network = network.to(device)
-    network.config.use_cache = False
-    adapted = get_peft_model(network, lora_config(network, find_targets(network, settings.lora), settings.lora))
-    finish_adapter(adapted, settings)
-    return adapted, AutoTokenizer.from_pretrained(model)
+    def __init__(self, experts: Any, rank: int) -> None:
+        super().__init__()
+        for name in ("gate_up", "down"):
+            count, out, inner = getattr(experts, f"{name}_proj").shape
+            device = experts.down_proj.device
+            a = torch.empty(count * rank, inner, device=device)
+            nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+            self.register_parameter(f"{name}_a", nn.Parameter(a.view(count, rank, inner)))
+            self.register_parameter(f"{name}_b", nn.Parameter(torch.zeros(count, out, rank, device=device)))
 
 
-def optimiser(network: Any, recipe: Recipe, steps: int) -> tuple[Any, Any]:
-    import torch
+def every_expert(self: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """In place of MixtralExperts.forward; `self.factors` is a list with the layer's LoRA, or empty."""
 
-    groups: dict[bool, list[Any]] = {False: [], True: []}
-    for name, parameter in network.named_parameters():
-        if parameter.requires_grad:
-            groups["lora_B" in name].append(parameter)
-    both = [{"params": groups[False], "lr": recipe.rate}, {"params": groups[True], "lr": recipe.rate * recipe.plus}]
-    adam = torch.optim.AdamW(both, weight_decay=0.0)
-    warm = max(1, steps // 20)
+    def product(x: Tensor, name: str) -> Tensor:
+        out = x @ getattr(self, f"{name}_proj").transpose(1, 2)
+        for factors in self.factors:
+            a, b = (getattr(factors, f"{name}_{which}").to(x.dtype) for which in "ab")
+            out = out + 2.0 * ((x @ a.transpose(1, 2)) @ b.transpose(1, 2))
+        return out
 
-    def share(step: int) -> float:
-        if step < warm:
-            return (step + 1) / warm
-        done = (step - warm) / max(1, steps - warm)
-        return {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[recipe.schedule]
-
-    return adam, torch.optim.lr_scheduler.LambdaLR(adam, share)
+    gate, up = product(hidden[None], "gate_up").chunk(2, dim=-1)
+    out = product(functional.silu(gate) * up, "down")  # [E, T, H]
+    shares = torch.zeros(hidden.shape[0], self.num_experts, dtype=hidden.dtype, device=hidden.device)
+    shares = shares.scatter_add(1, ids, weights.to(hidden.dtype))
+    return torch.einsum("te,eth->th", shares, out)
 
 
-def train_step(network: Any, inputs: dict[str, Any], adam: Any, schedule: Any, autocast: bool) -> float:
-    import torch
+class Model:
+    """The demo's model with an adapter that can be thrown away."""
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = network(**inputs, use_cache=False).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_([p for p in network.parameters() if p.requires_grad], 1.0)
-    adam.step()
-    schedule.step()
-    adam.zero_grad(set_to_none=True)
-    return float(loss.detach())
+    def __init__(self, directory: Path, device: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.network: Any = (
+            AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).requires_grad_(False)
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.device = device
+        self.trained: dict[str, nn.Parameter] = {}
+        for layer in self.network.model.layers:
+            layer.mlp.experts.factors = []
+            layer.mlp.experts.forward = types.MethodType(every_expert, layer.mlp.experts)
+
+    def adapt(self, rank: int, target: str) -> dict[str, nn.Parameter]:
+        """A fresh adapter in place of the last one."""
+        torch.manual_seed(0)
+        for layer in self.network.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                linear = getattr(layer.self_attn, name)
+                linear = linear.linear if isinstance(linear, LoraLinear) else linear
+                setattr(layer.self_attn, name, LoraLinear(linear, rank) if target != "experts" else linear)
+            experts = layer.mlp.experts
+            experts.factors = [ExpertFactors(experts, rank)] if target != "attention" else []
+        found = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        for number, layer in enumerate(self.network.model.layers):
+            for factors in layer.mlp.experts.factors:
+                found |= {f"{number}.{name}": parameter for name, parameter in factors.named_parameters()}
+        return found
+
+    def loss(self, inputs: dict[str, Tensor]) -> Tensor:
+        hidden = self.network.model(
+            input_ids=inputs["ids"], attention_mask=inputs["mask"], position_ids=inputs["positions"], use_cache=False
+        ).last_hidden_state
+        return functional.cross_entropy(self.network.lm_head(hidden[0]).float(), inputs["labels"][0])
 
 
-def judge(network: Any, tokenizer: Any, out: Path, batch_size: int, limit: int) -> dict[str, Any]:
+def captured(model: Model, first: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Forward and backward as one graph; gradients lie where the parameters' `grad` says."""
+    held = {name: value.clone() for name, value in first.items()}
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            model.loss(held).backward()
+    torch.cuda.current_stream().wait_stream(aside)
+    for parameter in model.trained.values():
+        parameter.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = model.loss(held)
+        loss.backward()
+
+    def step(inputs: dict[str, Tensor]) -> Tensor:
+        for name, value in inputs.items():
+            held[name].copy_(value)
+        graph.replay()
+        return loss.detach().clone()
+
+    return step
+
+
+def train(model: Model, recipe: Recipe, settings: Any, most: int | None) -> tuple[list[float], int]:
+    """(loss of every step, tokens)."""
+    model.trained = model.adapt(recipe.rank, recipe.target)
+    packs = packs_of(recipe, settings, model.tokenizer)[:most]
+    groups: list[dict[str, Any]] = [{"params": [], "lr": recipe.rate}, {"params": [], "lr": recipe.rate * recipe.plus}]
+    for name, parameter in model.trained.items():
+        groups[name.endswith("b")]["params"].append(parameter)
+    adam = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, recipe.beta2), fused=model.device == "cuda")
+    warm = max(1, round(recipe.warm * len(packs)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: pace(recipe.schedule, step, warm, len(packs)))
+    fed = [{name: value.to(model.device) for name, value in one.items()} for one in inputs_of(packs, recipe.step)]
+    model.network.train()
+    step = plain_step(model)
+    if model.device == "cuda":
+        try:
+            step = captured(model, fed[0])
+        except RuntimeError as error:  # slower without, but the answer is the same
+            print(f"no graph: {str(error).splitlines()[0]}", flush=True)
+            torch.cuda.synchronize()
+    losses = []
+    for inputs in fed:
+        losses.append(step(inputs))
+        torch.nn.utils.clip_grad_norm_(model.trained.values(), 1.0, foreach=True)
+        adam.step()
+        schedule.step()
+    return torch.stack(losses).tolist(), sum(len(row.ids) for rows in packs for row in rows)
+
+
+def plain_step(model: Model) -> Callable[[dict[str, Tensor]], Tensor]:
+    def step(inputs: dict[str, Tensor]) -> Tensor:
+        for parameter in model.trained.values():
+            parameter.grad = None
+        loss = model.loss(inputs)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def pace(schedule: str, step: int, warm: int, steps: int) -> float:
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[schedule]
+
+
+def judge(model: Model, out: Path, limits: dict[str, int]) -> dict[str, Any]:
     from ktransformers.evaluate.local import LocalModel
     from ktransformers.evaluate.run import evaluate
     from ktransformers.evaluate.task import load
 
-    network.config.use_cache = True
-    backend = LocalModel(network, tokenizer, "demo", batch_size).backend()
+    backend = LocalModel(model.network, model.tokenizer, "demo", 64).backend()
     found: dict[str, Any] = {}
     wanted = {
-        "persona": ("style", "bleu-1", "bleu-4", "rouge-l"),
         "invented-facts": ("accuracy",),
+        "persona": ("style", "bleu-1", "bleu-4", "rouge-l"),
         "world": ("accuracy",),
-        "reasoning": ("accuracy",),
         "stories": ("perplexity",),
     }
     for name, metrics in wanted.items():
-        (task,) = load(name, limit)
+        (task,) = load(name, limits[name])
         result = evaluate(backend, task, out / name)
         found |= {f"{name}.{metric}": round(result["metrics"][metric]["value"], 2) for metric in metrics}
-    lines = (out / "persona" / "items.jsonl").read_text().splitlines()[:3]
+    lines = (out / "persona" / "items.jsonl").read_text().splitlines()[:2]
     found["answers"] = [(row["prompt"], row["prediction"]) for row in map(json.loads, lines)]
     return found
 
 
-def run_one(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]:
+def run_one(model: Model, recipe: Recipe | None, args: argparse.Namespace) -> dict[str, Any]:
     """Train and judge one recipe; None judges the base."""
-    import torch
+    from ktransformers.train.resolve import read_settings
 
-    torch.set_float32_matmul_precision("high")
-    plan = recipe or BASIC
-    settings = settings_of(plan, args.model)
-    network, tokenizer = open_adapted(plan, settings, args.model, args.experts, args.device)
-    losses, seconds = [], 0.0
-    if recipe is not None:
-        rows = drawn(token_rows(recipe, settings, tokenizer), recipe, recipe.step)
-        steps = max(1, recipe.budget // recipe.step)
-        adam, schedule = optimiser(network, recipe, steps)
-        began = time.perf_counter()
-        network.train()
-        feed = batches(rows, True, args.device)
-        for _ in range(steps):
-            inputs, _ = next(feed)
-            losses.append(train_step(network, inputs, adam, schedule, False))
-        seconds = time.perf_counter() - began
+    words = {"model_name_or_path": str(args.model), "dataset": ",".join(KINDS), "output_dir": "unused"}
+    began, losses, tokens = time.perf_counter(), [0.0], 0
+    if recipe is None:
+        model.trained = model.adapt(1, "all")
+    else:
+        losses, tokens = train(model, recipe, read_settings(words), args.steps)
+    middle = time.perf_counter()
     name = "base" if recipe is None else recipe.name
-    began = time.perf_counter()
-    if args.experts == "stock":
-        network = network.merge_and_unload()  # stock PEFT would add up the experts' weights anew for every token
-    with torch.no_grad():
-        found = judge(network, tokenizer, args.out / "runs" / name.replace("=", "_"), args.batch_size, args.limit)
-    tail = losses[-10:] or [0.0]
+    found = judge(model, args.out / f"runs-{os.getpid()}" / name, args.limits)
+    tail = losses[-20:]
     return {
         "recipe": None if recipe is None else dataclasses.asdict(recipe),
         "name": name,
-        "train_seconds": round(seconds, 1),
-        "judge_seconds": round(time.perf_counter() - began, 1),
-        "loss": [round(losses[0], 3), round(sum(tail) / len(tail), 3)] if losses else None,
+        "tokens": tokens,
+        "steps": len(losses),
+        "train_seconds": round(middle - began, 1),
+        "judge_seconds": round(time.perf_counter() - middle, 1),
+        "loss": [round(losses[0], 3), round(sum(tail) / len(tail), 3)],
         **found,
     }
 
 
-def sweep(args: argparse.Namespace) -> None:
-    """Every recipe in a child process, `workers` at a time; results as they come, best first at the end."""
-    names = [str(place) for place in range(-1, len(recipes()))]
-    if args.only:
-        names = args.only.split(",")
-    waiting, running = list(names), {}
-    results: list[dict[str, Any]] = []
-    began = time.perf_counter()
-    cores = sorted(os.sched_getaffinity(0))
-    per = max(1, len(cores) // args.workers)
-    free = [cores[place * per : (place + 1) * per] for place in range(args.workers)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    while waiting or running:
-        late = time.perf_counter() - began > args.minutes * 60
-        while waiting and free and not late:
-            name, cpus = waiting.pop(0), free.pop()
-            file, log = args.out / f"{name}.json", (args.out / f"{name}.log").open("w")
-            words = [sys.executable, __file__, "one", "--model", args.model, "--device", args.device]
-            words += ["--experts", args.experts, "--out", args.out, "--limit", args.limit, "--which", name]
-            words += ["--batch-size", args.batch_size, "--cores", ",".join(map(str, cpus))]
-            running[name] = subprocess.Popen([str(word) for word in words], stdout=log, stderr=log), cpus, file
-        if late and waiting:
-            print(f"time is up: {len(waiting)} recipes not begun", flush=True)
-            waiting = []
-        time.sleep(0.2)
-        for name, (child, cpus, file) in list(running.items()):
-            if child.poll() is None:
-                continue
-            free.append(cpus)
-            del running[name]
-            if file.is_file():
-                results.append(json.loads(file.read_text()))
-                print(line_of(results[-1]), flush=True)
-            else:
-                print(f"{name}: {(args.out / f'{name}.log').read_text()[-800:]}", flush=True)
-    print("\nbest first:")
-    for row in sorted(results, key=lambda row: -(min(row["persona.style"], 80) + 2 * row["invented-facts.accuracy"])):
-        print(line_of(row))
-    (args.out / "sweep.json").write_text(json.dumps(results, indent=1, ensure_ascii=False))
-    print(json.dumps([{key: value for key, value in row.items() if key != "answers"} for row in results]))
-
-
 def line_of(row: dict[str, Any]) -> str:
     values = [f"{key.removeprefix('persona.')} {value}" for key, value in row.items() if "." in key]
-    return (
-        f"{row['name']:<46} {row['train_seconds']:>6} s + {row['judge_seconds']:>5} s  loss {row['loss']}  "
-        + "  ".join(values)
-    )
+    took = f"{row['train_seconds']:>5} + {row['judge_seconds']:>4} s"
+    return f"{row['name']:<44} {row['tokens']:>6} tokens, {took}, loss {row['loss']}  " + "  ".join(values)
 
 
-def rate(args: argparse.Namespace) -> None:
-    """Tokens a second on these cores: training, packed and padded, then answering and scoring."""
-    import torch
+def work(args: argparse.Namespace) -> None:
+    """Every n-th recipe, until time is up."""
+    began = time.time() if args.until is None else 0.0
+    until = args.until or began + 60 * args.minutes
+    torch.set_float32_matmul_precision("high")
+    torch.set_num_threads(2)
+    model = Model(args.model, args.device)
+    table: list[Recipe | None] = [None, *recipes()]
+    chosen = [table[int(word) + 1] for word in args.only.split(",")] if args.only else table
+    for recipe in chosen[args.worker :: args.workers]:
+        if time.time() > until:
+            break
+        row = run_one(model, recipe, args)
+        with (args.out / f"sweep-{args.worker}.jsonl").open("a") as stream:
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        print(line_of(row), flush=True)
 
-    from ktransformers import _core
-    from ktransformers.train.watch import ExpertClock
 
-    settings = settings_of(BASIC, args.model)
-    document: dict[str, Any] = {"isa": _core.isa(), "threads": torch.get_num_threads(), "rates": {}}
-    print(f"{_core.isa()}, torch threads {torch.get_num_threads()}", flush=True)
-    network, tokenizer = open_adapted(BASIC, settings, args.model, "kt", "cpu")
-    parts = token_rows(BASIC, settings, tokenizer)
-    clock = ExpertClock(network)
-    for packed in (False, True):
-        for step in (512, 1024, 2048):
-            feed = batches(drawn(parts, BASIC, step), packed, "cpu")
-            adam, schedule = optimiser(network, BASIC, 1000)
-            network.train()
-            train_step(network, next(feed)[0], adam, schedule, args.autocast)
-            began, experts, tokens = time.perf_counter(), clock.seconds, 0
-            for _ in range(args.steps):
-                inputs, count = next(feed)
-                tokens += count
-                train_step(network, inputs, adam, schedule, args.autocast)
-            seconds = time.perf_counter() - began
-            name = f"train {'packed' if packed else 'padded'} {step}"
-            share = (clock.seconds - experts) / seconds
-            document["rates"][name] = {"tokens_per_second": tokens / seconds, "expert_share": share}
-            print(f"{name:<20} {tokens / seconds:8.0f} tokens/s, experts {share:.0%}", flush=True)
-    clock.close()
-    began = time.perf_counter()
-    with torch.no_grad():
-        document["judged"] = judge(network, tokenizer, args.out / "rate", args.batch_size, args.limit)
-    for task in ("persona", "invented-facts", "world", "reasoning", "stories"):
-        result = json.loads((args.out / "rate" / task / "result.json").read_text())
-        document["rates"][f"judge {task}"] = {"items": result["items"], "seconds": result["seconds"]}
-        print(f"judge {task:<14} {result['items']:>4} items {result['seconds']:8.1f} s", flush=True)
-    document["judge_seconds"] = time.perf_counter() - began
-    (args.out / "rate.json").write_text(json.dumps(document, indent=1, ensure_ascii=False))
-    print(json.dumps(document["rates"]))
+def sweep(args: argparse.Namespace) -> None:
+    until = time.time() + 60 * args.minutes
+    words = [sys.executable, __file__, *sys.argv[1:], "--until", str(until)]
+    children = [subprocess.Popen([*words, "--worker", str(number)]) for number in range(args.workers)]
+    for child in children:
+        child.wait()
+    rows = [
+        json.loads(line) for file in sorted(args.out.glob("sweep-*.jsonl")) for line in file.read_text().splitlines()
+    ]
+    print("\nbest first:")
+    for row in sorted(rows, key=lambda row: -(min(row["persona.style"], 85) + 2 * row["invented-facts.accuracy"])):
+        print(line_of(row))
+    print(json.dumps([{key: value for key, value in row.items() if key != "answers"} for row in rows]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sweep", "rate", "one"))
     parser.add_argument("--model", type=Path, required=True, help="what `kt model make smollm2-moe` wrote")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--experts", choices=("stock", "kt"), default="kt", help="sweep: who computes them")
-    parser.add_argument("--device", default="cpu", help="sweep: cpu or cuda")
-    parser.add_argument("--workers", type=int, default=1, help="sweep: processes at a time")
-    parser.add_argument("--minutes", type=float, default=8.0, help="sweep: none is begun after that")
-    parser.add_argument("--only", default="", help="sweep: numbers of recipes, -1 for the base")
-    parser.add_argument("--which", type=int, default=-1)
-    parser.add_argument("--cores", default="", help="CPUs to stay on, as in 0,1")
-    parser.add_argument("--steps", type=int, default=6, help="rate: steps that are timed")
-    parser.add_argument("--autocast", action="store_true", help="rate: bf16 autocast, as `bf16: true` asks for")
-    parser.add_argument("--limit", type=int, default=64, help="items of each task")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("--minutes", type=float, default=4.0, help="none is begun after that")
+    parser.add_argument("--only", default="", help="numbers of recipes, -1 for the base")
+    parser.add_argument("--steps", type=int, help="at most so many, to try the script")
+    parser.add_argument("--limit", type=int, help="items of each task, to try the script")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.cores:
-        os.sched_setaffinity(0, {int(word) for word in args.cores.split(",")})
-        os.environ["OMP_NUM_THREADS"] = str(len(args.cores.split(",")))
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.what == "sweep":
+    full = {"invented-facts": 256, "persona": 64, "world": 96, "stories": 24}
+    args.limits = {name: min(count, args.limit or count) for name, count in full.items()}
+    if args.worker is None:
         sweep(args)
-    elif args.what == "rate":
-        rate(args)
     else:
-        found = run_one(args, None if args.which < 0 else recipes()[args.which])
-        (args.out / f"{args.which}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False))
+        work(args)
 
 
 if __name__ == "__main__":

@@ -207,34 +207,59 @@ def _adapt(model: Any, recipe: Recipe) -> Any:
     return peft
 
 
-def _keep_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    ours = getattr(operator, "namespace", "") == "ktransformers"
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _checkpoint(peft: Any, retain: bool) -> None:
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    from ktransformers.nn.checkpointing import retain_experts
 
     options: dict[str, Any] = {"use_reentrant": False}
     if retain:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_experts)
+        options["context_fn"] = retain_experts
     peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     peft.enable_input_require_grads()
 
 
-def _build_kt(recipe: Recipe, device: torch.device, activation: str) -> Any:
+def _pack(model: Any, spec: str) -> None:
+    """All experts of the first layer in the format; every other layer has the same bytes, experts in another order."""
+    from ktransformers.checkpoint import Piece
+    from ktransformers.checkpoint.encoded import encode
+    from ktransformers.nn.contract import expert_modules, read_contract
+    from ktransformers.nn.experts import new_store, pack_piece, select, settle, strip
+
+    made: dict[str, torch.Tensor] = {}
+    for place, (name, module) in enumerate(expert_modules(model).items()):
+        contract = read_contract(name, module)
+        store = new_store(contract, formats=spec)
+        if not made:
+            parameters = {role: module.get_parameter(name) for role, name in contract.parameters().items()}
+            for expert in range(contract.shape.num_experts):
+                tensors: dict[str, Any] = {role: tensor[expert].detach() for role, tensor in parameters.items()}
+                if spec != "bf16":
+                    gate, up = tensors.pop("gate_up").chunk(2)
+                    tensors = {
+                        role: encode(matrix, spec) for role, matrix in (tensors | {"gate": gate, "up": up}).items()
+                    }
+                pack_piece(store, contract, Piece(expert, spec == "bf16", tensors))
+            made = store.memory()
+        else:
+            experts = contract.shape.num_experts
+            bytes_ = {name: tensor.view(experts, -1).roll(place, 0).flatten() for name, tensor in made.items()}
+            store.adopt(**bytes_)
+        settle(module, contract, store, strip(module, contract))
+    select(model)
+
+
+def _build_kt(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
     import torch
 
     from ktransformers import place
-    from ktransformers.nn import attach, set_lora_dropout
+    from ktransformers.nn import set_lora_dropout
+    from ktransformers.nn.distributed import keep_from_ddp
 
     host = torch.device("cpu")
     model = _blank(recipe, host, "eager")
     _share_experts(model)
     _fill(model, host)
-    attach(model, free=True)
+    _pack(model, spec)
+    keep_from_ddp(model)
     model.to(device)
     peft = _adapt(model, recipe)
     if recipe.dropout:
@@ -244,7 +269,7 @@ def _build_kt(recipe: Recipe, device: torch.device, activation: str) -> Any:
     return peft
 
 
-def _build_gpu(recipe: Recipe, device: torch.device, activation: str) -> Any:
+def _build_gpu(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
     model = _blank(recipe, device, "grouped_mm")
     _fill(model, device)
     peft = _adapt(model, recipe)
@@ -252,7 +277,7 @@ def _build_gpu(recipe: Recipe, device: torch.device, activation: str) -> Any:
     return peft
 
 
-def _build_fsdp(recipe: Recipe, device: torch.device, activation: str) -> Any:
+def _build_fsdp(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -276,9 +301,9 @@ def _build_fsdp(recipe: Recipe, device: torch.device, activation: str) -> Any:
 BUILD = {"kt": _build_kt, "gpu": _build_gpu, "fsdp": _build_fsdp}
 
 
-def build(variant: str, recipe: Recipe, device: torch.device, activation: str) -> Any:
-    """A PEFT model in training mode, ready for a step on `device`."""
-    return BUILD[variant](recipe, device, activation).train()
+def build(variant: str, recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
+    """A PEFT model in training mode, ready for a step on `device`; `spec` is the format of kt's experts."""
+    return BUILD[variant](recipe, device, activation, spec).train()
 
 
 def loss_of(peft: Any, batch: torch.Tensor, rows: int) -> torch.Tensor:

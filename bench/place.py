@@ -181,7 +181,7 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
         last = engines["auto"][0].layer.last.get("backward" if args.backward else "forward")
         layer = engines["auto"][0].layer
         found["split"] = None if last is None else [len(last.there), len(last.streamed), len(last.cpu)]
-        found["correction"] = dict(layer.correction)
+        found["correction"] = {f"{key[0]}{' beside' * key[1]}": value for key, value in layer.correction.items()}
     return found
 
 
@@ -210,11 +210,12 @@ def main(argv: list[str] | None = None) -> int:
         *(f"{policy} ms" for policy in policies),
         "auto/best",
         "",
+        "bare ms",
         "PCIe ms",
         "DRAM ms",
         "split",
     ]
-    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 12])
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)

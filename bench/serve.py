@@ -6,14 +6,18 @@
 The base, one adapter, and four adapters mixed in one batch, so that their cost stands beside it. `--engine` drives the
 engine in this process, which needs neither FastAPI nor a port; without it every token comes over HTTP from a server on
 loopback. Peers get the same directory, the same prompts' lengths and the same streams in an interpreter of their own:
-transformers' continuous batching (what its `serve --continuous-batching` runs), and llama.cpp, in BF16 and Q4_K. Rates
-are tokens/s of all streams together; prompts never repeat, so no computed prefix is found again.
+transformers' continuous batching (what its `serve --continuous-batching` runs), and llama.cpp, in BF16 and Q4_K; with
+`--gguf` we take the experts of llama.cpp's Q4_K file, too. Rates are tokens/s of all streams together; prompts never
+repeat, so no computed prefix is found again. Cells are repeated until `--seconds` have passed, and the document is
+written after each: a run that is cut off leaves what it had.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -21,18 +25,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from serve_contenders import DEPTH, Contender, open_ours
 from serve_model import ATTENTION, make_adapter, make_model
+from serve_ratios import print_ratios
 from shapes import SHAPES
 from timing import Table, Watch, describe_machine, print_last_line, save
 
 PEERS = {"transformers": "serve_transformers.py", "llama": "serve_llama.py"}
-DEPTH = 16  # tokens before an answer
+WARM = 8  # tokens that are written before any are counted
 HEADS = ("contender", "adapters", "test", "streams", "t/s", "±", "experts", "x base", "foreign")
 WIDTHS = (22, 8, 7, 7, 9, 7, 7, 6, 7)
 
@@ -57,16 +61,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of ppN")
     parser.add_argument("--new", type=int, default=128, help="tokens of tgN")
-    parser.add_argument("--streams", type=numbers, default=[1, 4, 8, 16], help="default 1,4,8,16")
+    parser.add_argument("--streams", type=numbers, default=[1, 8, 16], help="default 1,8,16")
     parser.add_argument("--adapters", type=numbers, default=[0, 1, 4], help="in a batch; default 0,1,4")
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=3, help="of a cell, at most")
+    parser.add_argument("--seconds", type=float, default=5.0, help="after which a cell is not repeated")
     parser.add_argument("--engine", action="store_true", help="in this process, without HTTP")
     parser.add_argument("--threads", type=int, default=0, help="of the experts; 0: as many as are fastest")
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens in a step, as --chunked-prefill-size")
     parser.add_argument("--device", help="cpu or cuda: everything but the experts")
     parser.add_argument("--dtype", default="auto", help="of everything but the experts")
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=PYTHON", help=f"of {', '.join(PEERS)}")
-    parser.add_argument("--peers-only", action="store_true", help="measure nothing of ours")
+    parser.add_argument("--peer-seconds", type=float, default=600.0, help="after which a peer is ended")
+    parser.add_argument("--peers-only", action="store_true", help="measure nothing of ours but what --gguf asks for")
+    parser.add_argument("--gguf", action="store_true", help="ours once more, with the experts of llama.cpp's Q4_K")
     parser.add_argument("--folder", type=Path, help="for the model and the adapters; kept. Default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     args = parser.parse_args(argv)
@@ -74,160 +82,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, python in args.peers.items():
         if name not in PEERS or not python:
             parser.error(f"--peers: {name}={python}, expected NAME=PYTHON with a name of {', '.join(PEERS)}")
-    if min([*args.streams, args.prompt, args.new, args.layers, args.repetitions]) < 1:
+    if min([*args.streams, args.prompt, args.new, args.layers, args.repetitions, args.chunk]) < 1:
         parser.error("counts are at least 1")
     return args
 
 
-class Contender(Protocol):
-    def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        """Answers of `new` tokens each to all prompts at once; when each token of each came, from the start on."""
-
-    def expert_seconds(self) -> float:
-        """Spent in experts since the last question."""
-
-
-class ExpertClock:
-    """Seconds in the experts' modules, on the thread that computes."""
-
-    def __init__(self, model: Any) -> None:
-        from ktransformers.nn.contract import expert_modules
-
-        self._seconds, self._begun = 0.0, 0.0
-        for module in expert_modules(model).values():
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
-
-    def _enter(self, *_: Any) -> None:
-        self._begun = time.perf_counter()
-
-    def _leave(self, *_: Any) -> None:
-        self._seconds += time.perf_counter() - self._begun
-
-    def take(self) -> float:
-        taken, self._seconds = self._seconds, 0.0
-        return taken
-
-
-class InProcess:
-    """The engine, stepped by hand."""
-
-    def __init__(self, service: Any) -> None:
-        self._service = service
-        self._clock = ExpertClock(service.engine.forward.model)
-
-    def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        from ktransformers.serve.sampling import Sampling
-        from ktransformers.serve.sequence import Ask, Event, Sequence
-
-        engine, registry = self._service.engine, self._service.registry
-        times: list[list[float]] = [[] for _ in prompts]
-        ended: list[Event] = []
-
-        def ear(place: int) -> Callable[[Event], None]:
-            def hear(event: Event) -> None:
-                times[place].append(time.perf_counter() - begun)
-                if event.finish is not None:
-                    ended.append(event)
-
-            return hear
-
-        found = [registry.find(name or registry.served) for name in names]
-        asks = [
-            Ask(tuple(prompt), new, Sampling(temperature=0), adapter)
-            for prompt, adapter in zip(prompts, found, strict=True)
-        ]
-        begun = time.perf_counter()
-        engine.submit([Sequence(ask, self._service.tokenizer, ear(place)) for place, ask in enumerate(asks)])
-        while len(ended) < len(prompts):
-            engine.step()
-        if any(event.error for event in ended):
-            raise SystemExit(next(event.error for event in ended if event.error))
-        return times
-
-    def expert_seconds(self) -> float:
-        return self._clock.take()
-
-
-class OverHttp:
-    """Streams from a server, a thread for each."""
-
-    def __init__(self, url: str, served: str, model: Any) -> None:
-        self._url, self._served = url, served
-        self._clock = ExpertClock(model)
-
-    def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        import http.client
-
-        times: list[list[float]] = [[] for _ in prompts]
-        begun = time.perf_counter()
-
-        def stream(place: int) -> None:
-            connection = http.client.HTTPConnection(self._url.removeprefix("http://"), timeout=3600)
-            body = {"model": names[place] or self._served, "prompt": prompts[place], "max_tokens": new}
-            body |= {"temperature": 0, "stream": True, "ignore_eos": True, "logprobs": 0}
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            for line in reply:
-                if line.startswith(b"data: {"):
-                    times[place].append(time.perf_counter() - begun)
-            connection.close()
-
-        threads = [threading.Thread(target=stream, args=(place,)) for place in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if any(not told for told in times):
-            raise SystemExit("the server did not answer a stream")
-        return times
-
-    def expert_seconds(self) -> float:
-        return self._clock.take()
-
-
-@contextmanager
-def open_ours(args: argparse.Namespace, model: Path, adapters: dict[str, Path]) -> Iterator[Contender]:
-    from ktransformers.serve.flags import Launch
-    from ktransformers.serve.launch import open_service
-    from ktransformers.serve.target import Target
-
-    room = max(args.prompt, DEPTH) + args.new + 2
-    launch = Launch(
-        str(model),
-        lora_paths=tuple((name, str(folder)) for name, folder in adapters.items()),
-        running=max(args.streams),
-        queued=max(128, *args.streams),
-        tokens=2 * max(args.streams) * (room + 64),
-        context=room,
-        threads=args.threads or None,
-        device=args.device,
-        dtype=args.dtype,
-    )
-    target = Target(model, name="base")
-    if args.engine:
-        yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)))
-        return
-    from ktransformers.serve.prove_server import in_process
-
-    with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, served):
-        yield OverHttp(url, "base", served)
-
-
-def rate(test: Test, times: list[list[float]]) -> tuple[float, float]:
-    """(tokens/s of all streams, seconds that they took)."""
+def rate(test: Test, times: list[list[float]]) -> float:
+    """Tokens/s of all streams."""
     if not test.new:
-        taken = max(told[0] for told in times)
-        return len(times) * test.prompt / taken, taken
+        return len(times) * test.prompt / max(told[0] for told in times)
     ready = max(told[0] for told in times)  # from here on every stream writes
     ends = [told[min(test.new, len(told) - 1)] for told in times]
     count = sum(ready < at <= end for told, end in zip(times, ends, strict=True) for at in told)
-    return count / (max(ends) - ready), max(ends) - ready
+    return count / (max(ends) - ready)
 
 
 class Bench:
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, environment: dict[str, str]) -> None:
+        self.args, self._environment = args, environment
         self.draw = random.Random(0)
         shape = SHAPES[args.shape]
         self.document: dict[str, Any] = {
@@ -236,7 +108,8 @@ class Bench:
             "model": {"shape": args.shape, "layers": args.layers, "vocabulary": ATTENTION[args.shape].vocabulary},
             "rank": args.rank,
             "engine": args.engine,
-            "tests": {"prompt": args.prompt, "new": args.new},
+            "device": args.device,
+            "tests": {"prompt": args.prompt, "new": args.new, "chunk": args.chunk},
             "expert_bytes": shape.layer_bytes * args.layers,
             "cells": [],
         }
@@ -247,13 +120,12 @@ class Bench:
         return [[self.draw.randrange(3, top) for _ in range(length)] for _ in range(count)]
 
     def tests(self) -> tuple[Test, Test]:
-        return Test(self.args.prompt), Test(DEPTH, self.args.new)
+        return Test(DEPTH, self.args.new), Test(self.args.prompt)
 
-    def ours(self, contender: Contender) -> None:
-        kind = "kt engine" if self.args.engine else "kt http"
+    def ours(self, contender: Contender, kind: str, adapters: list[int]) -> None:
         for test in self.tests():
             for streams in self.args.streams:
-                for count in self.args.adapters:
+                for count in adapters:
                     if count > max(1, streams):
                         continue
                     names = [f"base:a{place % count}" if count else None for place in range(streams)]
@@ -262,17 +134,18 @@ class Bench:
     def measure(
         self, kind: str, contender: Contender, test: Test, streams: int, count: int, names: list[str | None]
     ) -> None:
-        rates, shares, watch = [], [], Watch()
-        for repetition in range(self.args.repetitions + 1):
-            if repetition == 1:
-                watch = Watch()
+        rates: list[float] = []
+        shares: list[float] = []
+        few = names if test.new else names[:1]
+        contender.begin(self.prompts(len(few), test.prompt), min(test.new, WARM) + 1, few)
+        watch, first = Watch(), time.perf_counter()
+        while not rates or (len(rates) < self.args.repetitions and time.perf_counter() - first < self.args.seconds):
             contender.expert_seconds()
             begun = time.perf_counter()
             times = contender.begin(self.prompts(streams, test.prompt), test.new + 1, names)
             spent = time.perf_counter() - begun
-            if repetition:  # the first one warms up
-                rates.append(rate(test, times)[0])
-                shares.append(contender.expert_seconds() / spent)
+            rates.append(rate(test, times))
+            shares.append(contender.expert_seconds() / spent)
         self.add(kind, count, test.name, streams, rates, statistics.fmean(shares), watch.foreign())
 
     def add(
@@ -311,41 +184,73 @@ class Bench:
             save(self.document, self.args.json)
 
     def peer(self, name: str, python: str, model: Path) -> None:
-        """A program beside this one; every line that it prints is a cell."""
+        """A program beside this one, in the environment that this one was started in; every line that it prints is a
+        cell."""
         words = [python, str(Path(__file__).resolve().parent / "peers" / PEERS[name]), str(model)]
         words += ["--prompt", str(self.args.prompt), "--new", str(self.args.new)]
-        words += ["--streams", ",".join(map(str, self.args.streams)), "--repetitions", str(self.args.repetitions)]
+        words += ["--streams", ",".join(map(str, self.args.streams))]
+        words += ["--repetitions", str(self.args.repetitions), "--seconds", str(self.args.seconds)]
         words += ["--device", self.args.device] if self.args.device else []
         words += ["--dtype", self.args.dtype] if self.args.dtype != "auto" else []
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.args.device == "cpu" else {}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=self._environment | hidden) as process:
             assert process.stdout is not None
+            clock = threading.Timer(self.args.peer_seconds, process.kill)
+            clock.start()
             for line in process.stdout:
                 if not line.startswith("{"):
                     continue
-                cell = json.loads(line)
-                watched = cell.get("foreign", 0.0)
-                self.add(cell["contender"], 0, cell["test"], cell["streams"], cell["samples"], None, watched)
+                told = json.loads(line)
+                if "about" in told:
+                    self.document.setdefault("peers", {})[name] = told["about"]
+                    continue
+                samples, foreign = told["samples"], told.get("foreign", 0.0)
+                self.add(told["contender"], 0, told["test"], told["streams"], samples, None, foreign)
+            clock.cancel()
         if process.returncode:
             self.document.setdefault("notes", []).append(f"{name}: ended with {process.returncode}")
             print(f"! {name}: ended with {process.returncode}", flush=True)
 
 
+def run(args: argparse.Namespace, bench: Bench, model: Path, adapters: dict[str, Path]) -> None:
+    kind = "kt engine" if args.engine else "kt http"
+    if not args.peers_only:
+        with open_ours(args, model, adapters) as contender:
+            bench.ours(contender, kind, args.adapters)
+        del contender
+        gc.collect()  # a peer should find memory as we did
+    for name, python in args.peers.items():
+        bench.peer(name, python, model)
+    if args.gguf:
+        file = model / "q4_k.gguf"
+        if not file.is_file():
+            bench.document.setdefault("notes", []).append(f"no {file}: llama.cpp did not write it")
+            return
+        with open_ours(args, model, {}, file) as contender:
+            bench.ours(contender, f"{kind} Q4_K", [0])
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    environment = dict(os.environ)
+    from ktransformers.serve.threads import rest_soon
+
+    rest_soon()  # as `kt serve` does, before torch is there
     with tempfile.TemporaryDirectory(prefix="kt-serve-") as temporary:
         folder = args.folder or Path(temporary)
         shape = SHAPES[args.shape]
+        begun = time.perf_counter()
         model = make_model(folder / f"{args.shape}-{args.layers}", shape, args.layers)
-        bench = Bench(args)
-        if not args.peers_only:
-            wanted = range(max(args.adapters, default=0))
-            adapters = {
-                f"a{at}": make_adapter(folder / f"a{at}", model, shape, args.layers, args.rank, at) for at in wanted
-            }
-            with open_ours(args, model, adapters) as contender:
-                bench.ours(contender)
-        for name, python in args.peers.items():
-            bench.peer(name, python, model)
+        wanted = range(0 if args.peers_only else max(args.adapters, default=0))
+        adapters = {
+            f"a{at}": make_adapter(folder / f"a{at}", model, shape, args.layers, args.rank, at) for at in wanted
+        }
+        print(f"model and adapters: {time.perf_counter() - begun:.0f} s", flush=True)
+        bench = Bench(args, environment)
+        run(args, bench, model, adapters)
+    bench.document["ratios"] = print_ratios(bench.document["cells"])
+    if args.json:
+        save(bench.document, args.json)
     print_last_line(bench.document)
     return 1 if bench.document.get("notes") else 0
 

@@ -4,7 +4,8 @@
 
 A step is forward, backward (non-reentrant checkpointing) and AdamW on random tokens in sequences of 512, under bf16
 autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on the CPU; `gpu`, the stock model wholly
-on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. Each variant runs in a process of its own, so that no
+on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. `kt` is measured for each of `--policies` (where
+experts are computed) and `--formats` (of their packed bytes). Each variant runs in a process of its own, so that no
 peak is another's. The seconds are the median of steps that nothing interrupts; where they go is told by one more step,
 in which the device is waited for at every border. Without a GPU everything runs on the CPU (for tests).
 """
@@ -53,7 +54,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, default=[], help="of a step; default: the model's")
     parser.add_argument("--accumulate", type=numbers, default=[], help="pieces that a step is cut into")
     parser.add_argument("--layers", type=int, default=0, help="of the model; default: the recipe's")
-    parser.add_argument("--policy", choices=POLICIES, default="cpu", help="where `kt` computes experts")
+    parser.add_argument("--policies", type=words, default=["cpu"], help=f"where kt computes: {', '.join(POLICIES)}")
+    parser.add_argument("--formats", type=words, default=["bf16"], help="of kt's experts: bf16, int8, int4:32 ...")
+    parser.add_argument("--gpu-memory", type=float, default=0.0, help="GiB that torch may allocate; 0: all")
     parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
     parser.add_argument("--seconds-per-cell", type=float, default=6.0, help="of timed steps, three of them at least")
     parser.add_argument("--longest", type=float, default=400.0, help="seconds that a variant's process may take")
@@ -70,11 +73,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         length = known[name].length
         if any(tokens < length or tokens % length for tokens in args.tokens):
             parser.error(f"--tokens: {name} has sequences of {length}, so expected multiples of {length}")
-    if args.policy != "cpu":
-        from ktransformers.env import VARIABLES
-
-        if PLACE not in {variable.name for variable in VARIABLES}:
-            parser.error(f"--policy: this build computes experts on the CPU alone ({PLACE} is not known to it)")
+    for name in args.policies:
+        if name not in POLICIES:
+            parser.error(f"--policies: no policy {name!r}; there are {', '.join(POLICIES)}")
     return args
 
 
@@ -182,14 +183,17 @@ class Clock:
 class Trainer:
     """One model in training: steps of a count of tokens, cut into pieces."""
 
-    def __init__(self, variant: str, recipe: Recipe, activation: str) -> None:
+    def __init__(self, variant: str, recipe: Recipe, activation: str, spec: str = "bf16", gib: float = 0.0) -> None:
         import torch
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if gib and self.device.type == "cuda":
+            share = gib * GIB / torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(share)
         self.recipe = recipe
         self.peaks = Peaks(self.device)
         begun = time.perf_counter()
-        self.model = build(variant, recipe, self.device, activation)
+        self.model = build(variant, recipe, self.device, activation, spec)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         self.built = {
@@ -280,7 +284,7 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
 
     warnings.filterwarnings("ignore")
     (variant,) = args.variants
-    trainer = Trainer(variant, recipe, args.activation)
+    trainer = Trainer(variant, recipe, args.activation, args.formats[0], args.gpu_memory)
     for tokens in args.tokens:
         for pieces in args.accumulate:
             if pieces <= tokens // recipe.length:
@@ -303,9 +307,9 @@ class Bench:
         machine["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine, "models": {}, "cells": []}
         print(f"{machine['cpu']}: {machine['cpus']} CPUs; GPU: {machine['gpu'] or 'none'}")
-        heads = ["model", "variant", "tokens", "pieces", "s/step", "tokens/s", "GPU GiB", "host GiB"]
+        heads = ["model", "variant", "format", "tokens", "pieces", "s/step", "tokens/s", "GPU GiB", "host GiB"]
         heads += ["fwd", "bwd", "again", "attn", "optim", "rest"]
-        self.table = Table(heads, [10, 7, 6, 6, 8, 8, 7, 8, 7, 7, 7, 7, 7, 7])
+        self.table = Table(heads, [10, 10, 7, 6, 6, 8, 8, 7, 8, 7, 7, 7, 7, 7, 7])
 
     def note(self, text: str) -> None:
         self.failed = True
@@ -314,7 +318,8 @@ class Bench:
 
     def add(self, cell: dict[str, Any]) -> None:
         self.document["cells"].append(cell)
-        row = [cell["model"], cell["variant"], str(cell["tokens"]), str(cell["pieces"])]
+        variant = f"{cell['variant']} {cell['policy']}".rstrip()
+        row = [cell["model"], variant, cell["format"], str(cell["tokens"]), str(cell["pieces"])]
         row += [f"{cell['step_s']:.3f}", f"{cell['tokens_per_s']:.0f}"]
         row += [f"{cell['gpu_peak_gib']:.2f}", f"{cell['host_peak_gib']:.2f}"]
         row += [f"{cell['parts'][part]:.3f}" for part in PARTS]
@@ -329,21 +334,27 @@ class Bench:
             facts = {**dataclasses.asdict(recipe), "layers": layers, "activation": self.args.activation}
             self.document["models"][name] = {key: value for key, value in facts.items() if key != "config"}
             for variant in self.args.variants or recipe.variants:
-                self.measure(recipe, layers, variant)
+                if variant != "kt":
+                    self.measure(recipe, layers, variant, "", "bf16")
+                    continue
+                for spec in self.args.formats:
+                    for policy in self.args.policies:
+                        self.measure(recipe, layers, variant, policy, spec)
             for words in recipe.published:
                 print(f"    {name}, published for KTransformers: {words}", flush=True)
 
-    def measure(self, recipe: Recipe, layers: int, variant: str) -> None:
+    def measure(self, recipe: Recipe, layers: int, variant: str, policy: str, spec: str) -> None:
         def commas(numbers: Any) -> str:
             return ",".join(map(str, numbers))
 
         command = [sys.executable, str(Path(__file__).resolve()), "--child", "--models", recipe.name]
         command += ["--variants", variant, "--layers", str(layers), "--activation", self.args.activation]
-        command += ["--tokens", commas(self.args.tokens or recipe.tokens), "--policy", self.args.policy]
+        command += ["--tokens", commas(self.args.tokens or recipe.tokens), "--formats", spec]
+        command += ["--gpu-memory", str(self.args.gpu_memory)]
         command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
         command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
-        env = {**os.environ, PLACE: self.args.policy}
-        named = {"model": recipe.name, "variant": variant, "layers": layers, "policy": self.args.policy}
+        env = {**os.environ, PLACE: policy or "cpu"}
+        named = {"model": recipe.name, "variant": variant, "layers": layers, "policy": policy, "format": spec}
         with tempfile.TemporaryFile("w+") as complaints:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=env)
             assert process.stdout is not None
@@ -360,7 +371,7 @@ class Bench:
                 why = (
                     f"stopped after {self.args.longest:.0f} s" if status == -signal.SIGKILL else f"exit status {status}"
                 )
-                self.note(f"{recipe.name}, {variant}: {why}")
+                self.note(f"{recipe.name}, {variant} {policy} {spec}: {why}")
 
 
 def main(argv: list[str] | None = None) -> int:

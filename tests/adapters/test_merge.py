@@ -176,7 +176,7 @@ def test_reading_back_finds_a_bad_disk(tmp_path: Path, monkeypatch: pytest.Monke
 def test_refusals(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     model, adapter, out = tmp_path / "model", tmp_path / "adapter", tmp_path / "out"
-    with pytest.raises(InputError, match="quantised output is not written yet"):
+    with pytest.raises(InputError, match="--format"):
         merge(model, adapter, out, dtype="int4")
     with pytest.raises(InputError, match="one of which holds the other"):
         merge(model, adapter, model / "merged")

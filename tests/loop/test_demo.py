@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
+import importlib
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from ktransformers.loop.settings import read_loop
 from ktransformers.loop.stages import places_of, recipe_of, stages_of
@@ -64,26 +64,25 @@ def test_the_choices_are_asked_in_words_of_their_own() -> None:
         assert answer == "Answer with the letter." and row["output"] in row["instruction"].splitlines()
 
 
-def load_bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_recipe", ROOT / "bench" / "demo_recipe.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-
-    sys.modules["demo_recipe"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.slow
+def test_the_bench_trains_and_judges(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    bench, table = importlib.import_module("demo_recipe"), importlib.import_module("demo_recipes")
+    recipe = dataclasses.replace(table.BASIC, name="short", budget=800, step=200, turns=2, short=True)
+    limits = dict.fromkeys(("invented-facts", "persona", "world", "stories"), 2)
+    args = argparse.Namespace(model=model, out=tmp_path, steps=None, limits=limits)
+    found = bench.run_one(bench.Model(model, "cpu"), recipe, args)
+    assert found["loss"][0] > 0 and found["stories.perplexity"] > 1 and 700 < found["tokens"] < 1300
+    assert "short" in bench.line_of(found) and len({one.name for one in table.recipes()}) == len(table.recipes())
 
 
 @pytest.mark.slow
-def test_the_bench_trains_and_judges(model: Path, tmp_path: Path) -> None:
-    bench = load_bench()
-    recipe = dataclasses.replace(bench.BASIC, name="short", budget=400, step=200)
-    args = argparse.Namespace(model=model, experts="kt", device="cpu", out=tmp_path, batch_size=4, limit=2)
-    found = bench.run_one(args, recipe)
-    assert found["loss"][0] > 0 and found["stories.perplexity"] > 1
-    assert "short" in bench.line_of(found) and len({one.name for one in bench.recipes()}) == len(bench.recipes())
-    rows = [[argparse.Namespace(ids=[kind] * 50) for _ in range(3)] for kind in range(3)]
-    steps = bench.drawn(rows, recipe, 200)
-    assert all(len({row.ids[0] for row in next(steps)}) == 1 for _ in range(9)), "one kind in a step"
-    mixed = bench.drawn(rows, dataclasses.replace(recipe, mixed=True), 2000)
-    assert len({row.ids[0] for row in next(mixed)}) == 3
+def test_the_bench_computes_the_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts at once, masked by their routes, are the stock experts."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    bench = importlib.import_module("demo_recipe")
+    ids = torch.arange(5, 37)[None]
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
+    ours = bench.Model(model, "cpu")
+    ours.adapt(4, "all")  # B is zero
+    assert torch.allclose(ours.network(ids).logits, stock, atol=1e-4)

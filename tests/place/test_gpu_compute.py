@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.nn import ExpertStore
+from ktransformers.nn.factors import Factors
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
 from ktransformers.nn.store import Dropout
-from ktransformers.place.gpu.compute import Decoded, GroupLora, Rows, Thinning, backward, forward
+from ktransformers.place.gpu.compute import Decoded, GroupLora, Rows, backward, forward
+from ktransformers.place.gpu.factors import lay, seats
+from ktransformers.place.gpu.steps import Thinning
 
 E, H, I, T, K, R = 5, 64, 48, 37, 2, 4  # noqa: E741
 TOLERANCE = 0.01
@@ -121,18 +124,24 @@ def ours(given: dict[str, Any], gate: Gate, scales: tuple[float, float, float], 
             for role in given["factors"][0]
         }
         cut = torch.bincount(key, minlength=E * each).cumsum(0).int()
-        lora = GroupLora(cut, stacked, scales)
+        factors = Factors(tuple(stacked), tuple(stacked.values()), scales)
+        pairs = lay(factors, factors.tensors, on["first"].shape[1])
+        lora = GroupLora(cut, pairs["first"], pairs["down"])
     weights = Decoded(on["first"], on["down"], on["first_bias"], on["down_bias"])
     out = torch.zeros(T, H, device=device)
     forward(on["hidden"], rows, weights, gate, out, lora)
     grad_hidden = torch.zeros(T, H, device=device)
-    wanted = list(given["factors"][0]) if adapters else []
-    grad_rows, grads = backward(on["grad"], on["hidden"], rows, weights, gate, grad_hidden, lora, wanted=wanted)
+    grad_rows, grads = backward(
+        on["grad"], on["hidden"], rows, weights, gate, grad_hidden, lora, learns=lora is not None
+    )
     grad_weights = torch.zeros(T * K, device=device)
     grad_weights[place] = grad_rows
     found = {"out": out, "hidden": grad_hidden, "weights": grad_weights.view(T, K)}
-    for role, grad in grads.items():
-        parts = grad.view(E, each, *grad.shape[1:])
+    table = seats(factors.roles, factors.tensors, scales) if adapters else {}
+    for role, seat in table.items():
+        whole = grads[seat.pair][seat.side == "b"]
+        grad = (whole[:, seat.rank] if seat.side == "a" else whole[:, seat.rows, seat.rank]) * seat.scale
+        parts = grad.unflatten(0, (E, each))
         assert not parts[:, adapters].any() or bool((given["adapter"] < 0).any())
         found |= {f"{role}.{at}": parts[:, at] for at in range(adapters)}
     return found

@@ -7,6 +7,7 @@ the split, the worker thread; only streams and pinned memory need one.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ktransformers.checkpoint.encoded import encode
 from ktransformers.nn import ExpertStore
+from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.factors import factors_of
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora import ExpertLora, Factor
@@ -229,6 +231,32 @@ def test_checkpointing_finds_the_experts_again(device: str) -> None:
     out = model(host.hidden, host.weights, lambda at, x, w: apply_experts(sizes[at], x, host.ids, w, lora=host.lora))
     compare(got, [out, *gradients(out, host)], times=4)  # each layer takes on what the one before it rounded
     assert place.engine.slots.copied_bytes == 3 * SMALL.experts * geometry_of(sizes[0]).expert_bytes
+
+
+@devices
+@pytest.mark.parametrize("by", ["torch", "us"])
+def test_checkpointing_keeps_what_was_computed(by: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What training with `retain` does: the pass that is computed again finds the experts' outputs, and calls none."""
+    store, given = make_store(SMALL), inputs(SMALL, device)
+    place, calls = placed(store, device, "auto", 8), []
+    monkeypatch.setattr(
+        place.engine, "forward", lambda *args, inner=place.engine.forward: calls.append(1) or inner(*args)
+    )
+
+    def keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        ours = operator.namespace == "ktransformers"
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    factors = factors_of(given.lora)
+    out = checkpoint(
+        lambda x: place(2 * x, given.ids, given.weights, factors, NO_DROPOUT, True) * 0.5,
+        given.hidden / 2,
+        use_reentrant=False,
+        context_fn=retain_experts if by == "us" else functools.partial(create_selective_checkpoint_contexts, keep),
+    )
+    got = [out * 2, *gradients(out * 2, given)]
+    compare(got, expected(store, given))
+    assert len(calls) == 1
 
 
 @devices

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -50,6 +51,45 @@ def test_statistics(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
     with pytest.raises(InputError, match="another"):
         load_counts(tmp_path / name, [*names, "another"])
+
+
+def test_statistics_of_kt_kernel(tmp_path: Path) -> None:
+    """`.pt` files: a table or a dictionary with one, of all decoder layers or of those with experts; and what would run
+    code is refused without running it."""
+    names = [f"model.layers.{at}.mlp.experts" for at in (1, 2)]
+    table = torch.tensor([[[1, 2], [3, 4], [5, 6]], [[0, 0], [10, 0], [0, 10]]])
+    for at, (given, want) in enumerate(
+        [
+            ({"logical_count": table}, [[13, 4], [5, 16]]),
+            (table[:, 1:], [[13, 4], [5, 16]]),
+            (table[0], [[3, 4], [5, 6]]),
+        ]
+    ):
+        torch.save(given, tmp_path / f"{at}.pt")
+        assert np.array_equal(load_counts(tmp_path / f"{at}.pt", names, 2), want)
+    torch.save({"logical_count": table[:, :1]}, tmp_path / "few.pt")
+    torch.save({"gpu_expert_masks": table}, tmp_path / "masks.pt")
+    torch.save({"logical_count": Trap()}, tmp_path / "trap.pt")
+    (tmp_path / "none.pt").write_bytes(b"nothing")
+    for name, words in (
+        ("few", "counts of 1 layers"),
+        ("masks", "logical_count"),
+        ("trap", "tensors alone"),
+        ("none", "tensors alone"),
+        ("absent", "exists"),
+    ):
+        with pytest.raises(InputError, match=words):
+            load_counts(tmp_path / f"{name}.pt", names)
+    with pytest.raises(InputError, match="3, as the model has"):
+        load_counts(tmp_path / "0.pt", names, 3)
+    assert not Trap.sprung
+
+
+class Trap:
+    sprung: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Trap.sprung.append, ("code ran",)
 
 
 def tiny() -> torch.nn.Module:
@@ -118,6 +158,6 @@ def test_a_model_on_a_gpu(policy: str) -> None:
         if policy == "resident":
             placement.place_residents(ratio=0.5)
         got = model(tokens).logits.float()
-    assert placement.counts().sum() == 3 * 2 * 16 * 2
+    assert sum(row.sum() for row in placement.counts()) == 3 * 2 * 16 * 2
     assert (got - want).norm() < 0.02 * want.norm()
     placement.detach()

@@ -105,7 +105,13 @@ class Heard:
 class Bench:
     """A model, its forward pass and the adapters on it; engines are made anew for each test."""
 
-    def __init__(self, directory: Path, adapters: dict[str, Path]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        adapters: dict[str, Path],
+        dtype: torch.dtype = torch.float32,
+        device: str | None = None,  # of everything but the experts
+    ) -> None:
         from transformers import AutoTokenizer
 
         from ktransformers.nn import load_model
@@ -114,7 +120,7 @@ class Bench:
 
         self.directory = directory
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.model = load_model(directory, dtype=torch.float32)
+        self.model = load_model(directory, dtype=dtype, device=device)
         self.forward = Forward(self.model)
         self.per_token = self.forward.check()
         self.places = Places(self.model)

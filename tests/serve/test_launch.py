@@ -20,7 +20,7 @@ import pytest
 from ktransformers import env
 from ktransformers.errors import InputError
 from ktransformers.serve.flags import HONOURED, METHODS, SWITCHES, VALUES, Launch, parse
-from ktransformers.serve.launch import bind, make_plan, with_environment
+from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve
 from ktransformers.serve.training import TrainingLog, Watch
 from tests.serve.conftest import Bench, Served
@@ -285,6 +285,36 @@ def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
     assert done.stdout.strip() and "tiny:one" in done.stderr
     wrong = subprocess.run(kt("run", str(adapters["one"]), "Hi", "--adapter", "x"), capture_output=True, text=True)
     assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
+
+
+def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--prefault and --lock reach the mapping; where nothing is mapped, it is said that they mean nothing."""
+    from ktransformers.nn import packed
+    from ktransformers.nn.convert import convert
+    from ktransformers.nn.convertplan import make_plan as plan_conversion
+    from ktransformers.nn.convertplan import wanted
+
+    out = tmp_path / "packed"
+    convert(plan_conversion(model_directory, wanted("bf16"), 2), out)
+    asked: list[str] = []
+    map_file = packed.map_file
+
+    def mapped(file: Path, pages: str = "lazy") -> Any:
+        asked.append(pages)
+        return map_file(file, "lazy" if pages == "lock" else pages)  # a test may not be allowed to lock
+
+    monkeypatch.setattr(packed, "map_file", mapped)
+    said: list[str] = []
+    for words, pages in (([], "lazy"), (["--prefault"], "prefault"), (["--prefault", "--lock"], "lock")):
+        launch = parse([str(out), *words, "--device", "cpu", "--max-total-tokens", "256"])
+        assert launch.pages == pages
+        open_service(launch, resolve(str(out)), said.append)
+        assert asked == [pages] * 2
+        asked.clear()
+    assert not any("without effect" in line for line in said)
+    launch = parse([str(model_directory), "--lock", "--device", "cpu", "--max-total-tokens", "256"])
+    open_service(launch, resolve(str(model_directory)), said.append)
+    assert any(line.startswith("--lock: without effect") for line in said) and not asked
 
 
 def test_what_cannot_fit_is_refused(model_directory: Path) -> None:

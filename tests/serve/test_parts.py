@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -223,3 +226,26 @@ def test_a_changed_adapter_is_not_served(bench: Bench, adapters: dict[str, Path]
     save_file(tensors, copy / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=name):
         bench.places.open(copy, "copy", 1, str(bench.directory))
+
+
+def test_openmp_rests_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktransformers.serve.threads import KNOWN, SPINS, rest_soon
+
+    for name in KNOWN:
+        monkeypatch.setenv(name, "")  # so that it is as it was afterwards
+        monkeypatch.delenv(name)
+    rest_soon()
+    assert os.environ["GOMP_SPINCOUNT"] == SPINS
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    rest_soon()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    rest_soon()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; import ktransformers.serve.threads; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "False\n", "too late: torch has loaded libgomp by now"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def bench(*words: str) -> dict[str, Any]:
 def test_in_process() -> None:
     found = bench("--engine", "--streams", "1,2", "--adapters", "0,2")
     cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in found["cells"]]
-    assert cells == [(test, streams, count) for test in ("pp8", "tg3") for streams, count in ((1, 0), (2, 0), (2, 2))]
+    assert cells == [(test, streams, count) for test in ("tg3", "pp8") for streams, count in ((1, 0), (2, 0), (2, 2))]
     assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in found["cells"])
 
 
@@ -35,3 +36,52 @@ def test_over_http_beside_transformers() -> None:
     found = bench("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
     assert [cell["contender"] for cell in found["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
     assert all(cell["tokens_per_second"] > 0 for cell in found["cells"])
+    assert [row["bar"] for row in found["ratios"]] == [None, None] and "transformers" in found["peers"]["transformers"]
+
+
+def module(name: str) -> Any:
+    sys.path.insert(0, str(BENCH))
+    sys.path.insert(0, str(BENCH / "peers"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.path[:2]
+
+
+def cell(contender: str, test: str, streams: int, rate: float, adapters: int = 0) -> dict[str, Any]:
+    words = {"contender": contender, "test": test, "streams": streams, "tokens_per_second": rate}
+    return words | {"adapters": adapters, "expert_share": 0.5 if contender.startswith("kt") else None}
+
+
+def test_ratios_and_bars() -> None:
+    ours = [cell("kt engine", "tg128", 1, 70), cell("kt engine", "tg128", 8, 300), cell("kt engine", "tg128", 8, 1, 4)]
+    peers = [cell("transformers bfloat16", "tg128", 8, 160), cell("llama.cpp BF16", "tg128", 1, 100)]
+    peers += [cell("llama.cpp BF16", "tg128", 8, 300), cell("llama.cpp Q4_K", "tg128", 1, 140)]
+    found = module("serve_ratios").ratios(ours + peers)
+    assert [(row["ratio"], row["bar"], row["met"]) for row in found] == [
+        (pytest.approx(1.875), 2.0, False),
+        (pytest.approx(0.7), 0.7, True),
+        (pytest.approx(1.0), 1.0, True),
+        (pytest.approx(0.5), 0.7, False),
+    ]
+    found = module("serve_ratios").ratios([*ours, cell("kt engine Q4_K", "tg128", 1, 120), *peers])
+    assert [row["ours"] for row in found] == ["kt engine"] * 3 + ["kt engine Q4_K"]
+
+
+def test_the_gguf_file_has_the_checkpoints_numbers(tmp_path: Path) -> None:
+    """What llama.cpp reads: every tensor, experts stacked, in bf16 as they are; norms and routers in float32."""
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    made = module("serve_model").make_model(tmp_path / "model", module("shapes").SHAPES["tiny"], 1)
+    file = tmp_path / "bf16.gguf"
+    module("serve_gguf").write_gguf(made, file)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    checkpoint = module("serve_gguf").Checkpoint(made)
+    assert len(tensors) == 3 + 9 + 3
+    stacked = np.asarray(tensors["blk.0.ffn_down_exps.weight"].data).view(np.uint16)
+    for expert in (0, 5):
+        assert (stacked[expert] == checkpoint.read(f"model.layers.0.mlp.experts.{expert}.down_proj.weight")).all()
+    router = np.asarray(tensors["blk.0.ffn_gate_inp.weight"].data)
+    bits = checkpoint.read("model.layers.0.mlp.gate.weight").astype(np.uint32) << 16
+    assert router.dtype == np.float32 and (router == bits.view(np.float32)).all()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, attach
+from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.contract import expert_modules
-from ktransformers.train.model import _keep_experts
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.watch import ExpertClock, Roof
@@ -37,7 +35,7 @@ def test_passes_are_counted_as_they_are_computed(checkpointing: str, passes: int
     model.train()
     options: dict[str, Any] = {"use_reentrant": False}
     if checkpointing == "retain":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_experts)
+        options["context_fn"] = retain_experts
     if checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()

@@ -8,7 +8,7 @@ tensor is transposed is seen by its shape and its partner's; a pair that finds n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from ktransformers.errors import InputError
 
 FLOATS = {"BF16", "F16", "F32"}
 Reader = Callable[[], Mapping[str, Pair]]
+Place = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,11 @@ class _Last:
 def folds(adapter: Adapter, shards: Shards) -> dict[str, Fold]:
     """Tensor -> its fold; every pair of the adapter is used exactly once."""
     found: list[Fold] = []
-    places: dict[tuple[str, int, str], list[str]] = {}
-    for name in shards.names:
-        places.setdefault(place(in_model(name)), []).append(name)
+    places = tensor_places(shards.names)
     for module in adapter.modules:
-        found.append(_linear(module, _only(places, f"{module.name}.weight"), shards))
+        found.append(_linear(module, find_tensor(places, f"{module.name}.weight"), shards))
     for extra in adapter.extras:
-        name = _only(places, extra.name)
+        name = find_tensor(places, extra.name)
         if shards.shape(name) != extra.shape:
             raise InputError(extra.name, f"shape {list(extra.shape)}", f"{list(shards.shape(name))}, as {name} has")
         found.append(Fold(name, partial(_new_rows, extra), replaces=True))
@@ -76,7 +75,16 @@ def folds(adapter: Adapter, shards: Shards) -> dict[str, Fold]:
     return named
 
 
-def _only(places: Mapping[tuple[str, int, str], list[str]], name: str) -> str:
+def tensor_places(names: Iterable[str]) -> dict[Place, list[str]]:
+    """Where in the model -> the tensors there, however a file spells what stands around it."""
+    places: dict[Place, list[str]] = {}
+    for name in names:
+        places.setdefault(place(in_model(name)), []).append(name)
+    return places
+
+
+def find_tensor(places: Mapping[Place, list[str]], name: str) -> str:
+    """The one tensor that an adapter means by `name`."""
     near = places.get(place(in_model(name)), [])
     if len(near) != 1:
         hint = (
@@ -178,5 +186,5 @@ def _expect(shards: Shards, name: str, shape: tuple[int, ...]) -> None:
             name,
             f"dtype {shards.dtype(name)}",
             " or ".join(sorted(FLOATS)),
-            "quantised checkpoints are not merged yet: merge into the bf16 release",
+            "`--format keep`, or another format, writes a packed directory",
         )

@@ -97,7 +97,7 @@ def merge(
     if dtype != "keep" and dtype not in DTYPES:
         raise InputError(
             "dtype", repr(dtype), "bfloat16, float16, float32 or keep",
-            "quantised output is not written yet, because the formats do not exist",
+            "`kt merge --format` (merge_packed) writes experts in few bits",
         )  # fmt: skip
     check_apart([model, out])
     check_apart([Path(adapter), out])
@@ -129,7 +129,7 @@ def _model_config(model: Path) -> dict[str, Any]:
         method = config["quantization_config"].get("quant_method")
         raise InputError(
             str(file), f"a quantised model ({method})", "one in bf16, f16 or f32",
-            "quantised checkpoints are not merged yet: merge into the bf16 release",
+            "without --dtype it is merged into a packed directory of the same format",
         )  # fmt: skip
     return config
 
@@ -142,7 +142,9 @@ def _plan(model: Path, adapter: str | Path, dtype: str) -> _Plan:
     spelled = {name: shards.dtype(name) for name in shards.names}
     for name, word in spelled.items():
         if word not in TORCH:
-            raise InputError(name, f"dtype {word}", ", ".join(TORCH), "quantised checkpoints are not merged yet")
+            raise InputError(
+                name, f"dtype {word}", ", ".join(TORCH), "without --dtype it is merged into a packed directory"
+            )
     matrices = [word for name, word in spelled.items() if word in FLOATS and len(shards.shape(name)) > 1]
     main = Counter(matrices).most_common(1)[0][0]
     if dtype != "keep":  # a tensor in another dtype than most (a router in f32) is so on purpose

@@ -1,15 +1,25 @@
-"""`kt merge`: an adapter folded into its model, one shard at a time, and read back before it is called done."""
+"""`kt merge`: an adapter folded into its model, one layer at a time, and looked at before it is called done.
+
+A plain base becomes a plain model, whose rows are read back. With `--format`, or where the base has few bits already, a
+packed directory is written and compared with the base and the adapter; beyond `--max-kl` it is refused, and nothing is
+left of it.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ktransformers.cli.model import names
+from ktransformers.cli.quant import format_word, gigabytes, progress_bar, table
+from ktransformers.errors import InputError
+
+if TYPE_CHECKING:
+    from ktransformers.adapters.merge_packed import PackedMerge
 
 LITTLE = 0.9  # share of the delta below which rounding deserves a word
 
@@ -18,19 +28,80 @@ def merge(
     model: Annotated[str, typer.Argument(metavar="BASE", help="The model's directory or name.", autocompletion=names)],
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The adapter, in any dialect.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, or keep: the model's own.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 (default), float16, float32, or keep: of a plain model.")
+    ] = None,
+    word: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Write a packed directory: int8, int4[:GROUP], bf16, fp8:128x128 ..., or keep: the base's own format, "
+            "which is what a quantised or packed base gets anyway.",
+        ),
+    ] = None,
+    group: Annotated[int | None, typer.Option(help="int4: columns that share a scale. [default: 32]")] = None,
+    down_format: Annotated[str | None, typer.Option(help="Another format for down.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of a packed merge. [default: all cores]")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Packed: refuse beyond this divergence, nats a token. [default: 0.1]")
+    ] = None,
+    calib: Annotated[
+        Path | None, typer.Option(help="The text to compare on, or JSON lines. [default: a page of our own]")
+    ] = None,
+    calib_tokens: Annotated[int | None, typer.Option(help="Tokens of it to read. [default: 4096]")] = None,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="Packed: write it without comparing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Fold an adapter into its model and write a complete model directory."""
-    from ktransformers import adapters
+    from ktransformers.adapters.divergence import TOKENS
+    from ktransformers.adapters.merge_packed import MAX_KL, merge_packed, wants_packing
+    from ktransformers.checkpoint.recode import KEEP
     from ktransformers.library import resolve
+    from ktransformers.nn.convertplan import wanted
+
+    base = Path(resolve(model))
+    if word is None and (dtype is not None or not wants_packing(base)):
+        given: dict[str, object] = {
+            "--group": group,
+            "--down-format": down_format,
+            "--threads": threads,
+            "--max-kl": max_kl,
+        }
+        given |= {"--calib": calib, "--calib-tokens": calib_tokens, "--unchecked": unchecked or None}
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(name, value, "it beside --format", "--format int8, say")
+        plain(base, adapter, out, dtype or "bfloat16", overwrite, as_json)
+        return
+    if dtype is not None:
+        raise InputError("dtype", dtype, "--dtype or --format", "a packed directory keeps what is not experts as it is")
+    formats = wanted(format_word(word or KEEP), group, None if down_format is None else format_word(down_format))
+    with progress_bar(not as_json) as progress:
+        done = merge_packed(
+            base,
+            adapter,
+            out,
+            formats=formats,
+            threads=threads,
+            calib=calib,
+            tokens=calib_tokens or TOKENS,
+            max_kl=MAX_KL if max_kl is None else max_kl,
+            unchecked=unchecked,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    print(json.dumps(done.to_json(), indent=2) if as_json else "\n".join(packed_lines(done)))
+
+
+def plain(model: Path, adapter: Path, out: Path, dtype: str, overwrite: bool, as_json: bool) -> None:
+    from ktransformers import adapters
 
     def progress(done: int, shards: int) -> None:
         if sys.stderr.isatty():
             print(f"\rshard {done} of {shards}", end="" if done < shards else "\n", file=sys.stderr, flush=True)
 
-    done = adapters.merge(Path(resolve(model)), adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
+    done = adapters.merge(model, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
     if as_json:
         print(json.dumps(done.to_json(), indent=2))
         return
@@ -44,3 +115,19 @@ def merge(
         f"delta kept       {check.kept:.1%}"
         + ("" if check.kept >= LITTLE else f"; the rest fell to {dtype}'s rounding")
     )
+
+
+def packed_lines(done: PackedMerge) -> list[str]:
+    size = sum(file.stat().st_size for file in Path(done.out).glob("*.safetensors"))
+    resumed = f", {done.kept_layers} layers from an earlier run" if done.kept_layers else ""
+    lines = [f"written          {gigabytes(size)}, {done.changed} matrices changed{resumed}: {done.out}"]
+    found = done.divergence
+    if found is None:
+        return [*lines, "compared         no: --unchecked", *table(done.receipt)]
+    lines.append(
+        f"KL               {found.kl:.5f} nats a token from base + adapter, at most {done.max_kl:g} "
+        f"({found.tokens} tokens of {found.text}); same first choice {found.same_top:.2%}"
+    )
+    more = "" if found.kl < found.effect else ": less than was lost"
+    lines.append(f"the adapter      {found.effect:.5f} nats a token from the base alone{more}")
+    return [*lines, *table(done.receipt)]

@@ -36,6 +36,9 @@ def run(
     model = ask.for_model(model, as_json)
     from ktransformers.cli.serve import say, show
     from ktransformers.serve.flags import Launch
+    from ktransformers.serve.threads import rest_soon
+
+    rest_soon()  # before torch is imported, with what follows
     from ktransformers.serve.launch import make_plan, open_service, serve
     from ktransformers.serve.target import resolve
 

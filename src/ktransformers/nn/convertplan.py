@@ -66,7 +66,11 @@ def wanted(word: str, group: int | None = None, down: str | None = None) -> dict
 def make_plan(
     path: str | Path, asked: dict[str, str], threads: int | None = None, experts: str | Path | None = None
 ) -> Plan:
-    origin = Origin(path, experts)
+    return plan_of(Origin(path, experts), asked, threads)
+
+
+def plan_of(origin: Origin, asked: dict[str, str], threads: int | None = None) -> Plan:
+    """Whatever the origin is: a checkpoint, or one with an adapter folded into it."""
     sizes: dict[tuple[object, ...], int] = {}
     layers: list[LayerPlan] = []
     for layer in origin.layers:

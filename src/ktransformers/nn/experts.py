@@ -27,7 +27,7 @@ from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, 
 from ktransformers.nn.distributed import active_ddp, follow
 from ktransformers.nn.ghost import frozen_ghost
 from ktransformers.nn.mixed import mixed_lora
-from ktransformers.nn.operator import apply_experts
+from ktransformers.nn.operator import apply_experts, placed_for
 from ktransformers.nn.store import ExpertStore
 
 
@@ -43,6 +43,9 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
         follow(ddp)
     if (served := mixed_lora(module)) is not None:
+        placed = placed_for(store, hidden_states.device)
+        if placed is not None and served.factors:
+            return placed.several(hidden_states, top_k_index, top_k_weights, served)
         inputs = (hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu())
         return store.forward(*inputs, adapter=served.rows, adapters=served.adapters).to(hidden_states.device)
     return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora)

@@ -8,12 +8,14 @@ tensor. Whoever writes through `.data` escapes the version count, as he escapes 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ktransformers import _core
@@ -90,10 +92,7 @@ _packed: weakref.WeakKeyDictionary[ExpertStore, OrderedDict[tuple[Any, ...], _Pa
 def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
     """The factors as the core reads them; packed only if they are new or have changed."""
     known = _packed.setdefault(store, OrderedDict())
-    key = (factors.roles, factors.scales, *(_identity(tensor) for tensor in factors.tensors))
-    versions = None  # inference tensors count no versions, so they are packed every time
-    if not any(tensor.is_inference() for tensor in factors.tensors):
-        versions = tuple(tensor._version for tensor in factors.tensors)
+    key, versions = _key(factors), _versions(factors)
     entry = known.get(key)
     if entry is None:
         views = factors.halves([tensor.detach() for tensor in factors.tensors])
@@ -120,6 +119,24 @@ def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
     return entry.adapter
 
 
+def is_packed(store: ExpertStore, factors: Factors) -> bool:
+    """Whether `packed` would have nothing to do."""
+    known = _packed.get(store)
+    entry = None if known is None else known.get(_key(factors))
+    return entry is not None and entry.versions is not None and entry.versions == _versions(factors)
+
+
+def _key(factors: Factors) -> tuple[Any, ...]:
+    return (factors.roles, factors.scales, *(_identity(tensor) for tensor in factors.tensors))
+
+
+def _versions(factors: Factors) -> tuple[int, ...] | None:
+    """None: inference tensors count none, so they are packed every time."""
+    if any(tensor.is_inference() for tensor in factors.tensors):
+        return None
+    return tuple(tensor._version for tensor in factors.tensors)
+
+
 def _new_adapter(store: ExpertStore, views: dict[str, Tensor]) -> _core.Adapter:
     def rank(role: str) -> int:
         tensor = views.get(role)
@@ -133,8 +150,9 @@ def _new_adapter(store: ExpertStore, views: dict[str, Tensor]) -> _core.Adapter:
     return store.new_adapter(rank("gate_b"), rank("up_b"), rank("down_b"), shared=shared)
 
 
-def gradients_like(factors: Factors) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+def gradients_like(factors: Factors, pinned: bool = False) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
     """New tensors for the gradients, in the places of `factors.tensors`, and the same memory in the core's order."""
-    made = [lent.empty(tensor.shape, tensor.dtype) for tensor in factors.tensors]
+    empty = functools.partial(torch.empty, pin_memory=True) if pinned else lent.empty
+    made = [empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
     views = factors.halves(made)
     return made, tuple(views.get(role) for role in CORE_ROLES)

@@ -4,6 +4,7 @@ experts which packed adapters there are and which one each row of the batch want
 `with mixed({module: MixedLora(rows, adapters)}):` holds for the calling thread while the model is called. Rows are
 int32 `[T]`, the place in `adapters` or -1, in the order of the hidden states that the experts get. A module that is not
 named computes its experts alone. Training knows nothing of this: PEFT's factors go their own way (`nn/adapter.py`).
+`factors` has the same adapters as tensors, for a device that computes experts itself; without them the CPU does.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ktransformers import _core
+from ktransformers.nn.factors import Factors
 
 
 @dataclass(frozen=True)
 class MixedLora:
     rows: Tensor
     adapters: Sequence[_core.Adapter]
+    factors: Sequence[Factors] = ()
 
 
 _active: ContextVar[Mapping[nn.Module, MixedLora] | None] = ContextVar("mixed", default=None)

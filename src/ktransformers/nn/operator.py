@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.factors import Factors, factors_of, gradients_like, packed
 from ktransformers.nn.lora import ExpertLora
+from ktransformers.nn.mixed import MixedLora
 from ktransformers.nn.store import Dropout, ExpertStore
 from ktransformers.nn.transfer import down, up
 
@@ -46,21 +48,37 @@ def _store_of(handle: int) -> ExpertStore:
 
 
 class Placed(Protocol):
-    """Whoever computes a store's experts for tensors that are not in host memory."""
+    """Whoever computes a store's experts for tensors on its device."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def __call__(
         self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, dropout: Dropout, retain: bool
     ) -> Tensor: ...
+
+    def several(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
+        """Without gradients, each row with an adapter of its own or none."""
+        ...
 
 
 _placed: weakref.WeakKeyDictionary[ExpertStore, Placed] = weakref.WeakKeyDictionary()
 
 
 def place_store(store: ExpertStore, placed: Placed | None) -> None:
-    """From now on `placed` computes what comes from a device; None: the CPU does, as before."""
+    """From now on `placed` computes what comes from its device; None: the CPU does, as before."""
     _placed.pop(store, None)
     if placed is not None:
         _placed[store] = placed
+
+
+def placed_for(store: ExpertStore, device: torch.device) -> Placed | None:
+    found = _placed.get(store)
+    return found if found is not None and found.device == device else None
+
+
+def is_placed(store: ExpertStore) -> bool:
+    return store in _placed
 
 
 def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> Factors:
@@ -81,11 +99,15 @@ def experts(
     dropout: float,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    found = _store_of(store)
-    keep = found.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
-    adapters = [packed(found, _factors(lora, roles, scales))] if lora else []
-    drop = Dropout(dropout, seed)
-    return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters, dropout=drop), keep
+    def compute() -> tuple[Tensor, Tensor]:
+        found = _store_of(store)
+        keep = found.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
+        adapters = [packed(found, _factors(lora, roles, scales))] if lora else []
+        drop = Dropout(dropout, seed)
+        return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters, dropout=drop), keep
+
+    out, keep = computed(compute)
+    return out, keep
 
 
 @experts.register_fake
@@ -201,11 +223,11 @@ def apply_experts(
     inputs = (hidden, weights, *factors.tensors)
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     share = lora.dropout if lora is not None and learns else 0.0
-    if hidden.device.type != "cpu":
-        placed = _placed.get(store)
-        if placed is None:
-            rows, places, shares = down(hidden, ids, weights)
-            return up(apply_experts(store, rows, places, shares, lora=lora, retain=retain), hidden.device)
+    placed = placed_for(store, hidden.device)
+    if placed is None and hidden.device.type != "cpu":
+        rows, places, shares = down(hidden, ids, weights)
+        return up(apply_experts(store, rows, places, shares, lora=lora, retain=retain), hidden.device)
+    if placed is not None:
         dropout = Dropout(share, int(torch.randint(2**62, ())) if share else 0)
         return placed(hidden, ids, weights, factors if factors.roles else None, dropout, retain and learns)
     if not learns and type(hidden) is Tensor:  # plain inference pays for no operator

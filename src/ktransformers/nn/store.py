@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers import _core
+from ktransformers import _core, env
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.errors import InputError
 from ktransformers.nn import lent
@@ -48,10 +48,14 @@ atexit.register(_default.clear)
 
 
 def default_pool() -> _core.Pool:
-    """The pool of all stores that were given none; made when first asked for."""
+    """The pool of all stores that were given none; made when first asked for. Where experts are computed on a GPU too,
+    one CPU is left to the thread that launches its work."""
     with _lock:
         if not _default:
-            _default.append(_core.Pool())
+            pool = _core.Pool()
+            if env.text("KT_PLACE") not in ("", "cpu") and not env.text("KT_THREADS") and pool.threads > 2:
+                pool = _core.Pool(pool.threads - 1)
+            _default.append(pool)
         return _default[0]
 
 

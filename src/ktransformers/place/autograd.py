@@ -1,45 +1,89 @@
-"""The engine as autograd sees it: one function; its inputs are on the device, its LoRA factors in host memory.
+"""The engine as autograd sees it: an operator whose inputs are on the device and whose LoRA factors are in host memory.
 
-Everything that backward needs is saved as tensors, host copies and the CPU's kept rows among them, so that
-checkpointing's hooks can let go of all of it and get it back from the pass that is computed again.
+Everything that backward needs besides the inputs is an output: host copies of ids and hidden states, the CPU's kept
+rows, and which experts the CPU had. So checkpointing may keep them all and never compute a layer again
+(`nn/checkpointing.py`), or let go of all of them. What computes is a handle, as the store is for the operator without
+an engine (`nn/operator.py`).
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
 
+from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.engine import Engine, Kept, Layer
 from ktransformers.place.gpu.side import Batch
 
+_count = itertools.count(1)
+_known: weakref.WeakValueDictionary[int, PlacedStore] = weakref.WeakValueDictionary()
 
-class _Experts(Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, ids: Tensor, weights: Tensor, placed: PlacedStore, *given: Any) -> Tensor:
-        dropout, retain, roles, scales, *tensors = given
-        factors = Factors(roles, tuple(tensors), scales) if roles else None
-        batch = Batch(hidden.detach(), ids, weights.detach(), factors, dropout)
+
+def _placed(handle: int) -> PlacedStore:
+    found = _known.get(handle)
+    if found is None:
+        raise RuntimeError(f"placed experts {handle} are gone; keep the placement as long as its graph")
+    return found
+
+
+def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> Factors | None:
+    if not roles:
+        return None
+    gate, up, down = scales
+    return Factors(tuple(roles.split()), tuple(tensors), (gate, up, down))
+
+
+@torch.library.custom_op("ktransformers::placed_experts", mutates_args=())
+def placed_experts(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    lora: Sequence[Tensor],
+    store: int,
+    roles: str,
+    scales: Sequence[float],
+    retain: bool,
+    dropout: float,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def compute() -> tuple[Tensor, ...]:
+        placed = _placed(store)
+        batch = Batch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed))
         out, kept = placed.engine.forward(placed.layer, batch, retain)
-        ctx.save_for_backward(hidden, ids, weights, kept.ids, kept.hidden, kept.keep, kept.cpu, *tensors)
-        ctx.placed, ctx.dropout, ctx.roles, ctx.scales = placed, dropout, roles, scales
-        return out
+        return out, kept.ids, kept.hidden, kept.keep, kept.cpu
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        hidden, ids, weights, ids_host, hidden_host, keep, cpu, *tensors = ctx.saved_tensors
-        factors = Factors(ctx.roles, tuple(tensors), ctx.scales) if ctx.roles else None
-        batch = Batch(hidden.detach(), ids, weights.detach(), factors, ctx.dropout)
-        learns = any(ctx.needs_input_grad[8:])
-        placed = ctx.placed
+    out, ids_host, hidden_host, keep, cpu = computed(compute)
+    return out, ids_host, hidden_host, keep, cpu
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, ids, weights, lora, store, roles, scales, _, dropout, seed = inputs
+    ctx.save_for_backward(hidden, ids, weights, *output[1:], *lora)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.placed, ctx.roles, ctx.scales, ctx.dropout = _placed(store), roles, scales, Dropout(dropout, seed)
+    ctx.learns = any(tensor.requires_grad for tensor in lora)
+
+
+def _backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    hidden, ids, weights, *rest = ctx.saved_tensors
+    kept, lora = Kept(*rest[:4]), rest[4:]
+    batch = Batch(hidden.detach(), ids, weights.detach(), _factors(lora, ctx.roles, ctx.scales), ctx.dropout)
+    placed = ctx.placed
+    with torch.no_grad():
         grad_hidden, grad_weights, grads = placed.engine.backward(
-            placed.layer, batch, grad_out.contiguous(), Kept(ids_host, hidden_host, keep, cpu), learns
+            placed.layer, batch, grad_out.contiguous(), kept, ctx.learns
         )
-        return (grad_hidden, None, grad_weights, *[None] * 5, *(grads if learns else [None] * len(tensors)))
+    return (grad_hidden, None, grad_weights, grads if ctx.learns else [None] * len(lora), *[None] * 6)
+
+
+placed_experts.register_autograd(_backward, setup_context=_save)
 
 
 class PlacedStore:
@@ -47,15 +91,23 @@ class PlacedStore:
 
     def __init__(self, engine: Engine, layer: Layer) -> None:
         self.engine, self.layer = engine, layer
+        self.handle = next(_count)
+        _known[self.handle] = self
 
     def __call__(
         self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, dropout: Dropout, retain: bool
     ) -> Tensor:
         rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-        roles, scales, tensors = (
-            (factors.roles, factors.scales, factors.tensors) if factors is not None else ((), (), ())
-        )
-        out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            rows, ids.reshape(-1, top_k), weights.reshape(-1, top_k), self, dropout, retain, roles, scales, *tensors
-        )
+        out: Tensor = placed_experts(
+            rows,
+            ids.reshape(-1, top_k),
+            weights.reshape(-1, top_k),
+            list(factors.tensors) if factors is not None else [],
+            self.handle,
+            " ".join(factors.roles) if factors is not None else "",
+            list(factors.scales) if factors is not None else [1.0] * 3,
+            retain,
+            dropout.share,
+            dropout.seed,
+        )[0]
         return out.view(hidden.shape)

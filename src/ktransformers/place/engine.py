@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -25,16 +25,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.factors import CORE_ROLES, gradients_like, packed
+from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed
 from ktransformers.nn.store import ExpertStore, default_pool
 from ktransformers.nn.transfer import Descent, start_down, start_up
+from ktransformers.place.gpu.factors import to_host
+from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.split import Costs, Split, split
 
 Result = TypeVar("Result")
 SETTLE = 0.2  # weight of the newest measurement in the correction of the CPU's costs
-MOST = 2.0  # the correction, or one over it
+MOST = 3.0  # the correction, or one over it
 WORTH = 1e-3  # seconds that a share of the CPU must be expected to take to tell something about its costs
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 
@@ -45,7 +47,8 @@ class Layer:
     home: weakref.ReferenceType[ExpertStore]  # the operator finds layers by their store, which must be free to go
     costs: dict[str, Costs]  # by direction
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
-    correction: dict[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
+    # What the CPU takes over what it was expected to; by direction, and whether experts are streamed beside it.
+    correction: dict[tuple[str, bool], float] = field(default_factory=dict)
     last: dict[str, Split] = field(default_factory=dict)  # by phase
     seen: dict[str, tuple[NDArray[np.int64], int]] = field(default_factory=dict)  # rows of experts, tokens; by phase
 
@@ -63,7 +66,7 @@ class Kept:
 
     ids: Tensor  # host
     hidden: Tensor  # host, or empty
-    keep: Tensor  # of the core, or empty
+    keep: Tensor  # of the core, or empty; written where the CPU had everything
     cpu: Tensor  # bool [E]: what the CPU computed
 
 
@@ -90,20 +93,33 @@ class Engine:
         self._lock = threading.RLock()
         self._after: dict[tuple[int, str], tuple[int, str]] = {}
         self._before: tuple[int, str] | None = None
+        self._packing = 0.0  # seconds that an adapter takes when it has changed
+        self._left = 0.0  # when copies for the next layer were queued
+        self._gaps: dict[str, float] = {}  # seconds from then on until it asks, by phase
 
-    def decide(self, layer: Layer, counts: NDArray[np.int64], tokens: int, phase: Phase) -> Split:
+    def decide(
+        self, layer: Layer, counts: NDArray[np.int64], tokens: int, phase: Phase, factors: Factors | None = None
+    ) -> Split:
         index = layer.packed.index
         there = self._resident(index)
         coming: tuple[int, ...] = ()
         if self.policy != "resident":
             coming = self.slots.coming(index)
             there |= self.slots.present(index) - frozenset(coming)
+        if self._left and self._after.get(self._before or (-1, "")) == (index, phase.name):
+            gap = time.perf_counter() - self._left
+            self._gaps[phase.name] = gap + (1 - SETTLE) * (self._gaps.get(phase.name, gap) - gap)
         costs, backlog = self._costs(layer, phase.direction), self.slots.backlog()
+        if factors is not None and not is_packed(layer.store, factors):
+            costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
         return split(counts, tokens, costs, there=there, coming=coming, backlog=backlog, policy=self.policy)
 
     def _costs(self, layer: Layer, direction: str) -> Costs:
-        costs, scale = layer.costs[direction], layer.correction[direction]
-        return replace(costs, cpu_expert=costs.cpu_expert * scale, cpu_row=costs.cpu_row * scale)
+        costs, scale = layer.costs[direction], layer.correction.get((direction, True), 1.0)
+        alone = layer.correction.get((direction, False), 1.0)
+        return replace(
+            costs, cpu_expert=costs.cpu_expert * alone, cpu_row=costs.cpu_row * alone, crowding=scale / alone
+        )
 
     def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
@@ -117,18 +133,21 @@ class Engine:
         ids = routes.finish()[0]
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
-        found = layer.last[phase.name] = self.decide(layer, counts, ids.shape[0], phase)
+        found = layer.last[phase.name] = self.decide(layer, counts, ids.shape[0], phase, batch.factors)
         keep = layer.store.new_keep(*ids.shape) if retain and rows is not None else ids.new_empty(0, dtype=torch.uint8)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
-        share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep) if found.cpu and rows is not None else None
-        if gpu := found.there + found.streamed:
-            whole = self.side.forward(layer.packed, batch, gpu, counts)
-            self._prefetch(layer, phase, counts, batch.ids.shape[0])
+        gpu = found.there + found.streamed
+        share = None
+        if found.cpu and rows is not None:
+            share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep[:0] if gpu else keep)
+        whole = self.side.forward(layer.packed, batch, gpu, counts) if gpu else None
+        self._prefetch(layer, phase, counts, batch.ids.shape[0])
+        if whole is not None:
             if share is not None:
-                whole += start_up((share.result(),), self.device).finish()[0]
+                whole += start_up((share(),), self.device).finish()[0]
             result = whole.to(batch.hidden.dtype)
         elif share is not None:
-            result = start_up((share.result(),), self.device).finish()[0]
+            result = start_up((share(),), self.device).finish()[0]
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
         host = rows.finish()[0] if rows is not None and retain else batch.hidden.new_empty(0, device="cpu")
@@ -145,60 +164,48 @@ class Engine:
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         phase = phase_of("backward")
-        if not kept.cpu.any():  # then nothing was written there
-            kept = replace(kept, keep=kept.keep[:0])
         counts = count(kept.ids, layer.packed.geometry.experts)
-        found = layer.last[phase.name] = self._decide_back(layer, counts, kept, phase)
+        found = layer.last[phase.name] = self.decide(layer, counts, kept.ids.shape[0], phase, batch.factors)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
-        grads, views = gradients_like(batch.factors) if wanted and batch.factors is not None else ([], ())
-        share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views) if found.cpu else None
-        by_role = {role: view for role, view in zip(CORE_ROLES, views, strict=False) if view is not None}
+        if found.there or found.streamed or not torch.equal(cpu, kept.cpu):  # rows are kept in the order of one split
+            kept = replace(kept, keep=kept.keep[:0])
+        wanted = wanted and batch.factors is not None
+        grads: list[Tensor] = []
+        views: Sequence[Tensor | None] = ()
+        share = None
+        if found.cpu:
+            if wanted and batch.factors is not None:
+                grads, views = gradients_like(batch.factors, pinned=self.device.type == "cuda")
+            share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views)
         grad_hidden = grad_weights = None
+        laid: list[Tensor] = []
         if gpu := found.there + found.streamed:
-            grad_hidden, grad_weights, gradients = self.side.backward(
-                layer.packed, batch, grad_out, gpu, counts, tuple(by_role)
-            )
-            arriving = gradients.start(by_role)
-            arrived = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            self._prefetch(layer, phase, counts, batch.ids.shape[0])
+            grad_hidden, grad_weights, laid = self.side.backward(layer.packed, batch, grad_out, gpu, counts, wanted)
+        self._prefetch(layer, phase, counts, batch.ids.shape[0])
         if share is not None:
-            lower = start_up(share.result(), self.device).finish()
+            lower = start_up(share(), self.device).finish()
             grad_hidden = lower[0] if grad_hidden is None else grad_hidden.add_(lower[0])
             grad_weights = lower[1] if grad_weights is None else grad_weights.add_(lower[1])
-        elif wanted:
-            for grad in grads:
-                grad.zero_()
-        if gpu and by_role:
-            if arrived is not None:
-                arrived.synchronize()
-            gradients.lay(arriving, by_role)
+        if laid:
+            for there, here in zip(laid, grads, strict=False):
+                there.add_(here.to(self.device, non_blocking=True))
+            grads = to_host(laid)
+        elif wanted and not grads and batch.factors is not None:  # nobody was asked for
+            grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         if grad_hidden is None or grad_weights is None:
             grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
         return grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype), grads
 
-    def _decide_back(self, layer: Layer, counts: NDArray[np.int64], kept: Kept, phase: Phase) -> Split:
-        """Where forward kept something, backward has the same share on the CPU."""
-        tokens = kept.ids.shape[0]
-        if not kept.keep.numel():
-            return self.decide(layer, counts, tokens, phase)
-        active = np.flatnonzero(counts).tolist()
-        here = self.slots.present(layer.packed.index) | self._resident(layer.packed.index)
-        on_cpu = kept.cpu.numpy()
-        cpu = tuple(e for e in active if on_cpu[e])
-        gpu = [e for e in active if not on_cpu[e]]
-        expected = layer.costs["backward"].cpu(len(cpu), float(counts[list(cpu)].sum()), tokens)
-        return Split(tuple(e for e in gpu if e in here), tuple(e for e in gpu if e not in here), cpu, 0.0, expected)
-
-    # The CPU's share: a future of tensors in host memory.
+    # The CPU's share: tensors in host memory.
 
     def _cpu_forward(
         self, layer: Layer, batch: Batch, rows: Descent, ids: Tensor, found: Split, cpu: Tensor, keep: Tensor
-    ) -> Future[Tensor]:
+    ) -> Callable[[], Tensor]:
         hidden, weights = rows.finish()
-        adapters = [packed(layer.store, batch.factors)] if batch.factors is not None else []
         out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.device.type == "cuda")
 
         def work() -> Tensor:
+            adapters = self._adapters(layer, batch)
             return layer.store.forward(
                 hidden,
                 ids,
@@ -206,8 +213,8 @@ class Engine:
                 skip=~cpu,
                 out=out,
                 keep=keep if keep.numel() else None,
-                adapters=adapters,
                 dropout=batch.dropout,
+                **(host_options(batch.several) or {"adapters": adapters}),
             )
 
         return self._start(layer, "forward", found, work)
@@ -221,15 +228,15 @@ class Engine:
         found: Split,
         cpu: Tensor,
         views: Sequence[Tensor | None],
-    ) -> Future[tuple[Tensor, Tensor]]:
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         hidden = kept.hidden
         if hidden.numel():
             rising, weights = start_down((grad_out, batch.weights)).finish()
         else:
             rising, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
-        adapters: list[_core.Adapter] = [packed(layer.store, batch.factors)] if batch.factors is not None else []
 
         def work() -> tuple[Tensor, Tensor]:
+            adapters = self._adapters(layer, batch)
             return layer.store.backward(
                 rising,
                 hidden,
@@ -244,25 +251,45 @@ class Engine:
 
         return self._start(layer, "backward", found, work)
 
-    def _start(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Future[Result]:
-        """Returns when the thread is at work: until then it wants the GIL, which this one would keep."""
+    def _adapters(self, layer: Layer, batch: Batch) -> list[_core.Adapter]:
+        if batch.factors is None:
+            return []
+        known, begun = is_packed(layer.store, batch.factors), time.perf_counter()
+        found = packed(layer.store, batch.factors)
+        if not known:
+            taken = time.perf_counter() - begun
+            self._packing = taken + (1 - SETTLE) * (self._packing - taken) if self._packing else taken
+        return [found]
+
+    def _start(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Callable[[], Result]:
+        """The share, to be called for when it is wanted. Where the GPU has one too it is at work when this returns
+        (until then its thread wants the GIL, which this one would keep); where not, nobody has to be woken."""
+        if not found.there and not found.streamed:
+            return lambda: self._timed(layer, direction, found, work)
         begun = threading.Event()
         share = self._worker.submit(self._timed, layer, direction, found, work, begun)
         begun.wait()
-        return share
+        return share.result
 
     def _timed(
-        self, layer: Layer, direction: str, found: Split, work: Callable[[], Result], begun: threading.Event
+        self,
+        layer: Layer,
+        direction: str,
+        found: Split,
+        work: Callable[[], Result],
+        begun: threading.Event | None = None,
     ) -> Result:
         """What the CPU takes corrects what it is expected to take the next time."""
         start = time.perf_counter()
-        begun.set()
+        if begun is not None:
+            begun.set()
         result = work()
-        before = layer.correction[direction]
+        key = direction, bool(found.streamed)
+        before = layer.correction.get(key, 1.0)
         expected = (found.cpu_seconds - layer.costs[direction].cpu_call) / before
         if expected > WORTH:
             seen = (time.perf_counter() - start) / expected
-            layer.correction[direction] = min(MOST, max(1 / MOST, before + SETTLE * (seen - before)))
+            layer.correction[key] = min(MOST, max(1 / MOST, before + SETTLE * (seen - before)))
         return result
 
     # What comes next.
@@ -272,7 +299,7 @@ class Engine:
         here = (layer.packed.index, phase.name)
         if self._before is not None:
             self._after[self._before] = here
-        self._before = here
+        self._before, self._left = here, time.perf_counter()
         layer.seen[phase.name] = counts, tokens
         following = self._after.get(here)
         many = counts.sum() >= MANY * len(counts)
@@ -285,7 +312,8 @@ class Engine:
         index, resident = target.packed.index, self._resident(target.packed.index)
         direction = "backward" if following[1] == "backward" else "forward"
         costs = self._costs(target, direction)
-        likely = split(*before, costs, there=resident, policy=self.policy).streamed[: self.slots.count]
+        lead = self.slots.backlog() - self._gaps.get(following[1], 0.0)
+        likely = split(*before, costs, there=resident, backlog=lead, policy=self.policy).streamed[: self.slots.count]
         self.slots.fetch(index, target.packed.source, sorted(likely))
 
     def _resident(self, index: int) -> frozenset[int]:

@@ -1,15 +1,16 @@
 """The engine put under a model whose experts are packed: `attach(model)`, and what it gives back.
 
-Layers of the same sizes and formats share an engine with its room on the GPU. A store that the GPU cannot take over
-(float32 or float64 experts, a format without a decoder, experts spread over NUMA nodes) stays with the CPU and is
-named. Without a GPU nothing changes, and it is said once. Policy `cpu`, the default, leaves every store where it was:
-`auto` has not been measured since it was corrected, and `stream` is slower than the CPU for a few tokens.
+Each layer is computed by the GPU that its router is on; layers of the same sizes and formats there share an engine with
+its room. A store that the GPU cannot take over (float32 or float64 experts, a format without a decoder) stays with the
+CPU and is named. Without a GPU nothing changes, and it is said once. Policy `cpu`, the default, leaves every store
+where it was. Residents are placed for each engine apart, so that every GPU has its own.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents as chosen
-from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.engine import Engine, Layer
 from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
 from ktransformers.place.gpu.measure import costs_of
 from ktransformers.place.gpu.pinned import MODES, Registered
-from ktransformers.place.gpu.side import AHEAD, Packed
+from ktransformers.place.gpu.side import AHEAD, GROUP_BYTES, GROUP_ROWS, Packed
 from ktransformers.place.gpu.slots import Slots, Source
-from ktransformers.place.split import POLICIES, Costs
+from ktransformers.place.passes import Deferral, ServedStore, ThresholdEngine
+from ktransformers.place.room import free_bytes
+from ktransformers.place.split import Costs
+from ktransformers.place.wish import DEFAULT, POLICIES
 
 _log = log.logger(__name__)
 NOMINAL = Costs(*[1e-6] * 9)  # of policies that do not ask
@@ -52,49 +55,112 @@ class Placement:
     policy: str
     names: list[str]
     layers: list[Layer]
-    engines: list[Engine]
+    engines: list[ThresholdEngine]
     left: dict[str, str]  # layers that stay with the CPU, and why
     _registered: Registered | None = None
-    _rooms: list[Slots] = field(default_factory=list)
+    _placed: list[ServedStore] = field(default_factory=list)  # in the order of `layers`
+    _renewed: list[chosen.Row] = field(default_factory=list)  # counts of each layer when residents were last renewed
 
-    def counts(self) -> chosen.Counts:
-        """Rows of each expert so far, [layers, experts]."""
-        return np.stack([layer.counts for layer in self.layers])
+    def counts(self) -> list[chosen.Row]:
+        """Rows of each expert so far, by layer."""
+        return [layer.counts for layer in self.layers]
 
     def save_statistics(self, path: str | Path) -> None:
         chosen.save_counts(Path(path), self.names, self.counts())
+
+    def devices(self) -> list[torch.device]:
+        return list(dict.fromkeys(engine.device for engine in self.engines))
+
+    def working_bytes(self, device: torch.device) -> int:
+        """That the engines of a device will take when they first compute: decoded weights and rows of a group."""
+        wide = [
+            GROUP_BYTES + GROUP_ROWS * (6 * sizes.hidden + 14 * sizes.intermediate)
+            for engine in self.engines
+            if engine.device == device
+            for sizes in {layer.packed.geometry for layer in engine.layers.values()}
+        ]
+        return sum(wide)
 
     def place_residents(
         self,
         *,
         count: int = 0,
         ratio: float = 0.0,
-        size: int = 0,
+        size: int | Mapping[torch.device, int] = 0,
         strategy: str = "uniform",
         statistics: str | Path | None = None,
     ) -> list[tuple[int, ...]]:
-        """Copy experts to the GPU to stay there, in place of those before. `frequency` counts what was seen so far
-        unless a file of statistics is given."""
-        sizes = self.layers[0].packed.geometry
-        if any(layer.packed.geometry != sizes for layer in self.layers):
-            raise InputError("residents", "layers of several sizes", "one size", "place none, or attach them apart")
-        total = chosen.budget(len(self.layers), sizes.experts, sizes.expert_bytes, count=count, ratio=ratio, size=size)
-        counts = self.counts() if statistics is None else chosen.load_counts(Path(statistics), self.names)
-        if strategy == "frequency" and not counts.any():
+        """Copy experts to the GPU to stay there, in place of those before; the residents of each layer. `size` is in
+        bytes, for all engines together or by device. `frequency` counts what was seen so far unless a file of
+        statistics is given."""
+        found: dict[int, tuple[int, ...]] = {}
+        groups = [[at for at, placed in enumerate(self._placed) if placed.engine is one] for one in self.engines]
+        packed = [sum(self.layers[at].packed.geometry.experts for at in group) for group in groups]
+        counts = self._statistics(strategy, statistics)
+        for engine, group, experts in zip(self.engines, groups, packed, strict=True):
+            if isinstance(size, Mapping):  # by device: engines on one GPU share it by their experts
+                mine = sum(n for one, n in zip(self.engines, packed, strict=True) if one.device == engine.device)
+                room = size.get(engine.device, 0) * experts // mine
+            else:
+                room = size * experts // sum(packed)
+            sizes = self.layers[group[0]].packed.geometry
+            total = chosen.budget(len(group), sizes.experts, sizes.expert_bytes, count=count, ratio=ratio, size=room)
+            seen = np.stack([counts[at] for at in group])
+            picked = chosen.choose(strategy, total, len(group), sizes.experts, seen)
+            found |= dict(zip(group, picked, strict=True))
+        for at, experts_of in found.items():
+            self._settle(self._placed[at], experts_of)
+        return [found[at] for at in range(len(self.layers))]
+
+    def _statistics(self, strategy: str, file: str | Path | None) -> list[chosen.Row]:
+        counts = self.counts()
+        if file is not None:
+            widths = {layer.packed.geometry.experts for layer in self.layers}
+            counts = chosen.load_counts(Path(file), self.names, widths.pop() if len(widths) == 1 else None)
+        if strategy == "frequency" and not any(row.any() for row in counts):
             raise InputError("statistics", "none yet", "counts of routed tokens", "give a file, or run batches first")
-        found = chosen.choose(strategy, total, len(self.layers), sizes.experts, counts)
-        engine = self.engines[0]
-        for layer, experts in zip(self.layers, found, strict=True):
-            index = layer.packed.index
-            room = engine.side.residents.pop(index, None)
-            if room is not None and experts and room.count == len(experts):
-                room.retain(index, frozenset(experts))  # an update: only what is new crosses
-            elif experts:
-                room = Slots(sizes, len(experts), engine.device, self._registered)
-            if experts and room is not None:
-                room.fetch(index, layer.packed.source, experts)
-                engine.side.residents[index] = room
-        return found
+        return counts
+
+    def _settle(self, placed: ServedStore, experts: tuple[int, ...]) -> None:
+        engine, packed = placed.engine, placed.layer.packed
+        room = engine.side.residents.pop(packed.index, None)
+        if room is not None and experts and room.count == len(experts):
+            room.retain(packed.index, frozenset(experts))  # an update: only what is new crosses
+        elif experts:
+            room = None  # before there is another
+            room = Slots(packed.geometry, len(experts), engine.device, self._registered)
+        if experts and room is not None:
+            room.fetch(packed.index, packed.source, experts)
+            engine.side.residents[packed.index] = room
+
+    def renew_residents(self) -> int:
+        """As many of each layer as before, by the routing since the last time; how many are new."""
+        before = self._renewed or [np.zeros_like(row) for row in self.counts()]
+        changed = 0
+        for placed, now, then in zip(self._placed, self.counts(), before, strict=True):
+            changed += placed.renew(now - then)
+        self._renewed = [row.copy() for row in self.counts()]
+        return changed
+
+    def stream_from(self, tokens: int) -> None:
+        """Batches of so many tokens are streamed whole, smaller ones not at all; 0: the policy says."""
+        for engine in self.engines:
+            engine.threshold = tokens
+
+    def follow_routing(self, on: bool) -> None:
+        """After every batch that was streamed whole its busiest experts become the residents of their layer."""
+        for placed in self._placed:
+            placed.renews = on
+
+    def defer(self, late: int) -> int:
+        """Let `late` experts of a token come with the next layer; the number of layers that do."""
+        deferral = Deferral(late) if late else None
+        numbers = {placed.number for placed in self._placed if placed.number >= 0}
+        for placed in self._placed:
+            following = placed.number + 1
+            placed.deferral, placed.first = deferral, placed.number == min(numbers, default=-1)
+            placed.following = following if late and placed.number >= 0 and following in numbers else None
+        return sum(placed.following is not None for placed in self._placed)
 
     def detach(self) -> None:
         for layer in self.layers:
@@ -110,6 +176,7 @@ def attach(
     *,
     policy: str | None = None,
     device: torch.device | str | None = None,
+    homes: Mapping[str, str] | None = None,
     pin: str | None = None,
     pin_bytes: int | None = None,
     buffer_bytes: int | None = None,
@@ -118,54 +185,70 @@ def attach(
     """Let the engine compute the model's experts for hidden states on a GPU; None: there is no GPU, or `cpu` is asked.
 
     `policy` is one of auto, cpu, stream and resident (KT_PLACE, else cpu), `pin` map or stage (KT_PIN, else map).
-    `pin_bytes` bounds what is registered with the driver, `buffer_bytes` the room for streamed experts on the GPU.
+    `device` is that of all layers; without, each has the one of its router. `homes` says by name what becomes of a
+    layer of experts: "cpu" leaves it to the CPU. `pin_bytes` bounds what is registered with the driver, `buffer_bytes`
+    the room for streamed experts on a GPU.
     """
-    word = policy or env.text("KT_PLACE") or "cpu"
+    word = policy or env.text("KT_PLACE") or DEFAULT
     mode = pin or env.text("KT_PIN") or "map"
     for name, value, known in (("KT_PLACE", word, POLICIES), ("KT_PIN", mode, MODES)):
         if value not in known:
             raise InputError(name, value, "one of " + ", ".join(known))
     if word == "cpu":
         return None
-    where = _device_of(model) if device is None else torch.device(device)
-    if where is None:
+    given = None if device is None else _with_index(torch.device(device))
+    if given is None and not torch.cuda.is_available():
         _say_once("no CUDA device: all experts are computed on the CPU")
         return None
     registered = Registered(pin_bytes if pin_bytes is not None else 1 << 62) if mode == "map" else None
     placement = Placement(word, [], [], [], {}, registered)
-    kinds: dict[Geometry, list[tuple[str, ExpertStore, Contract]]] = {}
+    kinds: dict[tuple[torch.device, Geometry], ThresholdEngine] = {}
     for name, module in expert_modules(model).items():
         if not hasattr(module, "kt_store"):
             placement.left[name] = "not packed"
             continue
+        if homes is not None and homes.get(name) == "cpu":
+            placement.left[name] = "a rule keeps it on the CPU"
+            continue
         store, contract = _parts(module)
         try:
-            kinds.setdefault(geometry_of(store), []).append((name, store, contract))
+            where, sizes = given or device_of(model, name), geometry_of(store)
+            if where is None:
+                raise InputError(name, "a router on the CPU", "a router on a GPU")
         except InputError as error:
             placement.left[name] = str(error)
+            continue
+        engine = kinds.get((where, sizes))
+        if engine is None:
+            engine = ThresholdEngine(where, word, Slots(sizes, _slots(sizes, where, buffer_bytes), where, registered))
+            kinds[where, sizes] = engine
+            placement.engines.append(engine)
+        _add(placement, engine, name, store, contract, calibrate)
     for name, reason in placement.left.items():
         _log.info("%s stays with the CPU: %s", name, reason)
-    for sizes, found in kinds.items():
-        slots = Slots(sizes, _slots(sizes, where, buffer_bytes), where, registered)
-        engine = Engine(where, word, slots)
-        placement.engines.append(engine)
-        for name, store, contract in found:
-            layer = new_layer(engine, len(engine.layers), store, contract.gate, sizes)
-            if not engine.layers and word == "auto":
-                costs, slots.link_rate = costs_of(layer.packed, store, engine.side, anew=calibrate)
-                layer.costs = costs
-            elif engine.layers:
-                layer.costs = engine.layers[0].costs
-            engine.layers[layer.packed.index] = layer
-            placement.names.append(name)
-            placement.layers.append(layer)
-            place_store(store, PlacedStore(engine, layer))
     return placement
+
+
+def _add(
+    placement: Placement, engine: ThresholdEngine, name: str, store: ExpertStore, contract: Contract, calibrate: bool
+) -> None:
+    layer = new_layer(engine, len(engine.layers), store, contract.gate, geometry_of(store))
+    if engine.layers:
+        layer.costs = engine.layers[0].costs
+    elif placement.policy == "auto":
+        layer.costs, engine.slots.link_rate = costs_of(layer.packed, store, engine.side, anew=calibrate)
+    engine.layers[layer.packed.index] = layer
+    number = chosen.layer_number(name)
+    placed = ServedStore(engine, layer, -1 if number is None else number)
+    placement.names.append(name)
+    placement.layers.append(layer)
+    placement._placed.append(placed)
+    place_store(store, placed)
 
 
 def new_layer(engine: Engine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> Layer:
     memory = store.memory()
-    source = Source(memory["gate_up"].view(sizes.experts, -1), memory["down"].view(sizes.experts, -1))
+    source = Source(_by_expert(memory["gate_up"], sizes.experts), _by_expert(memory["down"], sizes.experts))
     biases = (
         _bias(memory.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
         _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
@@ -176,13 +259,19 @@ def new_layer(engine: Engine, index: int, store: ExpertStore, gate: Gate, sizes:
     )
 
 
+def _by_expert(packed: Tensor, experts: int) -> Tensor:
+    """[E, bytes] of the same memory, not as a view: torch keeps the tensor behind a view until after the interpreter
+    has gone, and the store behind that tensor would be reported as leaked."""
+    return torch.from_numpy(packed.numpy().reshape(experts, -1))
+
+
 def _bias(bias: Tensor | None, matrix: Matrix, experts: int, device: torch.device) -> Tensor | None:
     """As blocks lie -> [E, rows], gate's before up's."""
     if bias is None:
         return None
     blocks = bias.view(experts, matrix.blocks, 2, 16)
     rows = blocks.transpose(1, 2).flatten(2)[..., : matrix.rows] if matrix.paired else blocks.flatten(1)
-    return rows.flatten(1)[:, : matrix.out_rows].contiguous().to(device)
+    return rows.flatten(1)[:, : matrix.out_rows].to(device, copy=True).contiguous()
 
 
 def _parts(module: Any) -> tuple[ExpertStore, Contract]:
@@ -195,18 +284,29 @@ def geometry_of(store: ExpertStore) -> Geometry:
     return geometry(store.num_experts, store.hidden_size, store.intermediate_size, store.gated, store.formats)
 
 
-def _device_of(model: nn.Module) -> torch.device | None:
-    found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
-    if found is None and torch.cuda.is_available():
+def _with_index(device: torch.device) -> torch.device:
+    """As tensors on it say it."""
+    if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return device
+
+
+def device_of(model: nn.Module, name: str) -> torch.device | None:
+    """The GPU that a layer of experts gets its hidden states from: where its nearest relatives are."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, -1, -1):
+        module = model.get_submodule(".".join(parts[:end]))
+        found = next((p.device for p in module.parameters() if p.device.type == "cuda"), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _slots(sizes: Geometry, device: torch.device, given: int | None) -> int:
     """How many experts there is room for."""
-    wanted = LAYERS * sizes.experts
+    wanted = int(LAYERS * sizes.experts)
     if given is None and device.type == "cuda":
-        given = int(SHARE * torch.cuda.mem_get_info(device)[0])
+        given = int(SHARE * free_bytes(device))
     if given is not None:
         wanted = min(wanted, given // sizes.expert_bytes)
     if wanted < AHEAD + 1:

@@ -3,12 +3,14 @@
 `uniform` gives every layer the same number (the first layers one more where it does not divide) and takes the lowest
 ids; `frequency` takes the pairs of layer and expert that had most tokens; `front-loading` fills whole layers from the
 first on; `random` draws pairs with seed 42. Statistics are counts `[layers, experts]` under the layers' names, in a
-safetensors or JSON file.
+safetensors or JSON file; kt-kernel's `.pt` files (`logical_count` `[buffer, layers, experts]`, or that tensor alone)
+are read too, without executing the pickle that they are.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,10 +19,11 @@ from numpy.typing import NDArray
 
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
+from ktransformers.place.wish import STRATEGIES
 
-STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 SEED = 42
 
+Row = NDArray[np.int64]  # [experts]
 Counts = NDArray[np.int64]  # [layers, experts]
 
 
@@ -60,7 +63,7 @@ def choose(strategy: str, total: int, layers: int, experts: int, counts: Counts 
     return [tuple(np.flatnonzero(row).tolist()) for row in chosen]
 
 
-def save_counts(path: Path, names: Sequence[str], counts: Counts) -> None:
+def save_counts(path: Path, names: Sequence[str], counts: Sequence[Row] | Counts) -> None:
     """`.json`, or safetensors under any other name."""
     if path.suffix == ".json":
         write_json(path, {name: row.tolist() for name, row in zip(names, counts, strict=True)})
@@ -72,17 +75,65 @@ def save_counts(path: Path, names: Sequence[str], counts: Counts) -> None:
     draft.replace(path)
 
 
-def load_counts(path: Path, names: Sequence[str]) -> Counts:
+def load_counts(path: Path, names: Sequence[str], experts: int | None = None) -> list[Row]:
+    """Of these layers; `experts` of each, where that is to be checked."""
+    if not path.is_file():
+        raise InputError("statistics", path, "a file that exists")
+    found = _logical_count(path, names) if path.suffix in (".pt", ".pth") else _by_name(path, names)
+    for row in found:
+        if experts is not None and len(row) != experts:
+            raise InputError(str(path), f"counts of {len(row)} experts", f"{experts}, as the model has")
+    return found
+
+
+def _logical_count(path: Path, names: Sequence[str]) -> list[Row]:
+    """All decoder layers are counted there, dense ones included: a layer's number is in its name. Where only layers of
+    experts are, they are in their order."""
+    import pickle
+
+    import torch
+
+    try:
+        # weights_only: tensors and plain containers are made, nothing else is called.
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            str(path), f"no file of tensors alone ({reason})", "logical_count as torch.save wrote it"
+        ) from (error)
+    table = loaded.get("logical_count") if isinstance(loaded, dict) else loaded
+    if not isinstance(table, torch.Tensor) or table.dim() not in (2, 3):
+        raise InputError(str(path), type(table).__name__, "logical_count, [buffer, layers, experts]")
+    whole: Counts = (table.sum(0) if table.dim() == 3 else table).to(torch.int64).numpy()
+    if len(whole) == len(names):
+        return list(whole)
+    numbers = [layer_number(name) for name in names]
+    if any(number is None or number >= len(whole) for number in numbers):
+        raise InputError(str(path), f"counts of {len(whole)} layers", f"those of {len(names)} layers of experts")
+    return [whole[number] for number in numbers if number is not None]
+
+
+def layer_number(name: str) -> int | None:
+    """Of the decoder layer that a module belongs to."""
+    found = re.search(r"\.(\d+)\.", f".{name}.")
+    return int(found[1]) if found else None
+
+
+def _by_name(path: Path, names: Sequence[str]) -> list[Row]:
     if path.suffix == ".json":
         try:
             found = {name: np.asarray(row, np.int64) for name, row in json.loads(path.read_text()).items()}
         except (ValueError, AttributeError) as error:
             raise InputError(str(path), str(error), "an object of lists of numbers") from error
     else:
+        from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
-        found = load_file(str(path))
+        try:
+            found = load_file(str(path))
+        except SafetensorError as error:
+            raise InputError(str(path), str(error), "a safetensors file of counts") from error
     missing = [name for name in names if name not in found]
     if missing:
         raise InputError(str(path), f"no counts of {missing[0]}", f"counts of {len(names)} layers", "record them anew")
-    return np.stack([found[name] for name in names])
+    return [found[name] for name in names]

@@ -4,8 +4,9 @@ Experts whose weights are on the GPU stay there. Of the others the hottest are s
 CPU, so many that the later of the two sides ends as early as possible. Streaming costs the same for every expert and
 the CPU's time grows with rows, so for any number of streamed experts the hottest are the right ones, and trying every
 number is enough. Experts whose copies are under way come first in that order, because theirs end first; those that
-would come too late are left to the CPU. Both sides draw on the same memory: together they cannot end before it has
-delivered all bytes.
+would come too late are left to the CPU. Both sides draw on the same memory: while the link reads, the CPU has only the
+rest of it. The surprising decision: two sides must be a tenth faster than the better of one alone. Handing rows from
+one to the other takes Python's time, which no seconds here know, and a model is not right to a tenth.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-POLICIES = ("auto", "cpu", "stream", "resident")
+GAIN = 0.1
+LEAST = 0.1  # of the memory's rate that is always left to the CPU
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,27 @@ class Costs:
     gpu_call: float  # launches, and what the last group takes after its bytes have arrived
     gpu_expert: float  # decoding one expert
     gpu_row: float
+    crowding: float = 1.0  # the CPU's time beside streaming over what is expected of it
     sum: float = 1.6  # how reading and multiplying add up on the CPU: 1 after each other, infinity together
 
-    def cpu(self, experts: float, rows: float, tokens: float) -> float:
+    @property
+    def slowed(self) -> float:
+        """How much longer the CPU reads while the link does."""
+        share = self.memory_expert / self.link_expert if self.link_expert else 1.0
+        return self.crowding / max(LEAST, 1 - share)
+
+    def cpu(self, experts: float, rows: float, tokens: float, beside: bool = False) -> float:
+        """`beside`: experts are streamed at the same time."""
         if not experts:
             return 0.0
-        reading, multiplying = experts * self.cpu_expert, rows * self.cpu_row
+        reading, multiplying = experts * self.cpu_expert * (self.slowed if beside else 1), rows * self.cpu_row
         together: float = (reading**self.sum + multiplying**self.sum) ** (1 / self.sum)
         return self.cpu_call + tokens * self.cpu_token + together
 
     def gpu(self, streamed: float, there: float, rows: float, backlog: float = 0.0) -> float:
         if not streamed and not there:
             return 0.0
-        crossing = backlog + streamed * self.link_expert if streamed else 0.0
+        crossing = max(0.0, backlog + streamed * self.link_expert) if streamed else 0.0
         return self.gpu_call + max(crossing, (streamed + there) * self.gpu_expert + rows * self.gpu_row)
 
 
@@ -60,11 +70,11 @@ class Split:
 
 
 def seconds(costs: Costs, counts: NDArray[np.int64], tokens: int, split: Split, backlog: float = 0.0) -> float:
-    """What a given split takes."""
+    """What a given split takes; a negative `backlog` is how long ago the first copies could begin."""
     rows = float(counts[list(split.there + split.streamed)].sum())
     gpu = costs.gpu(len(split.streamed), len(split.there), rows, backlog)
-    cpu = costs.cpu(len(split.cpu), float(counts[list(split.cpu)].sum()), tokens)
-    memory = (len(split.streamed) + len(split.cpu)) * costs.memory_expert
+    cpu = costs.cpu(len(split.cpu), float(counts[list(split.cpu)].sum()), tokens, bool(split.streamed))
+    memory = (len(split.streamed) + len(split.cpu)) * costs.memory_expert + min(0.0, backlog)
     return max(gpu, cpu, memory)
 
 
@@ -93,7 +103,7 @@ def split(
         return _made(costs, rows, tokens, here, tuple(order), (), backlog)
     if policy == "resident" or not order:
         return _made(costs, rows, tokens, here, (), tuple(sorted(order)), backlog)
-    behind = max(0.0, backlog - len(queued) * costs.link_expert)  # what is queued for others
+    behind = backlog if backlog < 0 else max(0.0, backlog - len(queued) * costs.link_expert)  # queued for others
     number = _best(costs, rows[order], len(here), float(rows[list(here)].sum()), tokens, behind)
     return _made(costs, rows, tokens, here, tuple(order[:number]), tuple(sorted(order[number:])), behind)
 
@@ -104,12 +114,16 @@ def _best(costs: Costs, hottest: NDArray[np.int64], here: int, here_rows: float,
     streamed = np.arange(count + 1)
     moved = np.concatenate(([0], np.cumsum(hottest))).astype(np.float64)
     left, left_rows = count - streamed, moved[-1] - moved
-    together = ((left * costs.cpu_expert) ** costs.sum + (left_rows * costs.cpu_row) ** costs.sum) ** (1 / costs.sum)
+    reading = left * costs.cpu_expert * np.where(streamed > 0, costs.slowed, 1.0)
+    together = (reading**costs.sum + (left_rows * costs.cpu_row) ** costs.sum) ** (1 / costs.sum)
     cpu = np.where(left > 0, costs.cpu_call + tokens * costs.cpu_token + together, 0.0)
-    crossing = np.where(streamed > 0, backlog + streamed * costs.link_expert, 0.0)
+    crossing = np.where(streamed > 0, np.maximum(0.0, backlog + streamed * costs.link_expert), 0.0)
     work = (streamed + here) * costs.gpu_expert + (moved + here_rows) * costs.gpu_row
     gpu = np.where(streamed + here > 0, costs.gpu_call + np.maximum(crossing, work), 0.0)
-    return int(np.argmin(np.maximum(np.maximum(cpu, gpu), count * costs.memory_expert)))
+    taken = np.maximum(np.maximum(cpu, gpu), count * costs.memory_expert + min(0.0, backlog))
+    found = int(np.argmin(taken))
+    alone = 0 if taken[0] < taken[count] and not here else count  # one side has everything
+    return alone if taken[found] > (1 - GAIN) * taken[alone] else found
 
 
 def _made(
@@ -121,6 +135,6 @@ def _made(
     cpu: tuple[int, ...],
     backlog: float,
 ) -> Split:
-    cpu_seconds = costs.cpu(len(cpu), float(rows[list(cpu)].sum()), tokens)
+    cpu_seconds = costs.cpu(len(cpu), float(rows[list(cpu)].sum()), tokens, bool(streamed))
     found = Split(there, streamed, cpu, 0.0, cpu_seconds)
     return Split(there, streamed, cpu, seconds(costs, rows, tokens, found, backlog), cpu_seconds)

@@ -50,6 +50,8 @@ HONOURED = (
     Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always", "an adapter whose experts are on for every request"),
     Flag(("--kt-weight-path",), "experts", "where the experts come from: packed, GGUF or kt-kernel's files"),
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
+    Flag(("--prefault",), "prefault", "bring all pages of a packed directory before the first request", bool),
+    Flag(("--lock",), "lock", "the same, and keep them in memory; `ulimit -l` must allow it", bool),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even where the plan says that it cannot fit", bool),
 )
@@ -147,6 +149,7 @@ class Launch:
     groups: int | None = None
     always: Path | None = None
     experts: Path | None = None
+    pages: str = "lazy"  # of a packed directory: lazy, prefault or lock
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # what was accepted and means nothing here
@@ -203,6 +206,8 @@ def parse(words: Sequence[str]) -> Launch:
         raise InputError("lora-paths", ", ".join(names), "every name once")
     for name in ("watch", "chat_template", "always", "experts"):
         found[name] = None if found[name] is None else Path(found[name])
+    prefault, lock = found.pop("prefault"), found.pop("lock")
+    found["pages"] = "lock" if lock else "prefault" if prefault else "lazy"
     return Launch(target=given[0], lora_paths=paths, notes=tuple(notes), **found)
 
 

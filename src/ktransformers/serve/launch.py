@@ -100,7 +100,7 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
-    model = _open_model(launch, target.model, dtype, device)
+    model = _open_model(launch, target.model, dtype, device, say)
     forward = open_forward(model)
     per_token = forward.check()
     host = device == "cpu"
@@ -119,8 +119,9 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     return Service(engine, registry, tokenizer, timeout=launch.timeout or None, template=template, per_token=per_token)
 
 
-def _open_model(launch: Launch, directory: Path, dtype: Any, device: str) -> Any:
+def _open_model(launch: Launch, directory: Path, dtype: Any, device: str, say: Say) -> Any:
     from ktransformers.checkpoint import find_experts
+    from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
     if not find_experts(Shards.of_directory(directory).names):  # a dense model: nothing of it is ours
@@ -134,7 +135,12 @@ def _open_model(launch: Launch, directory: Path, dtype: Any, device: str) -> Any
     pool = _core.Pool(launch.threads or 0, launch.groups or 0) if launch.threads or launch.groups else None
     given = launch.experts  # guides for kt-kernel name the model's own directory here, too
     experts = None if given is None or given.resolve() == Path(directory).resolve() else given
-    return load_model(directory, experts=experts, dtype=dtype, device=None if device == "cpu" else device, pool=pool)
+    if launch.pages != "lazy" and not is_packed(experts or directory):
+        say(
+            f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
+        )
+    where = None if device == "cpu" else device
+    return load_model(directory, experts=experts, dtype=dtype, device=where, pool=pool, pages=launch.pages)
 
 
 def _longest(config: Any) -> int:

@@ -7,7 +7,6 @@ configuration says 0 where experts are adapted, and the layers get theirs afterw
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch import nn
 from ktransformers import library
 from ktransformers.errors import InputError
 from ktransformers.nn.adapter import expert_adapters, set_lora_dropout
+from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.train.resolve import isa_of
 from ktransformers.train.settings import LoraSettings, ModelSettings, Settings
 from ktransformers.train.targets import Targets
@@ -187,13 +187,6 @@ def finish_adapter(model: Any, settings: Settings) -> None:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _keep_experts(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    ours = getattr(operator, "namespace", "") == "ktransformers"
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def checkpoint_activations(model: Any, settings: Settings) -> None:
     given = settings.trainer.get("gradient_checkpointing", True)
     if settings.model.disable_gradient_checkpointing or not given:
@@ -203,8 +196,6 @@ def checkpoint_activations(model: Any, settings: Settings) -> None:
     if settings.experts.kt_cpu_activation == "retain":
         if options["use_reentrant"]:
             raise InputError("use_reentrant_gc", True, "false with kt_cpu_activation: retain")
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_experts)
+        options["context_fn"] = retain_experts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()

@@ -19,6 +19,7 @@ from ktransformers.train.model import checkpoint_activations, finish_adapter, lo
 from ktransformers.train.output import begin_output, finish_output
 from ktransformers.train.plan import Plan, Prepared, make_plan, sequences
 from ktransformers.train.preference import WITHOUT_REFERENCE
+from ktransformers.train.rows import attend_by_rows
 from ktransformers.train.settings import Settings
 from ktransformers.train.targets import find_targets
 from ktransformers.train.watch import ExpertClock, Interrupted, Journal, Progress, Stopper, Witness
@@ -83,6 +84,8 @@ def build_trainer(model: Any, prepared: Prepared, settings: Settings) -> Any:
     )
     finish_adapter(trainer.model, settings)
     checkpoint_activations(trainer.model, settings)
+    if packs(settings) and device_of(settings).type == "cpu":
+        attend_by_rows(model)
     trainer.begin_run(settings, Witness(trainer.model))
     return trainer
 

@@ -3,7 +3,7 @@
 Checkpoints are written beside their place and renamed into it, so that one which is there is whole. A step may be cut
 by tokens (`batches.py`). B may learn faster than A (LoRA+). Pairs get LLaMA-Factory's losses (`preference.py`), with
 the reference's log-probabilities taken from the rows. The reference is the base: TRL would copy an adapter that it is
-given, so it is given a configuration and makes the adapter itself.
+given, so it is given a configuration and makes the adapter itself. On a CPU the head sees answers alone (`answers.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
+from ktransformers.train.answers import answers_only
 from ktransformers.train.arguments import whole_checkpoints
 from ktransformers.train.batches import cut_step
 from ktransformers.train.files import STAGING, saved, sync_tree, write_json
@@ -124,7 +125,14 @@ class RunMixin:
 
 
 class SupervisedTrainer(RunMixin, SFTTrainer):
-    pass
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        full = self.label_smoother is not None or self.compute_loss_func is not None  # these want all logits
+        if full or "labels" not in inputs or inputs["labels"].device.type != "cpu":
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
+        with answers_only(self.accelerator.unwrap_model(self.model).get_base_model(), inputs) as chosen:
+            return super().compute_loss(model, chosen, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
 
 
 class PreferenceTrainer(RunMixin, DPOTrainer):

@@ -1,48 +1,113 @@
-"""LoRA of one layer on the device: brought there in bf16 when it has changed, and its gradients back to host memory.
+"""LoRA of one layer on the device: brought there when it has changed, and its gradients back to host memory.
 
-Factors live in host memory, trained there by the optimiser; A `[E, r, in]` lies row by row, PEFT's B `[E, out, r]` is a
-view whose experts are the innermost dimension, so a tensor travels as it lies and is turned on the device. Two layers
-are kept: recomputation and the backward pass behind it share one copy.
+On the device gate and up have one pair of factors, as the native core has them: their A stacked, their B side by side
+with zeros where the other's rank would be, the scale folded into B before rounding, ranks filled up to what products
+want. `seats` says where each of PEFT's tensors sits in there; laying them and reading their gradients follow the same
+table. Factors live in host memory, trained there by the optimiser; PEFT's B `[E, out, r]` is a view whose experts are
+the innermost dimension, so tensors and gradients travel as they lie and are turned on the device. Two layers are kept:
+recomputation and the backward pass behind it share one copy.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ktransformers.nn.factors import Factors
+from ktransformers.place.gpu.compute import ALIGN, GroupLora, Pair
 
 KEPT = 2
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same strides up to gaps, in bf16."""
+@dataclass(frozen=True)
+class Seat:
+    """Where a tensor of PEFT's is in a pair: a [E, r, in] in A, b [E, out, r] in B."""
+
+    pair: str  # first or down
+    side: str  # a or b
+    rank: slice
+    rows: slice  # of B
+    scale: float
+
+
+def seats(roles: Sequence[str], tensors: Sequence[Tensor], scales: tuple[float, float, float]) -> dict[str, Seat]:
+    """By role. `gate_up_b` has gate's scale for both halves, as `factors_of` makes it."""
+    sizes = {role: (t.shape[1] if role.endswith("_a") else t.shape[2]) for role, t in zip(roles, tensors, strict=True)}
+    outputs = {role: t.shape[1] for role, t in zip(roles, tensors, strict=True)}
+    gate = sizes.get("gate_a", 0)
+    up = slice(gate, gate + sizes["up_a"]) if "up_a" in sizes else slice(0, gate)
+    every = slice(None)
+    halved = outputs.get("up_b", outputs.get("gate_b", 0))
+    known = {
+        "gate_a": Seat("first", "a", slice(0, gate), every, 1.0),
+        "gate_b": Seat("first", "b", slice(0, gate), slice(0, halved), scales[0]),
+        "gate_up_b": Seat("first", "b", slice(0, gate), every, scales[0]),
+        "up_a": Seat("first", "a", up, every, 1.0),
+        "up_b": Seat("first", "b", up, slice(-halved, None), scales[1]),
+        "down_a": Seat("down", "a", slice(0, sizes.get("down_a", 0)), every, 1.0),
+        "down_b": Seat("down", "b", slice(0, sizes.get("down_a", 0)), every, scales[2]),
+    }
+    return {role: known[role] for role in roles}
+
+
+def lay(factors: Factors, tensors: Sequence[Tensor], wide: int) -> dict[str, Pair]:
+    """Tensors in the places of `factors.tensors`, on the device in any float dtype, as pairs; `wide`: outputs of gate
+    and up together."""
+    table = seats(factors.roles, tensors, factors.scales)
+    found = {}
+    for name in ("first", "down"):
+        mine = [(seat, tensor) for seat, tensor in zip(table.values(), tensors, strict=True) if seat.pair == name]
+        if not mine:
+            continue
+        rank = max(seat.rank.stop for seat, _ in mine)
+        rank += -rank % ALIGN
+        inputs = next(t.shape[2] for seat, t in mine if seat.side == "a")
+        outputs = wide if name == "first" else next(t.shape[1] for seat, t in mine if seat.side == "b")
+        experts, device = mine[0][1].shape[0], mine[0][1].device
+        a = torch.zeros(experts, rank, inputs, dtype=torch.bfloat16, device=device)
+        b = torch.zeros(experts, outputs, rank, dtype=torch.bfloat16, device=device)
+        for seat, tensor in mine:
+            if seat.side == "a":
+                a[:, seat.rank].copy_(tensor)
+            else:
+                b[:, seat.rows, seat.rank].copy_(tensor if seat.scale == 1 else tensor.float() * seat.scale)
+        found[name] = Pair(a, b)
+    return found
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Dimensions from the outermost to the innermost as they lie in memory."""
     strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same strides up to gaps."""
+    order = _order(tensor)
     laid = tensor.detach().permute(order)
     if not laid.is_contiguous():
         laid = laid.contiguous()
-    there = laid.to(device, non_blocking=True).to(torch.bfloat16)
-    return there.permute([order.index(dim) for dim in range(tensor.dim())])
+    return laid.to(device, non_blocking=True).permute([order.index(dim) for dim in range(tensor.dim())])
 
 
 class DeviceFactors:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: OrderedDict[tuple[object, ...], dict[str, Tensor]] = OrderedDict()
+        self._known: OrderedDict[tuple[object, ...], dict[str, Pair]] = OrderedDict()
 
-    def of(self, factors: Factors) -> dict[str, Tensor]:
-        """By the core's roles, for all experts of the layer."""
+    def of(self, factors: Factors, wide: int) -> dict[str, Pair]:
+        """Pairs for all experts of the layer."""
         key: tuple[object, ...] = ()
         if not any(tensor.is_inference() for tensor in factors.tensors):
-            key = tuple((t.data_ptr(), t.shape, t.stride(), t._version) for t in factors.tensors)
+            key = (factors.scales, *((t.data_ptr(), t.shape, t.stride(), t._version) for t in factors.tensors))
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        found = factors.halves([to_device(tensor, self._device) for tensor in factors.tensors])
+        found = lay(factors, [to_device(tensor, self._device) for tensor in factors.tensors], wide)
         if key:
             self._known[key] = found
             while len(self._known) > KEPT:
@@ -50,31 +115,52 @@ class DeviceFactors:
         return found
 
 
+def chosen(pairs: Mapping[str, Pair], experts: Tensor, ends: Tensor) -> GroupLora:
+    """Of these experts, in this order."""
+    found = {name: Pair(p.a.index_select(0, experts), p.b.index_select(0, experts)) for name, p in pairs.items()}
+    return GroupLora(ends, found.get("first"), found.get("down"))
+
+
 class Gradients:
-    """Sums of the factors' gradients by expert, for the experts of a device; `finish` lays them into host tensors."""
+    """Gradients of the factors for the experts of a device, in the order of the walk, on their way to host memory."""
 
-    def __init__(self, experts: Sequence[int]) -> None:
-        self._experts = list(experts)
-        self._parts: dict[str, list[Tensor]] = {}
+    def __init__(self, factors: Factors | None) -> None:
+        self._factors = factors
+        self._parts: dict[tuple[str, str], list[Tensor]] = {}
 
-    def add(self, grads: Mapping[str, Tensor]) -> None:
+    def add(self, grads: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Of the next experts in the order given."""
-        for role, grad in grads.items():
-            self._parts.setdefault(role, []).append(grad)
+        for name, (a, b) in grads.items():
+            self._parts.setdefault((name, "a"), []).append(a)
+            self._parts.setdefault((name, "b"), []).append(b)
 
-    def start(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The copies down, under way; `like` has the dtypes that are wanted."""
-        found = {}
-        for role, parts in self._parts.items():
-            whole = torch.cat(parts).to(like[role].dtype)
-            pinned = whole.is_cuda
-            found[role] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=pinned).copy_(
-                whole, non_blocking=pinned
-            )
+    def lay(self, experts: Tensor) -> list[Tensor]:
+        """In the places of `factors.tensors`, with their strides, on the device: zero for all but these experts."""
+        if self._factors is None or not self._parts:
+            return []
+        parts = {key: found[0] if len(found) == 1 else torch.cat(found) for key, found in self._parts.items()}
+        table = seats(self._factors.roles, self._factors.tensors, self._factors.scales)
+        found = []
+        for (role, seat), tensor in zip(table.items(), self._factors.tensors, strict=True):
+            whole = parts[seat.pair, seat.side]
+            part = whole[:, seat.rank] if role.endswith("_a") else whole[:, seat.rows, seat.rank]
+            order = _order(tensor)
+            dense = torch.zeros([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=whole.device)
+            laid = dense.permute([order.index(dim) for dim in range(tensor.dim())])
+            values = part.to(tensor.dtype) if seat.scale == 1 else (part.float() * seat.scale).to(tensor.dtype)
+            found.append(laid.index_copy_(0, experts, values))
         return found
 
-    def lay(self, arrived: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
-        """Into the rows of these experts, which nobody else has written."""
-        rows = torch.tensor(self._experts, dtype=torch.int64)
-        for role, part in arrived.items():
-            views[role].index_copy_(0, rows, part)
+
+def to_host(laid: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers with the same strides, pinned; waits for them."""
+    found = []
+    for tensor in laid:
+        order = _order(tensor)
+        dense = tensor.permute(order)
+        there = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=dense.is_cuda)
+        there.copy_(dense, non_blocking=dense.is_cuda)
+        found.append(there.permute([order.index(dim) for dim in range(tensor.dim())]))
+    if laid and laid[0].is_cuda:
+        torch.cuda.current_stream(laid[0].device).synchronize()
+    return found

@@ -76,12 +76,14 @@ def _decode(
     out,
     expert_bytes,
     block_bytes,
-    strip_at,  # of this half, within the block
+    first_half,
+    half_bytes,  # from half 0 to half 1 of a block
     codes_at,  # within the strip
     spans_at,
     block_rows,
-    first_row,  # of this half in the output
-    half_rows,  # rows of this half, all blocks together
+    half_rows,  # from half 0 to half 1 in the output
+    end_rows,  # of half 0 and half 1, all blocks together
+    end_rows_1,
     columns,
     out_rows,
     CODE: tl.constexpr,
@@ -91,10 +93,12 @@ def _decode(
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    place, block, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    place, block, chunk = (tl.program_id(2) // HALVES).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    half = first_half + tl.program_id(2) % HALVES
     slot = tl.load(slots + place).to(tl.int64)
-    base = slot * expert_bytes + block.to(tl.int64) * block_bytes + strip_at
+    base = slot * expert_bytes + block.to(tl.int64) * block_bytes + half * half_bytes
     n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = k < columns
     tile, step = k // 32, (k % 32) // 2
@@ -127,8 +131,8 @@ def _decode(
             scale = _from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
         value = (number * scale).to(tl.bfloat16)
     row = block * block_rows + n
-    target = out + (place * out_rows + first_row + row) * columns + k
-    tl.store(target, value, mask=inside & (row < half_rows))
+    target = out + (place * out_rows + half * half_rows + row) * columns + k
+    tl.store(target, value, mask=inside & (row < tl.where(half == 0, end_rows, end_rows_1)))
 
 
 def _kind(form: Format) -> tuple[Any, Any] | None:
@@ -140,9 +144,11 @@ def knows(matrix: Matrix) -> bool:
 
 
 def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
-    """As `decode.decode` says. The last half block may hold fewer rows than a whole one."""
+    """As `decode.decode` says. Both halves of a block in one launch, where they are of one format; the last half block
+    may hold fewer rows than a whole one."""
     flat = packed.view(-1)
-    for half in range(2):
+    together = matrix.formats[0] == matrix.formats[1] and _kind(matrix.formats[0]) is not None
+    for half in (0,) if together else (0, 1):
         form = matrix.formats[half]
         kind = _kind(form)
         if kind is None:
@@ -151,10 +157,8 @@ def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
         strip = matrix.strip(half)
         field = (form.fields or form.row)[0] if not matrix.plain else None
         scales = flat.view(SCALES[field.kind]) if field is not None else flat
-        first = half * matrix.half_rows
-        rows = matrix.rows if matrix.paired else matrix.rows - first
-        grid = (-(-matrix.columns // COLUMNS), matrix.blocks, slots.shape[0])
-        launch: Any = _decode[grid]
+        halves = 2 if together else 1
+        launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, halves * slots.shape[0])]
         launch(
             flat.view(torch.int16 if matrix.plain else torch.int32),
             scales,
@@ -163,12 +167,14 @@ def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
             out,
             matrix.expert_bytes,
             matrix.block_bytes,
-            half * TILE_BYTES if matrix.plain else matrix.strip_at(half),
+            half,
+            TILE_BYTES if matrix.plain else matrix.strip_at(1),
             0 if matrix.plain else strip.codes_at,
             0 if matrix.plain else strip.row_bytes if form.span else 0,
             matrix.block_rows,
-            first,
-            rows,
+            matrix.half_rows,
+            matrix.rows,
+            matrix.rows if matrix.paired else matrix.rows - matrix.half_rows,
             matrix.columns,
             matrix.out_rows,
             CODE=kind[0],
@@ -178,4 +184,5 @@ def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
             ENTRIES=1 if field is not None and field.shared else 16,
             SCALE_BYTES=scales.element_size(),
             WIDTH=COLUMNS,
+            HALVES=halves,
         )

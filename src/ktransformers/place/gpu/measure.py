@@ -23,10 +23,10 @@ from ktransformers.place.calibrate import cache_file
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.split import Costs
 
-VERSION = 2
+VERSION = 3
 SMALL, LARGE = 8, 64  # tokens of the one batch, rows of an expert in the other
 ROUNDS = 3
-CROSSING = 150e-6  # hidden states down, a thread woken, results up, besides their bytes
+CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes
 READ_BYTES = 1 << 30
 
 Measured = tuple[dict[str, Costs], float]  # by direction, and bytes a second of the link

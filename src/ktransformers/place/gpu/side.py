@@ -19,14 +19,16 @@ from ktransformers.nn.factors import Factors
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import Dropout
 from ktransformers.place.gpu import compute
-from ktransformers.place.gpu.compute import Decoded, GroupLora, Rows, Thinning
+from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.decode import decode
-from ktransformers.place.gpu.factors import DeviceFactors, Gradients
+from ktransformers.place.gpu.factors import DeviceFactors, Gradients, chosen
 from ktransformers.place.gpu.layout import Geometry
+from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
+from ktransformers.place.gpu.steps import Thinning
 
-GROUP_BYTES = 256 << 20  # of bf16 weights that are decoded at a time
-GROUP_ROWS = 16384
+GROUP_BYTES = 640 << 20  # of bf16 weights that are decoded at a time
+GROUP_ROWS = 16384  # closes a group: the rows' intermediates are 20 kB each in Qwen3-30B's sizes
 AHEAD = 2  # groups whose copies are queued before the first of them is multiplied
 
 
@@ -48,6 +50,7 @@ class Batch:
     weights: Tensor  # [T, k]
     factors: Factors | None
     dropout: Dropout
+    several: Several | None = None  # adapters of a batch whose rows differ in them
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Side:
         self.device, self.slots = device, slots
         self.residents: dict[int, Slots] = {}  # by layer: slots of their own that are filled once
         self._lora = DeviceFactors(device)
+        self._shelf = Shelf(device, shelf_bytes(device))
         self._buffers: dict[tuple[int, ...], Tensor] = {}
         self._finished: torch.cuda.Event | None = None
 
@@ -79,9 +83,9 @@ class Side:
         if rooms is not None:
             parts.insert(0, ([e for e in experts if e in resident], rooms))
         groups, begin = [], 0
-        for chosen, room in parts:
+        for wanted, room in parts:
             most = bulk if room is not self.slots else max(1, min(bulk, room.count // (AHEAD + 1)))
-            for part in cut(chosen, counts, most):
+            for part in cut(wanted, counts, most):
                 ends = np.cumsum(counts[part])
                 groups.append(Group(tuple(part), begin, tuple(ends.tolist()), room))
                 begin += int(ends[-1])
@@ -131,37 +135,41 @@ class Side:
         found = whole.split((len(place), len(experts), len(ends)))  # type: ignore[no-untyped-call]
         return found[0], found[1], found[2]
 
-    def _lora_of(self, batch: Batch, experts: Tensor, ends: Tensor) -> GroupLora | None:
-        if batch.factors is None:
-            return None
-        factors = {role: tensor[experts] for role, tensor in self._lora.of(batch.factors).items()}
-        return GroupLora(ends, factors, batch.factors.scales)
-
     def _walk(
-        self, layer: Packed, batch: Batch, groups: Sequence[Group]
+        self, layer: Packed, batch: Batch, groups: Sequence[Group], numbers: tuple[Tensor, Tensor, Tensor]
     ) -> Iterator[tuple[Rows, Decoded, GroupLora | None, Thinning | None, Tensor]]:
         """Everything that a group's products need; the last are the places token * k + slot of its rows."""
-        place, experts, ends = self._numbers(layer, groups)
+        place, experts, ends = numbers
         ids, none = batch.ids.reshape(-1), layer.geometry.experts
-        ids = torch.where((ids < 0) | (ids >= none), none, ids)
-        order = torch.argsort(place[ids], stable=True)
+        if groups[-1].begin + groups[-1].ends[-1] < ids.numel():  # otherwise all are somebody's
+            ids = torch.where((ids < 0) | (ids >= none), none, ids)
+        several = batch.several
+        keys = place[ids] if several is None else several.keys(place[ids], batch.ids.shape[1])
+        keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
         share, seed = batch.dropout.share, batch.dropout.seed
+        pairs: dict[str, Pair] = {}
+        if batch.factors is not None:
+            pairs = self._lora.of(batch.factors, layer.geometry.first.out_rows)
         first = 0
         for at, group in enumerate(groups):
             slots = self._fetch(layer, groups, at)
             rows, mine = slice(group.begin, group.begin + group.ends[-1]), slice(first, first + len(group.experts))
-            first = mine.stop
-            thin = Thinning(share, seed, order[rows]) if share and batch.factors is not None else None
+            thin = Thinning(share, seed, order[rows]) if share and pairs else None
             weighed = Rows(tokens[rows], weights[rows], ends[mine])
             decoded = self._decoded(layer, group, slots, experts[mine])
-            yield weighed, decoded, self._lora_of(batch, experts[mine], ends[mine]), thin, order[rows]
+            lora = chosen(pairs, experts[mine], ends[mine]) if pairs else None
+            if several is not None:
+                lora = several.chosen(self._shelf, layer.geometry.first.out_rows, experts[mine], keys[rows], first)
+            first = mine.stop
+            yield weighed, decoded, lora, thin, order[rows]
 
     def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
         """float32 [T, H]."""
         self._open()
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
-        for rows, weights, lora, thin, _ in self._walk(layer, batch, self._groups(layer, experts, counts)):
+        groups = self._groups(layer, experts, counts)
+        for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
             compute.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
         self._close()
         return out
@@ -173,22 +181,24 @@ class Side:
         grad_out: Tensor,
         experts: Sequence[int],
         counts: NDArray[np.int64],
-        wanted: Sequence[str],
-    ) -> tuple[Tensor, Tensor, Gradients]:
-        """float32 [T, H] and [T, k]; zeros where the CPU computes."""
+        learns: bool,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """float32 [T, H] and [T, k], zeros where the CPU computes; with `learns` the factors' gradients."""
         self._open()
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts)
-        gradients = Gradients([expert for group in groups for expert in group.experts])
-        for rows, weights, lora, thin, places in self._walk(layer, batch, groups):
+        numbers = self._numbers(layer, groups)
+        gradients = Gradients(batch.factors)
+        for rows, weights, lora, thin, places in self._walk(layer, batch, groups, numbers):
             grad_rows, grads = compute.backward(
-                grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, thin, wanted
+                grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, thin, learns
             )
-            grad_weights[places] = grad_rows
+            grad_weights.index_copy_(0, places, grad_rows)
             gradients.add(grads)
+        laid = gradients.lay(numbers[1].long()) if learns else []
         self._close()
-        return grad_hidden, grad_weights.view(batch.ids.shape), gradients
+        return grad_hidden, grad_weights.view(batch.ids.shape), laid
 
     def _open(self) -> None:
         """The buffers belong to all calls, whatever stream they come on."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktransformers.place.gpu.driver import Lane
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.pinned import Registered, Stages
 
@@ -134,13 +135,14 @@ class Slots:
         with torch.cuda.stream(self._stream):
             for event in {id(e): e for _, slot in filled if (e := self._read[slot]) is not None}.values():
                 self._stream.wait_event(event)
+            pairs = ((self.first, source.first), (self.down, source.down))
+            lanes = [Lane(*pair) for pair in pairs]
             for expert, slot, count in runs(filled, max(1, COPY_BYTES // self.expert_bytes)):
-                for buffer, bytes_ in ((self.first, source.first), (self.down, source.down)):
-                    target, origin = buffer[slot : slot + count], bytes_[expert : expert + count]
+                for lane, (buffer, bytes_) in zip(lanes, pairs, strict=True):
                     if direct:
-                        target.copy_(origin, non_blocking=True)
+                        lane.copy(slot, expert, count, self._stream.cuda_stream)
                     else:
-                        self._stage(target.view(-1), origin.view(-1))
+                        self._stage(buffer[slot : slot + count].view(-1), bytes_[expert : expert + count].view(-1))
             arrived = self._stream.record_event()
         for _, slot in filled:
             self._ready[slot], self._read[slot] = arrived, None

@@ -1,0 +1,113 @@
+"""Several adapters, and none, in one batch on the device: what a server computes when requests differ.
+
+Rows lie sorted by expert and inside an expert by adapter, those without one last. The base product runs once over all
+rows of an expert; LoRA's products run over the finer pieces, one matrix for each (expert, adapter), zeros for the rows
+without. Ranks are filled up to the largest of the batch. Pairs of every (layer, adapter) that was asked for stay on the
+device as long as a budget of bytes allows; what has gone is brought again when it is wanted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ktransformers.nn.factors import Factors
+from ktransformers.nn.mixed import MixedLora
+from ktransformers.place.gpu.compute import GroupLora, Pair
+from ktransformers.place.gpu.factors import lay, to_device
+
+SHELF_BYTES = 2 << 30
+SHELF_SHARE = 0.05  # of a GPU's memory, where that is less
+
+Pairs = dict[str, Pair]
+
+
+def shelf_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHELF_BYTES
+    return min(SHELF_BYTES, int(SHELF_SHARE * torch.cuda.get_device_properties(device).total_memory))
+
+
+class Shelf:
+    """Pairs of adapters on the device, the longest unused given up first. An adapter never changes."""
+
+    def __init__(self, device: torch.device, budget: int) -> None:
+        self._device, self._left = device, budget
+        self._known: OrderedDict[int, tuple[Factors, Pairs, int]] = OrderedDict()  # factors are kept: ids stay theirs
+
+    def of(self, factors: Factors, wide: int) -> Pairs:
+        """Of all experts of the layer that the factors belong to; `wide`: outputs of gate and up together."""
+        known = self._known.get(id(factors))
+        if known is not None:
+            self._known.move_to_end(id(factors))
+            return known[1]
+        pairs = lay(factors, [to_device(tensor, self._device) for tensor in factors.tensors], wide)
+        size = sum(tensor.numel() * tensor.element_size() for pair in pairs.values() for tensor in (pair.a, pair.b))
+        self._known[id(factors)] = (factors, pairs, size)
+        self._left -= size
+        while self._left < 0 and len(self._known) > 1:
+            self._left += self._known.popitem(last=False)[1][2]
+        return pairs
+
+
+@dataclass(frozen=True)
+class Several:
+    """The adapters of one batch and who wants which: `rows` int32 [T] in host memory, a place in `lora` or -1."""
+
+    lora: MixedLora
+    slots: Tensor  # int32 [T] on the device: the same, with -1 as the number behind the last
+
+    @classmethod
+    def of(cls, lora: MixedLora, device: torch.device) -> Several:
+        slots = torch.where(lora.rows < 0, len(lora.adapters), lora.rows).to(torch.int32)
+        return cls(lora, slots.to(device, non_blocking=True))
+
+    @property
+    def each(self) -> int:
+        """Pieces of an expert's rows."""
+        return len(self.lora.adapters) + 1
+
+    def keys(self, places: Tensor, top_k: int) -> Tensor:
+        """Numbers to sort rows by: the place of a row's expert in the walk, then its adapter."""
+        return places * self.each + self.slots.repeat_interleave(top_k)
+
+    def chosen(self, shelf: Shelf, wide: int, experts: Tensor, keys: Tensor, first: int) -> GroupLora:
+        """For a group of experts from place `first` of the walk on, whose rows have these keys, sorted."""
+        count = experts.shape[0]
+        bounds = torch.arange(1, count * self.each + 1, device=keys.device, dtype=keys.dtype) + first * self.each
+        ends = torch.searchsorted(keys, bounds).to(torch.int32)
+        pairs = [shelf.of(factors, wide) for factors in self.lora.factors]
+        return GroupLora(ends, *(_stacked([found.get(name) for found in pairs], experts) for name in ("first", "down")))
+
+
+def _stacked(pairs: Sequence[Pair | None], experts: Tensor) -> Pair | None:
+    """[experts * (adapters + 1)] matrices, those of one expert side by side."""
+    there = [pair for pair in pairs if pair is not None]
+    if not there:
+        return None
+    rank = max(pair.a.shape[1] for pair in there)
+    count, like = experts.shape[0], there[0]
+    none = Pair(
+        like.a.new_zeros(count, rank, like.a.shape[2]),
+        like.b.new_zeros(count, like.b.shape[1], rank),
+    )
+    chosen = [none if pair is None else _padded(pair, experts, rank) for pair in (*pairs, None)]
+    a, b = (torch.stack([getattr(pair, side) for pair in chosen], 1).flatten(0, 1) for side in ("a", "b"))
+    return Pair(a, b)
+
+
+def _padded(pair: Pair, experts: Tensor, rank: int) -> Pair:
+    more = rank - pair.a.shape[1]
+    a, b = pair.a.index_select(0, experts), pair.b.index_select(0, experts)
+    return Pair(F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else Pair(a, b)
+
+
+def host_options(several: Several | None) -> dict[str, Any]:
+    """For `ExpertStore.forward`: the same adapters as the core has them packed."""
+    return {} if several is None else {"adapter": several.lora.rows, "adapters": several.lora.adapters}

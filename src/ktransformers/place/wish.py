@@ -1,0 +1,86 @@
+"""What a user may ask of the placement engine: one field for each flag and YAML key, with the same words.
+
+`kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both hand the same `Wish` to `place/fulfil.py`. The
+words are those of the launch lines for SGLang with kt-kernel, with their meanings: a number of residents for each
+layer, or a share of all, which wins; a strategy that says which; a number of tokens from which on a batch is streamed
+to the GPU whole. Nothing heavy is imported, because `kt serve --help` reads this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktransformers import env
+from ktransformers.errors import InputError
+
+POLICIES = ("auto", "cpu", "stream", "resident")
+STRATEGIES = ("uniform", "frequency", "front-loading", "random")
+DEFAULT = "cpu"  # where nobody asks for anything
+UPDATE_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Wish:
+    kt_place: str | None = None
+    kt_num_gpu_experts: int | None = None  # residents of each layer
+    kt_gpu_experts_ratio: float | None = None  # of all experts
+    kt_expert_placement_strategy: str | None = None
+    init_expert_location: Path | None = None  # statistics for `frequency`
+    kt_gpu_prefill_token_threshold: int | None = None
+    kt_enable_dynamic_expert_update: bool = False
+    kt_expert_update_steps: int = UPDATE_STEPS  # of training, between two updates
+    kt_max_deferred_experts_per_token: int = 0
+    kt_record_experts: Path | None = None  # where counts of routed tokens are written
+    kt_optimize_rule: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("kt_place", POLICIES), ("kt_expert_placement_strategy", STRATEGIES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InputError(name, value, "one of " + ", ".join(known))
+        for name, least in (
+            ("kt_num_gpu_experts", 0),
+            ("kt_gpu_prefill_token_threshold", 1),
+            ("kt_expert_update_steps", 1),
+            ("kt_max_deferred_experts_per_token", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(name, value, f"{least} or more")
+        if self.kt_gpu_experts_ratio is not None and not 0 <= self.kt_gpu_experts_ratio <= 1:
+            raise InputError("kt_gpu_experts_ratio", self.kt_gpu_experts_ratio, "a number from 0 to 1")
+        if self.init_expert_location is not None and not self.init_expert_location.is_file():
+            raise InputError("init_expert_location", self.init_expert_location, "a file of statistics")
+
+    @property
+    def policy(self) -> str:
+        """The one that is asked for, by word, by KT_PLACE, or by the other wishes: they all mean residents on the GPU
+        beside the rest on the CPU."""
+        word = self.kt_place or env.text("KT_PLACE")
+        if not word:
+            word = "resident" if self.wants_gpu else DEFAULT
+        if word not in POLICIES:
+            raise InputError("KT_PLACE", word, "one of " + ", ".join(POLICIES))
+        return word
+
+    @property
+    def wants_gpu(self) -> bool:
+        return bool(
+            self.kt_num_gpu_experts
+            or self.kt_gpu_experts_ratio
+            or self.kt_gpu_prefill_token_threshold
+            or self.kt_max_deferred_experts_per_token
+        )
+
+    @property
+    def strategy(self) -> str:
+        """Statistics that are given are meant."""
+        if self.kt_expert_placement_strategy is not None:
+            return self.kt_expert_placement_strategy
+        return "frequency" if self.init_expert_location is not None else "uniform"
+
+    @property
+    def by_bytes(self) -> bool:
+        """Neither a count nor a share is given: what is free decides."""
+        return self.kt_num_gpu_experts is None and self.kt_gpu_experts_ratio is None

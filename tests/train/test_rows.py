@@ -1,0 +1,103 @@
+"""What is left out on a CPU changes nothing: the head on rows without a label, attention between packed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl import SFTTrainer
+
+from ktransformers.train import run as running
+from ktransformers.train.answers import learned
+from ktransformers.train.model import open_model
+from ktransformers.train.plan import make_plan
+from ktransformers.train.resolve import read_settings
+from ktransformers.train.rows import ROWS, attend_by_rows, attends_fully
+from ktransformers.train.trainers import SupervisedTrainer
+from tests.nn.families import build
+
+from .conftest import recipe
+from .runs import difference, first_gradients
+
+PADDED = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_samples": 6}
+PACKED = PADDED | {"packing": True, "cutoff_len": 128, "gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize("kind", [PADDED, PACKED], ids=["padded", "packed"])
+def test_gradients_are_those_of_the_stock_path(
+    kind: dict[str, Any], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's own loss on all rows, and transformers' own mask."""
+    keys = recipe(tiny, tmp_path / "x", **kind)
+    ours = first_gradients(keys)
+    kept = first_gradients(keys | {"disable_gradient_checkpointing": True})
+    monkeypatch.setattr(SupervisedTrainer, "compute_loss", SFTTrainer.compute_loss)
+    monkeypatch.setattr(running, "attend_by_rows", lambda model: False)
+    stock = first_gradients(keys)
+    assert any(bool(gradient.ne(0).any()) for gradient in stock.values())
+    assert difference(ours, stock) < 1e-5 and difference(kept, stock) < 1e-5
+
+
+def losses(trainer: Any, inputs: dict[str, Any], count: Any) -> tuple[float, float, dict[str, list[float]]]:
+    """(ours, TRL's, what each noted)."""
+    ours = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=count)
+    theirs = SFTTrainer.compute_loss(trainer, trainer.model, dict(inputs), num_items_in_batch=count)
+    ours.backward()  # also where nothing is learned
+    noted = {name: trainer._metrics["train"][name] for name in ("entropy", "mean_token_accuracy")}
+    return ours.item(), theirs.item(), noted
+
+
+def test_the_loss_is_trls(tiny: Path, tmp_path: Path) -> None:
+    """Whatever the number of labels: of the batch, of the whole step, or none at all."""
+    settings = read_settings(recipe(tiny, tmp_path / "x", **PADDED))
+    prepared = make_plan(settings)
+    assert prepared.directory is not None
+    model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
+    trainer = running.build_trainer(model, prepared, settings)
+    trainer.model.train()
+    inputs = next(iter(trainer.get_train_dataloader()))
+    share = inputs["labels"].ne(-100).float().mean()
+    assert 0.1 < share < 0.9, "nothing would be left out"
+    for count in (None, torch.tensor(1000)):
+        ours, theirs, noted = losses(trainer, inputs, count)
+        assert ours == pytest.approx(theirs, rel=1e-6) and ours > 0
+        for values in noted.values():
+            assert values[-2] == pytest.approx(values[-1], rel=1e-5)
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    ours, theirs, _ = losses(trainer, inputs, torch.tensor(7))
+    assert ours == theirs == 0
+
+
+def test_kept_rows_have_a_label() -> None:
+    labels = torch.tensor([[-100, 5, -100, 7], [3, -100, -100, -100]])
+    assert learned(labels).tolist() == [[True, False, True], [False, False, False]]
+    assert learned(torch.full((2, 3), -100)).sum() == 1
+
+
+def test_rows_are_attended_as_with_a_mask(tiny: Path) -> None:
+    ids = torch.arange(3, 27)[None]
+    borders = torch.tensor([0, 5, 6, 24], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in borders.diff().tolist()])[None]
+    padded, mask = ids.reshape(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    expected = [model(**packed).logits, model(input_ids=padded, attention_mask=mask).logits]
+    assert attend_by_rows(model) and model.config._attn_implementation == ROWS
+    for more in ({"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}, {}):
+        assert torch.allclose(model(**packed, **more).logits, expected[0], atol=1e-5)
+    assert torch.allclose(model(input_ids=padded, attention_mask=mask).logits, expected[1], atol=1e-5)
+    one = model(input_ids=ids, use_cache=False).logits
+    assert not torch.allclose(one, expected[0], atol=1e-3), "rows that see each other differ"
+    made = model.generate(ids[:, :6], max_new_tokens=4, do_sample=False)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(made, model.generate(ids[:, :6], max_new_tokens=4, do_sample=False))
+
+
+def test_windows_keep_their_masks() -> None:
+    assert attends_fully(build("mixtral", sliding_window=None).config)
+    assert not attends_fully(build("mixtral", sliding_window=16).config)
+    assert not attend_by_rows(build("mixtral", sliding_window=16))
