@@ -190,11 +190,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     hidden, ids, weights, lora, store, roles, scales, _, dropout, seed = inputs
     ctx.save_for_backward(hidden, ids, weights, output[1], *lora)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros as large as what is kept would be made for it
     ctx.store, ctx.roles, ctx.scales, ctx.dropout, ctx.seed = store, roles, scales, dropout, seed
-    ctx.learns = any(tensor.requires_grad for tensor in lora)
+    ctx.factors, ctx.learns = len(lora), any(tensor.requires_grad for tensor in lora)
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 6
     hidden, ids, weights, keep, *lora = ctx.saved_tensors
     given = (ctx.store, ctx.roles, ctx.scales, ctx.learns, ctx.dropout, ctx.seed)
     grad_hidden, grad_weights, grads = experts_backward(grad_out, hidden, ids, weights, keep, lora, *given)
