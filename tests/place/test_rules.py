@@ -152,10 +152,11 @@ def test_wrong_rules(tmp_path: Path, text: str, words: str) -> None:
 def test_a_scattered_model_computes_the_same() -> None:
     """On one device: hooks and moves change nothing."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model = tiny().eval()
     with torch.inference_mode():
-        want = tiny().eval()(tokens).logits
-        model = tiny().eval()
-        scatter(model, Homes(("cpu",) * 3, "cpu", "cpu", {}))
+        want = model(tokens).logits
+    scatter(model, Homes(("cpu",) * 3, "cpu", "cpu", {}))
+    with torch.inference_mode():
         assert torch.equal(model(tokens).logits, want)
     assert not hasattr(model, "hf_device_map")
 

@@ -74,7 +74,6 @@ class Homes:
         return [name for name, device in self.experts.items() if device != "cpu"]
 
 
-@torch.inference_mode(False)
 def scatter(model: nn.Module, homes: Homes) -> None:
     """Move everything but the experts, and let hidden states follow."""
     asked: Any = model
