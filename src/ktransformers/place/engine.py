@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed
+from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed, turned
 from ktransformers.nn.store import ExpertStore, default_pool
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.gpu.factors import to_host
@@ -190,6 +190,8 @@ class Engine:
             for there, here in zip(laid, grads, strict=False):
                 there.add_(here.to(self.device, non_blocking=True))
             grads = to_host(laid)
+        elif grads and batch.factors is not None:
+            grads = turned(layer.store, batch.factors, grads)
         elif wanted and not grads and batch.factors is not None:  # nobody was asked for
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         if grad_hidden is None or grad_weights is None:
