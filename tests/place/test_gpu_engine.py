@@ -273,6 +273,20 @@ def test_no_rows_and_inference(device: str) -> None:
     compare([out], [apply_experts(store, *(t.detach().cpu() for t in (given.hidden, given.ids, given.weights)))])
 
 
+@devices
+def test_few_tokens_stay_with_the_cpu(device: str) -> None:
+    """Unless something of the layer is on the GPU already."""
+    size = replace(SMALL, tokens=2)
+    store, given = make_store(size), inputs(size, device)
+    want = expected(store, given)
+    place = placed(store, device, "auto", 8)
+    compare(run(place, given, True), want)
+    assert not place.layer.last["forward"].there and not place.layer.last["forward"].streamed
+    place = placed(store, device, "auto", 8, residents=(0, 1, 2, 3, 4, 5, 6, 7))
+    compare(run(place, given, True), want)
+    assert place.layer.last["forward"].there
+
+
 def test_counts_are_kept() -> None:
     store, given = make_store(SMALL), inputs(SMALL, "cpu")
     place = placed(store, "cpu", "cpu", 8)
