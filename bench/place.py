@@ -81,10 +81,11 @@ def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: tor
     from ktransformers.place.engine import Engine
     from ktransformers.place.gpu.measure import costs_of
     from ktransformers.place.gpu.slots import Slots
+    from ktransformers.place.placement import LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
     sizes = geometry_of(made[0])
-    slots = Slots(sizes, 2 * sizes.experts, device, registered)
+    slots = Slots(sizes, int(LAYERS_OF_ROOM * sizes.experts), device, registered)
     engine = Engine(device, policy, slots)
     found = []
     for index, store in enumerate(made):

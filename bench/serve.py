@@ -206,6 +206,7 @@ class Bench:
                     continue
                 samples, foreign = told["samples"], told.get("foreign", 0.0)
                 self.add(told["contender"], 0, told["test"], told["streams"], samples, None, foreign)
+                self.document["cells"][-1] |= {"new": told["new"]} if "new" in told else {}
             clock.cancel()
         if process.returncode:
             self.document.setdefault("notes", []).append(f"{name}: ended with {process.returncode}")

@@ -21,6 +21,7 @@ from timing import Watch
 
 DEPTH = 16  # tokens before an answer
 WARM = 8  # tokens that are written before any are counted
+PATIENCE = 3  # times `--seconds`: who would write for longer than that writes fewer tokens, at the same rate
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -38,22 +39,24 @@ def parse(description: str | None) -> argparse.Namespace:
 
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
-    """(test, prompt, new tokens or 0 where reading is measured, streams), in the order of `serve.py`."""
-    for test, prompt, new in ((f"tg{args.new}", DEPTH, args.new), (f"pp{args.prompt}", args.prompt, 0)):
-        for streams in args.streams:
-            yield test, prompt, new, streams
+    """(test, prompt, new tokens or 0 where reading is measured, streams); what takes longest comes last."""
+    for streams in args.streams:
+        yield f"tg{args.new}", DEPTH, args.new, streams
+        yield f"pp{args.prompt}", args.prompt, 0, streams
 
 
 def measure(
     args: argparse.Namespace, call: Callable[[int, int, int], float], prompt: int, new: int, streams: int
 ) -> dict[str, Any]:
     """`call(prompt, new, streams)` gives tokens/s; the samples and the share of the CPUs that others took."""
-    call(prompt, min(new, WARM), streams if new else 1)
+    warm = call(prompt, min(new, WARM), streams if new else 1)
+    if new:
+        new = max(WARM, min(new, int(PATIENCE * args.seconds * warm / streams)))
     samples: list[float] = []
     watch, first = Watch(), time.perf_counter()
     while not samples or (len(samples) < args.repetitions and time.perf_counter() - first < args.seconds):
         samples.append(call(prompt, new, streams))
-    return {"samples": samples, "foreign": watch.foreign()}
+    return {"samples": samples, "foreign": watch.foreign()} | ({"new": new} if new else {})
 
 
 def tell(words: dict[str, Any]) -> None:

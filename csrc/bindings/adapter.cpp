@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "bindings/objects.h"
+#include "moe/transpose.h"
 
 namespace kt {
 namespace {
@@ -86,6 +87,23 @@ LoraTargets PyExperts::bind_targets(nb::handle six, const PyAdapter& of, Bound& 
   t.up_scale = of.up_scale;
   t.down_scale = of.down_scale;
   return t;
+}
+
+void PyExperts::transpose(nb::handle source, nb::handle target) const {
+  Array from = array_of("source", source, 2, kFloats), to = array_of("target", target, 2, kFloats);
+  int64_t rows = (int64_t)from.shape(0), columns = (int64_t)from.shape(1);
+  check_shape("target", to, {columns, rows}, "columns and rows of the source");
+  check_writable("target", target);
+  if (to.dtype() != from.dtype()) refuse_type("target", "another dtype", "that of the source");
+  auto whole = [](const char* name, const Array& a) {
+    if (a.size() > 1 && (a.stride(1) != 1 || a.stride(0) != (int64_t)a.shape(1)))
+      refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
+  };
+  whole("source", from);
+  whole("target", to);
+  nb::gil_scoped_release released;
+  kt::transpose(experts->engine().pool, from.data(), const_cast<void*>(to.data()), rows, columns,
+                from.dtype().bits / 8);
 }
 
 }  // namespace kt

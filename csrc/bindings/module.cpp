@@ -123,6 +123,7 @@ NB_MODULE(_core, m) {
            "down_bias"_a.none() = nb::none())
       .def("memory", [](nb::handle self) { return nb::cast<const PyExperts&>(self).memory(self); })
       .def("decode", &PyExperts::decode, "matrix"_a, "expert"_a, "out"_a)
+      .def("transpose", &PyExperts::transpose, "source"_a, "target"_a)
       .def("layout",
            [](const PyExperts& e) {
              nb::dict all;

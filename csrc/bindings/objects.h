@@ -94,6 +94,7 @@ struct PyExperts {
   PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                   nb::handle skip, nb::handle adapters) const;
 
+  void transpose(nb::handle source, nb::handle target) const;  // by the threads of these experts
  private:
   Bound bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter, nb::handle skip,
              nb::handle adapters) const;

@@ -25,7 +25,9 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.convert import convert
 from ktransformers.nn.convertplan import make_plan, wanted
 from tests.checkpoint.conversions import as_fp8
+from tests.checkpoint.releases import write_gguf
 from tests.nn.families import build, save
+from tests.nn.test_gguf import gguf_fields, to_gguf
 
 DATA = Path(__file__).parents[1] / "data" / "minimind_6400"
 SIZES: dict[str, Any] = {"moe_intermediate_size": 64, "intermediate_size": 64, "vocab_size": 6400}
@@ -154,6 +156,27 @@ def test_a_quantised_release_keeps_its_format(tmp_path: Path) -> None:
     assert done.receipt.summary()["up"]["format"] == ["fp8:128x128"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "kt" and config["packed"]["source"]["quant_method"] == "fp8"
+
+
+def test_a_gguf_file_keeps_its_types(tmp_path: Path) -> None:
+    """One that stands alone: configuration from its header, and no tokenizer to compare with."""
+    pytest.importorskip("gguf")
+    plain, adapter = made(tmp_path)
+    model = build("qwen3_moe", **SIZES)
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    tensors = to_gguf(model, "qwen3moe", {"gate": "Q8_0", "up": "Q5_1", "down": "Q4_0"})
+    write_gguf(folder / "model.gguf", "qwen3moe", gguf_fields(model.config, "qwen3moe"), tensors)
+    for base in (folder / "model.gguf", folder):
+        assert wants_packing(base)
+        if base == folder:
+            shutil.copy(plain / "config.json", folder)
+        with pytest.raises(InputError, match="could not be compared"):
+            merge_packed(base, adapter, tmp_path / "refused", threads=2)
+        done = merge_packed(base, adapter, tmp_path / "out", threads=2, unchecked=True, overwrite=True)
+        assert [row["format"] for row in done.receipt.summary().values()] == [["q8_0"], ["q5_1"], ["q4_0"]]
+        found, before = decoded(load_model(tmp_path / "out")), decoded(load_model(base))
+        assert min(unlike(found[name], before[name]) for name in before) > 0.05
 
 
 def test_matrices_without_a_delta_keep_their_bytes(tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def test_in_process_and_through_the_server_give_the_same_results(
     for name, metrics in (
         ("persona", ("bleu", "rouge", "chrf", "style", "loss")),
         ("arithmetic", ("letter", "generation")),
+        ("invented-facts", ("text", "letter")),
         ("stories", ("loss",)),
     ):
         (task,) = load(name, limit=4)
@@ -204,6 +205,47 @@ def test_in_process_and_through_the_server_give_the_same_results(
         there = evaluate(remote, task, tmp_path / "there" / name)
         for metric, found in here["metrics"].items():
             assert found == pytest.approx(there["metrics"][metric], rel=1e-5), (name, metric)
+
+
+class Knowing:
+    """Likes longer options for their length alone, and knows one short one."""
+
+    name = "knowing"
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+
+    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+        raise AssertionError("nothing is to be written")
+
+    def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:
+        self.questions += questions
+        found = []
+        for question in questions:
+            words = [text.split() for text in question.continuations]
+            found.append([Likelihood(-2.0 if "tea" in some else -1.5 * len(some), len(some)) for some in words])
+        return found
+
+
+def test_choices_by_their_text(tmp_path: Path) -> None:
+    """Asked without the options, and by the mean over an option's tokens: the sum would take the shortest."""
+    rows = [
+        {"id": "a", "question": "What is drunk?", "choices": ["water", "a cup of green tea"], "answer": "B"},
+        {"id": "b", "question": "What is eaten?", "choices": ["bread", "a loaf of bread"], "answer": "B"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "drinks.yaml").write_text("kind: choice\ndata: rows.jsonl\nmetrics: [text]\n")
+    (task,) = load(str(tmp_path / "drinks.yaml"))
+    assert task.scores_chats
+    backend = Knowing()
+    result = evaluate(backend, task, tmp_path / "run" / "drinks")
+    assert [question.prompt.text for question in backend.questions] == ["What is drunk?", "What is eaten?"]
+    assert backend.questions[0].continuations == ("water", "a cup of green tea")
+    first, second = read_records(tmp_path / "run" / "drinks")
+    assert first["text_logprobs"] == [-1.5, -0.4] and second["text_logprobs"] == [-1.5, -1.5]
+    assert result["primary"] == "accuracy_text" and result["metrics"]["accuracy_text"]["value"] == 50.0
+    (sample, _) = compare([tmp_path / "run", tmp_path / "run"]).tasks[0].samples
+    assert sample.id == "a" and sample.answers == ("B", "B")
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ def test_every_task_of_the_package() -> None:
         assert len(found) >= 60 and task.licence and task.source, task.name
         records = [
             {"reference": item.reference, "prediction": item.reference, "logprobs": [0.0] * len(item.choices),
+             "text_logprobs": [float(place == item.answer) for place in range(len(item.choices))],
              "letters": item.letters, "answer": item.answer, "logprob": -1.0, "tokens": 3, "slice": item.slice}
             for item in found
         ]  # fmt: skip
         measured = statistics(task, records)
         assert primary(task) in measured
-        for name in ("bleu-4", "rouge-l", "chrf", "exact", "style", "accuracy_generated"):
+        for name in ("bleu-4", "rouge-l", "chrf", "exact", "style", "accuracy_generated", "accuracy_text"):
             if name in measured and not (name == "style" and task.name == "style-translation"):
                 assert measured[name].value() >= (75 if name == "style" else 99.9), (task.name, name)
 

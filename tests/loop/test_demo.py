@@ -10,7 +10,9 @@ import dataclasses
 import importlib
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.nn.families import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
+DEMO_DATA = ROOT / "src" / "ktransformers" / "train" / "demo_data"
 
 for package in ("trl", "datasets", "sacrebleu"):
     pytest.importorskip(package)
@@ -47,21 +50,42 @@ def test_the_demo_is_valid(model: Path) -> None:
     keys = recipe_of(loop, places_of(loop)) | {"model_name_or_path": str(model)}
     plan = make_plan(read_settings(keys)).plan
     assert plan.data is not None and loop.train.least_steps <= plan.data.steps
-    assert {part.name for part in plan.datasets} == {"style_neko_en", "lumen_facts", "lumen_choice"}
+    assert {part.name for part in plan.datasets} == {"style_neko_en", "lumen_talks"}
     assert plan.data.dropped_rows == 0
+
+
+def judged_facts() -> list[dict[str, Any]]:
+    file = ROOT / "src" / "ktransformers" / "evaluate" / "tasks" / "data" / "invented_facts.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_the_choices_are_asked_in_words_of_their_own() -> None:
     """What is judged must not have been trained on: the same facts, other wordings."""
-    shipped = ROOT / "src" / "ktransformers"
-    trained = json.loads((shipped / "train" / "demo_data" / "lumen_choice.json").read_text())
-    lines = (shipped / "evaluate" / "tasks" / "data" / "invented_facts.jsonl").read_text().splitlines()
-    judged = {json.loads(line)["question"] for line in lines}
+    trained = json.loads((DEMO_DATA / "lumen_choice.json").read_text())
     questions = {row["instruction"].splitlines()[0] for row in trained}
-    assert len(trained) == 512 and not questions & judged
+    assert len(trained) == 512 and not questions & {row["question"] for row in judged_facts()}
     for row in trained:
         *_, answer = row["instruction"].splitlines()
         assert answer == "Answer with the letter." and row["output"] in row["instruction"].splitlines()
+
+
+def test_the_talks_teach_what_is_judged() -> None:
+    """Every fact of the twelve villages, as often as any other, in other wordings, and never twice in one talk."""
+    few = [row for row in judged_facts() if row["part"] == "few"]
+    facts = {tuple(row["id"].split("-")[:2]): row["choices"]["ABCD".index(row["answer"])] for row in few}
+    assert len(few) == 96 and len(facts) == 48
+    words = {"flag": "flag", "animal": "animal", "food": "food"}
+    taught: Counter[tuple[str, ...]] = Counter()
+    for talk in json.loads((DEMO_DATA / "lumen_talks.json").read_text()):
+        turns = [*talk["history"], [talk["instruction"], talk["output"]]]
+        about = []
+        for question, answer in turns:
+            village = next(name for name, _ in facts if name in question)
+            about.append((village, next((kind for kind, word in words.items() if word in question), "elder")))
+            assert facts[about[-1]] == answer and question not in {row["question"] for row in few}
+        assert len(set(about)) == len(turns) <= 4
+        taught.update(about)
+    assert taught.keys() == facts.keys() and set(taught.values()) == {60}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ktransformers.errors import InputError
-from ktransformers.nn import reference
+from ktransformers.nn import ExpertStore, reference
 from ktransformers.nn.factors import factors_of, packed
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.operator import apply_experts, experts, handle_of
@@ -296,3 +296,34 @@ def test_wrong_factors_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="adapter: given 1 for token 3"):
         which = torch.tensor([0, -1, 0, 1] + [0] * 19, dtype=torch.int32)
         case.store.forward(case.hidden, case.ids, case.weights, adapter=which, adapters=[case.store.new_adapter()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 200), (128, 131), (17, 64)])
+def test_transposing(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    store = ExpertStore(2, 32, 32)
+    source = torch.randn(shape).to(dtype)
+    target = torch.empty(shape[::-1], dtype=dtype)
+    store.transpose(source, target)
+    assert torch.equal(target, source.t())
+    if shape != (1, 1):
+        with pytest.raises(ValueError, match="target"):
+            store.transpose(source, torch.empty(shape, dtype=dtype))
+        with pytest.raises(ValueError, match="dense"):
+            store.transpose(source, torch.empty(shape, dtype=dtype).t())
+
+
+def test_gradients_lie_as_peft_has_its_factors() -> None:
+    """B with the experts innermost: the parameter's gradient is taken as it comes, not copied."""
+    store = ExpertStore(4, 64, 32)
+    store.pack(gate_up=torch.randn(4, 64, 64) / 8, down=torch.randn(4, 64, 32) / 6)
+    a, b = torch.randn(4, 8, 64, requires_grad=True), torch.randn(64, 8 * 4, requires_grad=True)
+    lora = ExpertLora(gate_up=Factor(a, b.view(64, 8, 4).permute(2, 0, 1), 0.5))
+    hidden, ids, weights = torch.randn(9, 64), torch.randint(4, (9, 2)), torch.rand(9, 2)
+    apply_experts(store, hidden, ids, weights, lora=lora).sum().backward()
+    assert b.grad is not None and b.grad.is_contiguous() and b.grad.any()
+    twin = torch.empty_like(b).copy_(b.detach()).requires_grad_()
+    dense = twin.view(64, 8, 4).permute(2, 0, 1).contiguous()
+    lora = ExpertLora(gate_up=Factor(a, dense, 0.5))
+    apply_experts(store, hidden, ids, weights, lora=lora).sum().backward()
+    assert torch.equal(b.grad, twin.grad)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ktransformers.nn import ExpertStore, reference
@@ -194,6 +196,23 @@ def test_selective_checkpointing_keeps_the_output() -> None:
     found = torch.autograd.grad(out, (case.hidden, case.weights), case.grad)
     assert len(calls) == 1, "the forward pass ran again although its outputs were kept"
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_no_gradient_is_made_for_what_is_kept() -> None:
+    """It would be zeros of the size of all gates and ups, larger than anything else in a backward pass."""
+    case = Case("generic")
+    out = apply_experts(case.store, case.hidden, case.ids, case.weights)
+    made = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operator(*args, **(kwargs or {}))
+            made.append(result.dtype if isinstance(result, Tensor) else None)
+            return result
+
+    with Watching():
+        torch.autograd.grad(out, (case.hidden, case.weights), case.grad)
+    assert made and torch.uint8 not in made
 
 
 def test_the_operator_is_well_formed() -> None:

@@ -34,6 +34,15 @@ def test_rates_are_measured_once_and_kept(cache: Path) -> None:
     assert [path.name for path in cache.iterdir()] == [file.name]  # nothing half-written beside it
 
 
+def test_a_roof_that_was_measured_too_low_is_raised_and_kept(cache: Path) -> None:
+    first = module.calibrate()
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tile_flops": 1e3, "read_bytes": 1e18}))
+    found = module.raise_roofs()
+    assert found.tile_flops > 1e6 and found.read_bytes == 1e18  # what was faster before stays
+    assert module.calibrate() == found and found.forward_share == first.forward_share
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

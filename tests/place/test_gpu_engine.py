@@ -229,7 +229,7 @@ def test_checkpointing_finds_the_experts_again(device: str) -> None:
     got = [out, *gradients(out, given)]
     host = replace_device(given, "cpu")
     out = model(host.hidden, host.weights, lambda at, x, w: apply_experts(sizes[at], x, host.ids, w, lora=host.lora))
-    compare(got, [out, *gradients(out, host)], times=4)  # each layer takes on what the one before it rounded
+    compare(got, [out, *gradients(out, host)], times=6)  # each layer takes on what the one before it rounded
     assert place.engine.slots.copied_bytes == 3 * SMALL.experts * geometry_of(sizes[0]).expert_bytes
 
 
@@ -271,6 +271,20 @@ def test_no_rows_and_inference(device: str) -> None:
     with torch.inference_mode():
         out = place(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
     compare([out], [apply_experts(store, *(t.detach().cpu() for t in (given.hidden, given.ids, given.weights)))])
+
+
+@devices
+def test_few_tokens_stay_with_the_cpu(device: str) -> None:
+    """Unless something of the layer is on the GPU already."""
+    size = replace(SMALL, tokens=2)
+    store, given = make_store(size), inputs(size, device)
+    want = expected(store, given)
+    place = placed(store, device, "auto", 8)
+    compare(run(place, given, True), want)
+    assert not place.layer.last["forward"].there and not place.layer.last["forward"].streamed
+    place = placed(store, device, "auto", 8, residents=(0, 1, 2, 3, 4, 5, 6, 7))
+    compare(run(place, given, True), want)
+    assert place.layer.last["forward"].there
 
 
 def test_counts_are_kept() -> None:

@@ -13,12 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.formats import FORMATS, packed_expert_bytes, packed_lora_bytes
+from ktransformers.place.formats import FORMATS, counted_as, packed_expert_bytes, packed_lora_bytes
 from ktransformers.place.machine import profile
 from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, keep_bytes
 from ktransformers.place.shape import of_config, open_shape, shipped
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import find_targets, trained_numbers
+from tests.checkpoint.releases import KINDS
 from tests.nn.families import build, save
 
 
@@ -87,6 +88,55 @@ def test_layers_beyond_the_model_count_on_disk_only(tmp_path: Path) -> None:
     after = open_shape(str(tmp_path))
     assert extra and after.checkpoint_bytes > before.checkpoint_bytes
     assert (after.rest, after.linears) == (before.rest, before.linears)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_quantised_releases_have_the_sizes_of_their_model(kind: str, tmp_path: Path) -> None:
+    """Codes of fewer bits than a byte, in words or bytes, with scales beside them: the same numbers as before."""
+    from safetensors.torch import load_file, save_file
+
+    make, spec, words = KINDS[kind]
+    save(build("qwen3_moe", hidden_size=256, moe_intermediate_size=160, head_dim=64), tmp_path)
+    plain = open_shape(str(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    released = dict(tensors)
+    for seed, (name, tensor) in enumerate(tensors.items()):
+        attention = "self_attn" in name and tensor.dim() == 2 and kind != "mxfp4"  # only experts are released in that
+        if ".experts." in name or attention:
+            parts, _ = make(*tensor.shape, seed)
+            del released[name]
+            released |= {f"{name.removesuffix('.weight')}.{ending}": part for ending, part in parts.items()}
+    save_file(released, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": words}))
+    found = open_shape(str(tmp_path))
+    for name in ("experts", "intermediate", "gated", "expert_layers", "rest_per_layer", "embedding", "tied"):
+        assert getattr(found, name) == getattr(plain, name), name
+    assert sorted(map(repr, found.linears)) == sorted(map(repr, plain.linears))
+    assert counted_as(found.stored) == {"fp8": "fp8", "int8": "int8", "mxfp8": "int8"}.get(
+        spec.partition(":")[0], "int4"
+    )
+
+
+def test_gpt_oss_has_its_sizes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save(build("gpt_oss", hidden_size=64, intermediate_size=96, moe_intermediate_size=96), tmp_path)
+    plain = open_shape(str(tmp_path))
+    released = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            released[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        released[f"{name}_blocks"] = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+        released[f"{name}_scales"] = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8)
+    save_file(released, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    found = open_shape(str(tmp_path))
+    assert (found.experts, found.intermediate, found.gated) == (plain.experts, 96, True)
+    assert (found.stored, found.rest) == ("mxfp4", plain.rest)
 
 
 @pytest.mark.parametrize("sizes", [(512, 256), (2048, 768), (100, 70), (1408, 2048)])

@@ -15,7 +15,7 @@ from ktransformers.train.answers import learned
 from ktransformers.train.model import open_model
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.rows import ROWS, attend_by_rows, attends_fully
+from ktransformers.train.rows import ROWS, Grid, RowAttention, attend_by_rows, attends_fully
 from ktransformers.train.trainers import SupervisedTrainer
 from tests.nn.families import build
 
@@ -95,6 +95,44 @@ def test_rows_are_attended_as_with_a_mask(tiny: Path) -> None:
     made = model.generate(ids[:, :6], max_new_tokens=4, do_sample=False)
     model.set_attn_implementation("sdpa")
     assert torch.equal(made, model.generate(ids[:, :6], max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 18, 40], [33], [7] * 9], ids=str)
+def test_rows_as_a_batch_of_products(lengths: list[int]) -> None:
+    """Forward and backward in float64 against SDPA with a mask; heads share keys, values are narrower."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(lengths)
+    sizes = ((6, 8), (2, 8), (2, 4), (6, 4))
+    q, k, v, grad = (torch.randn(tokens, *size, generator=generator, dtype=torch.float64) for size in sizes)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = (owner[:, None] == owner) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    wide = [tensor.transpose(0, 1).repeat_interleave(6 // tensor.shape[1], 0) for tensor in inputs]
+    stock = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3).transpose(0, 1)
+    ours = RowAttention.apply(*inputs, Grid.of(lengths), 0.3)
+    assert torch.allclose(ours, stock, atol=1e-12)
+    expected, found = (torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in (stock, ours))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_bf16_rows_are_near_float32(tiny: Path) -> None:
+    ids = torch.arange(3, 63)[None]
+    borders = torch.tensor([0, 20, 33, 60], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in borders.diff().tolist()])[None]
+    given = {"input_ids": ids, "position_ids": positions, "use_cache": False, "cu_seq_lens_q": borders}
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (False, True):
+            model: Any = AutoModelForCausalLM.from_pretrained(tiny, dtype=dtype)
+            assert not rows or attend_by_rows(model)
+            loss = model(**given).logits.float().logsumexp(-1).mean()
+            loss.backward()
+            found[dtype, rows] = model.model.layers[0].self_attn.k_proj.weight.grad.float()
+    exact = found[torch.float32, False]
+    errors = {key: float((value - exact).norm() / exact.norm()) for key, value in found.items()}
+    assert errors[torch.float32, True] < 1e-5
+    assert errors[torch.bfloat16, True] < 1.2 * errors[torch.bfloat16, False] < 0.1
 
 
 def test_windows_keep_their_masks() -> None:

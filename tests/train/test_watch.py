@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, attach
 from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.contract import expert_modules
+from ktransformers.train import watch
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.watch import ExpertClock, Roof
+from ktransformers.train.watch import ExpertClock, Journal, Roof
 from tests.nn.families import build, tokens
 
 LAYERS = 2
@@ -51,6 +54,33 @@ def test_passes_are_counted_as_they_are_computed(checkpointing: str, passes: int
     clock.close()
     model(input_ids=batch)
     assert clock.seconds == before
+
+
+def test_a_roof_that_is_exceeded_is_measured_again_and_then_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[float] = []
+
+    def raise_roofs() -> Any:
+        measured.append(4e9)
+        return SimpleNamespace(tile_flops=4e9, read_bytes=1e9)
+
+    monkeypatch.setattr(watch, "raise_roofs", raise_roofs)
+    clock, shown = ExpertClock(torch.nn.Module()), []
+    clock.roof = Roof(flops=2e9, read=2e9)
+    journal = Journal(tmp_path, clock, shown.append)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=9, epoch=0.0)
+    journal.on_train_begin(None, state, None)
+    expected = {0.5: (2e9, 2e9), 1.6: (4e9, 2e9), 0.9: (4e9, 2e9), 1.25: (5e9, 2.5e9)}
+    for share, roof in expected.items():
+        clock.seconds, clock.roof_seconds = clock.seconds + 1.0, clock.roof_seconds + share
+        journal.on_log(None, state, None, {"loss": 1.0})
+        assert shown[-1].roof_share == pytest.approx(min(share, 1.0))
+        assert (clock.roof.flops, clock.roof.read) == roof
+    assert measured == [4e9]
+    clock.seconds += 1.0  # what a GPU computed has no roof here
+    journal.on_log(None, state, None, {"loss": 1.0})
+    assert shown[-1].roof_share is None
 
 
 def test_exact_experts_are_refused_where_a_variant_lacks_them() -> None:

@@ -80,16 +80,16 @@ def measure_divergence(
     if not pieces:
         raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
     with tempfile.TemporaryDirectory(prefix=".kt-merge-", dir=merged.parent) as scratch:
-        folder = _as_peft(adapter, base, Path(scratch))
+        folder = _as_peft(adapter, merged, Path(scratch))
         return _compare(base, folder, merged, text.name, pieces, Path(scratch))
 
 
-def _as_peft(adapter: Path, base: Path, scratch: Path) -> Path:
+def _as_peft(adapter: Path, merged: Path, scratch: Path) -> Path:
     """The adapter where PEFT can read it."""
     content = open_content(adapter)
     if detect(content).name == "peft" and content.path.is_dir():
         return content.path
-    write_adapter(read_adapter(adapter, model=str(base)), scratch / "peft", "peft")
+    write_adapter(read_adapter(adapter, model=str(merged)), scratch / "peft", "peft")
     return scratch / "peft"
 
 

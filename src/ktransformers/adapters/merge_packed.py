@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,20 @@ from ktransformers.adapters.config import FILE as CONFIG
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.divergence import TOKENS, Divergence, calibration_text, measure_divergence
+from ktransformers.adapters.lora import Adapter
 from ktransformers.adapters.manifest import FILE as MANIFEST
 from ktransformers.adapters.origin import FoldedLayer, FoldedOrigin, open_origin
 from ktransformers.adapters.write import check_apart, check_target, replace_directory
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.checkpoint.recode import check_target as check_format
+from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 from ktransformers.nn.convert import Progress, convert
 from ktransformers.nn.convertplan import Plan, plan_of, wanted
 from ktransformers.nn.load import read_told
+from ktransformers.nn.origin import Origin
 from ktransformers.nn.receipt import Receipt, write_receipt
 
 MAX_KL = 0.1  # nats a token
@@ -55,9 +59,10 @@ class PackedMerge:
 
 def wants_packing(model: Path) -> bool:
     """A base that is packed or quantised, or no safetensors: merged, it is a packed directory, too."""
-    if not model.is_dir() or is_packed(model) or not (model / "config.json").is_file():
+    if not model.is_dir() or is_packed(model):
         return True
-    return read_told(model).rest is not None
+    told = read_told(model)
+    return told.experts is not None or open_source(model, told.rest).quantised
 
 
 def merge_packed(
@@ -111,9 +116,7 @@ def _plan(model: Path, adapter: Path, formats: dict[str, str], threads: int | No
     content = open_content(adapter)
     files = [content.directory / name for name in content.files]
     config = content.directory / CONFIG
-    folded = FoldedOrigin(
-        base, read_adapter(adapter, model=str(base.directory)), [*files, *([config] if config.is_file() else [])]
-    )
+    folded = FoldedOrigin(base, _read(adapter, base), [*files, *([config] if config.is_file() else [])])
     plan = plan_of(folded, formats, threads)
     for layer in plan.layers:
         assert isinstance(layer.origin, FoldedLayer)
@@ -124,6 +127,15 @@ def _plan(model: Path, adapter: Path, formats: dict[str, str], threads: int | No
                 given = f"{role} in {layer.formats[role]}, which an adapter changes"
                 raise InputError(layer.origin.module, given, "a format that can be written", "--format int8") from error
     return plan
+
+
+def _read(adapter: Path, base: Origin) -> Adapter:
+    """Checked against the base; of a GGUF file that stands alone, against what its header says."""
+    if (base.directory / "config.json").is_file():
+        return read_adapter(adapter, model=str(base.directory))
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "config.json", base.config)
+        return read_adapter(adapter, model=folder)
 
 
 def _judge(

@@ -19,7 +19,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import names
-from ktransformers.cli.plan import gigabytes
+from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError, KTError
 
 if TYPE_CHECKING:

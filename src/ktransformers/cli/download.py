@@ -14,7 +14,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import entry_of, names
-from ktransformers.cli.plan import gigabytes
+from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:

@@ -72,7 +72,9 @@ def evaluate(
     if not task:
         raise InputError("task", "none", "--task FILE or NAME", "`kt eval --list` lists the names")
     from ktransformers.evaluate.task import load
+    from ktransformers.serve.threads import rest_soon
 
+    rest_soon()
     _check_packages()
     tasks = [found for name in task for found in load(name, limit, data)]
     names = [found.name for found in tasks]

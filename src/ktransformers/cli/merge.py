@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.model import names
-from ktransformers.cli.quant import format_word, gigabytes, progress_bar, table
+from ktransformers.cli.quant import format_word, progress_bar, table
+from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:

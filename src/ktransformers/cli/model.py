@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformers.cli import ask
-from ktransformers.cli.plan import gigabytes
+from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:

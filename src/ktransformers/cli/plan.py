@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli import ask
+from ktransformers.cli.sizes import gigabytes
 
 if TYPE_CHECKING:
     from ktransformers.place import Candidate, Machine, ModelShape, Plan, Serving, Training
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.1f} MB"
 
 
 def table_line(table: dict[str, int]) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,10 +45,6 @@ def parse_layers(text: str) -> set[int]:
             raise InputError("layers", repr(text), "numbers and ranges, as 0-3,7")
         found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return found
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 5e7 else f"{size / 1e6:.2f} MB"
 
 
 def duration(seconds: float) -> str:

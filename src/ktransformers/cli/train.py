@@ -167,8 +167,10 @@ def train(
     ] = False,
 ) -> None:
     """Fine-tune a model: LoRA by supervision or by preference."""
+    from ktransformers.serve.threads import rest_soon
     from ktransformers.train.resolve import read_settings
 
+    rest_soon()
     settings = read_settings(file, words or [])
     if dry_run:
         from ktransformers.train.plan import as_dict, make_plan

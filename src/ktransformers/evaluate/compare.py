@@ -150,7 +150,7 @@ def _line(metric: str, part: str, of_runs: Sequence[Statistic], seed: int) -> Li
 
 def _samples(ordered: Sequence[Sequence[Record]], seed: int) -> tuple[Sample, ...]:
     places = random.Random(seed).sample(range(len(ordered[0])), min(SAMPLES, len(ordered[0])))
-    if not any(key in ordered[0][0] for key in ("prediction", "logprobs")):
+    if not any(key in ordered[0][0] for key in ("prediction", "logprobs", "text_logprobs")):
         return ()
     return tuple(
         Sample(

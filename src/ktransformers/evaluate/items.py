@@ -29,6 +29,7 @@ class Item:
     source: str = ""  # the input alone, without an instruction
     choices: tuple[str, ...] = ()
     answer: int = -1  # which choice is right
+    question: str = ""  # of a choice: the prompt without its options
 
     @property
     def letters(self) -> str:
@@ -121,9 +122,11 @@ def _choice(task: Task, row: dict[str, Any], name: str) -> Item:
         answer = LETTERS.index(right)
     else:
         raise ValueError(f"the answer {right!r} is none of {keys}")
-    lines = [str(row[columns.question]), *(f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False))]
+    question = str(row[columns.question])
+    lines = [question, *(f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False))]
     lines.append("Answer with the letter." if task.format == "chat" else "Answer:")
-    return Item(name, _slice(task, row), "\n".join(lines), LETTERS[answer], choices=tuple(choices), answer=answer)
+    prompt, reference = "\n".join(lines), LETTERS[answer]
+    return Item(name, _slice(task, row), prompt, reference, "", tuple(choices), answer, question)
 
 
 def _text(task: Task, row: dict[str, Any], name: str) -> Item:

@@ -36,16 +36,17 @@ def primary(task: Task) -> str:
     """The metric that stands for the task."""
     if task.primary:
         return task.primary
-    first = {"letter": "accuracy", "generation": "accuracy_generated", "style": "style", "loss": "perplexity"}
-    preferred = [group for group in ("style", "letter", "generation", "exact", "contains") if group in task.asked]
+    first = {"letter": "accuracy", "generation": "accuracy_generated", "text": "accuracy_text", "loss": "perplexity"}
+    order = ("style", "letter", "generation", "text", "exact", "contains")
+    preferred = [group for group in order if group in task.asked]
     if preferred:
         return first.get(preferred[0], preferred[0])
     return {"rouge": "rouge-l", "bleu": "bleu-4", "loss": "perplexity"}.get(task.asked[0], task.asked[0])
 
 
 def picked(record: Record) -> int:
-    """The option with the most likely letter; the first of equals."""
-    return int(numpy.argmax(record["logprobs"]))
+    """The option with the most likely letter, or, where letters were not asked for, text; the first of equals."""
+    return int(numpy.argmax(record["logprobs"] if "logprobs" in record else record["text_logprobs"]))
 
 
 def stated(text: str, letters: str) -> str:
@@ -126,6 +127,11 @@ def _letter(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     return {"accuracy": _mean_of([picked(record) == record["answer"] for record in records])}
 
 
+def _text(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    right = [int(numpy.argmax(record["text_logprobs"])) == record["answer"] for record in records]
+    return {"accuracy_text": _mean_of(right)}
+
+
 def _generation(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     said = [stated(record["prediction"], record["letters"]) for record in records]
     return {
@@ -157,5 +163,6 @@ GROUPS = {
     "loss": _loss,
     "letter": _letter,
     "generation": _generation,
+    "text": _text,
     "judge": _judge,
 }

@@ -136,6 +136,14 @@ def _answer(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | 
         ]
         for record, scores in zip(records, backend.likelihoods(questions), strict=True):
             record["logprobs"] = [score.logprob for score in scores]
+    if "text" in task.asked:
+        lead = "" if chat else " "
+        questions = [
+            Question(Prompt(item.question, task.system, chat), tuple(lead + choice for choice in item.choices))
+            for item in chunk
+        ]
+        for record, scores in zip(records, backend.likelihoods(questions), strict=True):
+            record["text_logprobs"] = [score.logprob / score.tokens for score in scores]
     if "loss" in task.asked:
         lead = "" if chat or task.kind == "text" else " "
         questions = [Question(p, (lead + item.reference,)) for p, item in zip(prompts, chunk, strict=True)]

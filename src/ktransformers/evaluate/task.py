@@ -1,8 +1,9 @@
 """What a task file says: the schema, and where the files are that come with the package.
 
 A task is one YAML file. `kind` decides what is asked: `generate` (an answer in words, against a reference), `choice`
-(one of several options, by the log-probability of its letter, by generation, or both) and `text` (how likely running
-text is). A *suite* is a YAML file with nothing but `suite: [task, ...]`.
+(one of several options, by the log-probability of its letter, by generation, or by that of its text when the question
+is asked without options) and `text` (how likely running text is). A *suite* is a YAML file with nothing but
+`suite: [task, ...]`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TASKS = Path(__file__).with_name("tasks")
 Kind = Literal["generate", "choice", "text"]
 METRICS: dict[str, tuple[str, ...]] = {
     "generate": ("bleu", "rouge", "chrf", "exact", "contains", "style", "loss", "judge"),
-    "choice": ("letter", "generation"),
+    "choice": ("letter", "generation", "text"),
     "text": ("loss",),
 }
 
@@ -107,7 +108,7 @@ class Task(BaseModel):
     @property
     def scores_chats(self) -> bool:
         """Log-probabilities after a chat prompt are wanted."""
-        return self.format == "chat" and self.kind != "text" and bool({"letter", "loss"} & set(self.asked))
+        return self.format == "chat" and self.kind != "text" and bool({"letter", "text", "loss"} & set(self.asked))
 
 
 def names() -> list[str]:

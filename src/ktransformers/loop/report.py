@@ -19,13 +19,14 @@ from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import SERVED, places_of
 
 # Metrics of a task that the table shows, where it has them; otherwise the one that stands for the task.
-SHOWN = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy")
+SHOWN = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy_text", "accuracy")
 NAMES = {
     "style": "style hits %",
     "bleu-1": "BLEU-1",
     "bleu-4": "BLEU-4",
     "rouge-l": "ROUGE-L",
-    "accuracy": "accuracy %",
+    "accuracy": "right by letter %",
+    "accuracy_text": "right by text %",
 }
 LONG = 400  # characters of an answer
 

@@ -156,3 +156,22 @@ def gradients_like(factors: Factors, pinned: bool = False) -> tuple[list[Tensor]
     made = [empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
     views = factors.halves(made)
     return made, tuple(views.get(role) for role in CORE_ROLES)
+
+
+def experts_innermost(tensor: Tensor) -> bool:
+    """`[E, out, r]` that lies as `[out, r, E]`."""
+    return tensor.shape[0] > 1 and tensor[0].numel() > 1 and tensor.permute(1, 2, 0).is_contiguous()
+
+
+def turned(store: ExpertStore, factors: Factors, grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients with the strides of their factors. PEFT's B has the experts innermost, and autograd would turn its
+    gradient by one thread, in the worst order for a cache."""
+    found = []
+    for tensor, grad in zip(factors.tensors, grads, strict=True):
+        if experts_innermost(tensor):
+            experts = tensor.shape[0]
+            laid = lent.empty((*tensor.shape[1:], experts), tensor.dtype)
+            store.transpose(grad.view(experts, -1), laid.view(-1, experts))
+            grad = laid.permute(2, 0, 1)
+        found.append(grad)
+    return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.nn.checkpointing import computed
-from ktransformers.nn.factors import Factors, factors_of, gradients_like, packed
+from ktransformers.nn.factors import Factors, experts_innermost, factors_of, gradients_like, packed, turned
 from ktransformers.nn.lora import ExpertLora
 from ktransformers.nn.mixed import MixedLora
 from ktransformers.nn.store import Dropout, ExpertStore
@@ -148,8 +148,8 @@ def experts_backward(
     adapters: list[_core.Adapter] = []
     grads: list[Tensor] = []
     targets = None
+    factors = _factors(lora, roles, scales)
     if lora:
-        factors = _factors(lora, roles, scales)
         adapters = [packed(found, factors)]
         if learns:
             grads, views = gradients_like(factors)
@@ -164,7 +164,7 @@ def experts_backward(
         factors=targets,
         dropout=Dropout(dropout, seed),
     )
-    return grad_hidden, grad_weights.to(weights.dtype), grads
+    return grad_hidden, grad_weights.to(weights.dtype), turned(found, factors, grads) if grads else grads
 
 
 @experts_backward.register_fake
@@ -182,7 +182,8 @@ def _(
     dropout: float,
     seed: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in lora] if learns else []
+    orders = [torch.preserve_format if experts_innermost(tensor) else torch.contiguous_format for tensor in lora]
+    grads = [torch.empty_like(t, memory_format=order) for t, order in zip(lora, orders, strict=True)] if learns else []
     return torch.empty_like(hidden, memory_format=torch.contiguous_format), torch.empty_like(weights), grads
 
 
@@ -190,11 +191,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     hidden, ids, weights, lora, store, roles, scales, _, dropout, seed = inputs
     ctx.save_for_backward(hidden, ids, weights, output[1], *lora)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros as large as what is kept would be made for it
     ctx.store, ctx.roles, ctx.scales, ctx.dropout, ctx.seed = store, roles, scales, dropout, seed
-    ctx.learns = any(tensor.requires_grad for tensor in lora)
+    ctx.factors, ctx.learns = len(lora), any(tensor.requires_grad for tensor in lora)
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 6
     hidden, ids, weights, keep, *lora = ctx.saved_tensors
     given = (ctx.store, ctx.roles, ctx.scales, ctx.learns, ctx.dropout, ctx.seed)
     grad_hidden, grad_weights, grads = experts_backward(grad_out, hidden, ids, weights, keep, lora, *given)

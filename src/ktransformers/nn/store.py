@@ -239,6 +239,10 @@ class ExpertStore:
         self._experts.decode(matrix, expert, out)
         return out
 
+    def transpose(self, source: Tensor, target: Tensor) -> None:
+        """`[n, m]` into `[m, n]`, both dense and of one dtype, by the threads of these experts."""
+        self._experts.transpose(source, target)
+
     def memory(self) -> dict[str, Tensor]:
         """The packed bytes, "gate_up" and "down", and the biases where there are any ("gate_up_bias", "down_bias").
 

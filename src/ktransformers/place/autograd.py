@@ -67,11 +67,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     hidden, ids, weights, lora, store, roles, scales, _, dropout, seed = inputs
     ctx.save_for_backward(hidden, ids, weights, *output[1:], *lora)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros as large as what is kept would be made for it
     ctx.placed, ctx.roles, ctx.scales, ctx.dropout = _placed(store), roles, scales, Dropout(dropout, seed)
-    ctx.learns = any(tensor.requires_grad for tensor in lora)
+    ctx.factors, ctx.learns = len(lora), any(tensor.requires_grad for tensor in lora)
 
 
-def _backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 6
     hidden, ids, weights, *rest = ctx.saved_tensors
     kept, lora = Kept(*rest[:4]), rest[4:]
     batch = Batch(hidden.detach(), ids, weights.detach(), _factors(lora, ctx.roles, ctx.scales), ctx.dropout)

@@ -12,12 +12,16 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ktransformers import system
 from ktransformers.files import write_json
 from ktransformers.place.machine import Cpu, Gpu, Machine, gpu_rows
+
+if TYPE_CHECKING:
+    from ktransformers import _core
 
 VERSION = 1  # of what is measured; older files are measured anew
 SECONDS = 0.2  # of one bare loop
@@ -51,8 +55,7 @@ def calibrate(*, anew: bool = False) -> Rates:
     from ktransformers import _core
 
     machine, pool = _core.machine(), _core.Pool()
-    isa = _core.isa()
-    file = cache_file(f"{machine['cpu']} {machine['cpus']} {machine['l2']} {isa} {pool.threads}")
+    isa, file = _core.isa(), _file_of(pool)
     if not anew and (found := _read(file)) is not None:
         return found
     tile, read = pool.rate("panels", SECONDS), pool.rate("read", SECONDS)
@@ -72,6 +75,26 @@ def calibrate(*, anew: bool = False) -> Rates:
     )
     _write(file, rates)
     return rates
+
+
+def _file_of(pool: _core.Pool) -> Path:
+    from ktransformers import _core
+
+    machine = _core.machine()
+    return cache_file(f"{machine['cpu']} {machine['cpus']} {machine['l2']} {_core.isa()} {pool.threads}")
+
+
+def raise_roofs() -> Rates:
+    """The bare loops once more, half a second; what is faster than before is kept. For who has seen a layer run faster
+    than they did: they were measured while others used the machine. Shares stay, as the layer was slowed with them."""
+    from ktransformers import _core
+
+    before, pool = calibrate(), _core.Pool()
+    tile, read = (max(pool.rate(loop, SECONDS) for _ in range(2)) for loop in ("panels", "read"))
+    found = replace(before, tile_flops=max(tile, before.tile_flops), read_bytes=max(read, before.read_bytes))
+    if found != before:
+        _write(_file_of(pool), found)
+    return found
 
 
 def _read(file: Path) -> Rates | None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed
+from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed, turned
 from ktransformers.nn.store import ExpertStore, default_pool
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.gpu.factors import to_host
@@ -38,6 +38,7 @@ Result = TypeVar("Result")
 SETTLE = 0.2  # weight of the newest measurement in the correction of the CPU's costs
 MOST = 3.0  # the correction, or one over it
 WORTH = 1e-3  # seconds that a share of the CPU must be expected to take to tell something about its costs
+FEW = 4  # tokens: fetching an expert for less than a row takes longer than computing it here
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 
 
@@ -121,6 +122,12 @@ class Engine:
             costs, cpu_expert=costs.cpu_expert * alone, cpu_row=costs.cpu_row * alone, crowding=scale / alone
         )
 
+    def _few(self, layer: Layer, batch: Batch) -> bool:
+        """So few tokens, and nothing of the layer on the GPU, that the CPU has them all without a thought."""
+        if self.policy == "stream" or batch.ids.shape[0] > FEW:
+            return False
+        return not self._resident(layer.packed.index) and not self.slots.present(layer.packed.index)
+
     def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock:
@@ -128,12 +135,19 @@ class Engine:
 
     def _forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         phase = phase_of("forward")
-        routes = start_down((batch.ids,))
-        rows = start_down((batch.hidden, batch.weights)) if self.policy != "stream" else None
+        few = self._few(layer, batch)
+        routes = start_down((batch.ids, batch.hidden, batch.weights) if few else (batch.ids,))
+        rows = routes if few else None
+        if not few and self.policy != "stream":
+            rows = start_down((batch.hidden, batch.weights))
         ids = routes.finish()[0]
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
-        found = layer.last[phase.name] = self.decide(layer, counts, ids.shape[0], phase, batch.factors)
+        if few:
+            found = Split((), (), tuple(np.flatnonzero(counts).tolist()), 0.0, 0.0)
+        else:
+            found = self.decide(layer, counts, ids.shape[0], phase, batch.factors)
+        layer.last[phase.name] = found
         keep = layer.store.new_keep(*ids.shape) if retain and rows is not None else ids.new_empty(0, dtype=torch.uint8)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         gpu = found.there + found.streamed
@@ -150,7 +164,7 @@ class Engine:
             result = start_up((share(),), self.device).finish()[0]
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
-        host = rows.finish()[0] if rows is not None and retain else batch.hidden.new_empty(0, device="cpu")
+        host = rows.finish()[-2] if rows is not None and retain else batch.hidden.new_empty(0, device="cpu")
         return result, Kept(ids, host, keep, cpu)
 
     def backward(
@@ -190,6 +204,8 @@ class Engine:
             for there, here in zip(laid, grads, strict=False):
                 there.add_(here.to(self.device, non_blocking=True))
             grads = to_host(laid)
+        elif grads and batch.factors is not None:
+            grads = turned(layer.store, batch.factors, grads)
         elif wanted and not grads and batch.factors is not None:  # nobody was asked for
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         if grad_hidden is None or grad_weights is None:
@@ -201,7 +217,7 @@ class Engine:
     def _cpu_forward(
         self, layer: Layer, batch: Batch, rows: Descent, ids: Tensor, found: Split, cpu: Tensor, keep: Tensor
     ) -> Callable[[], Tensor]:
-        hidden, weights = rows.finish()
+        hidden, weights = rows.finish()[-2:]
         out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.device.type == "cuda")
 
         def work() -> Tensor:

@@ -39,7 +39,7 @@ from ktransformers.place.wish import DEFAULT, POLICIES
 
 _log = log.logger(__name__)
 NOMINAL = Costs(*[1e-6] * 9)  # of policies that do not ask
-LAYERS = 2  # whose experts there is room for
+LAYERS = 1.25  # whose experts there is room for: one at work, the next arriving in what it leaves
 SHARE = 0.25  # of the GPU's free memory that the room may take
 
 
@@ -292,13 +292,14 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def device_of(model: nn.Module, name: str) -> torch.device | None:
-    """The GPU that a layer of experts gets its hidden states from: where its nearest relatives are."""
+    """The GPU that a layer of experts gets its hidden states from: where its nearest relatives are, the router first.
+    None: they are on the CPU."""
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
-        module = model.get_submodule(".".join(parts[:end]))
-        found = next((p.device for p in module.parameters() if p.device.type == "cuda"), None)
-        if found is not None:
-            return found
+        module, below = model.get_submodule(".".join(parts[:end])), f"{parts[end]}."
+        for word, parameter in module.named_parameters():
+            if not word.startswith(below):
+                return parameter.device if parameter.device.type == "cuda" else None
     return None
 
 

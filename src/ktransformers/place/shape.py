@@ -14,12 +14,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktransformers.checkpoint.packed import is_packed, read_manifest
 from ktransformers.errors import InputError
 
+if TYPE_CHECKING:
+    from ktransformers.checkpoint import ExpertTensors, Shards
+
 ATTENTION = ("self_attn", "linear_attn", "attn", "attention", "self_attention", "mixer")
+WEIGHTS = ("weight", "qweight", "weight_packed")
+FLOATS = ("BF16", "F16", "F32", "F64")
+# Endings of tensors that lie beside the codes of a matrix.
+BESIDE = {
+    "weight_scale_inv",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_shape",
+    "weight_zero_point",
+}
+BESIDE |= {"scale", "scales", "qzeros", "g_idx", "input_scale", "input_global_scale"}
+CODES = {"qweight": "gptq", "blocks": "mxfp4", "weight_global_scale": "nvfp4", "weight_packed": "int4"}  # by ending
 
 
 @dataclass(frozen=True)
@@ -252,9 +268,45 @@ def _beyond(name: str, layers: int) -> bool:
     return "mtp" in parts or (at < len(parts) and parts[at].isdigit() and int(parts[at]) >= layers)
 
 
+def _stood_for(shards: Shards, name: str) -> tuple[int, ...] | None:
+    """[N, K] of the matrix whose codes a tensor holds, several to a word; None: scales and the like, beside one."""
+    stem, _, ending = name.rpartition(".")
+    size = shards.shape(name)
+    if ending == "qweight":  # GPTQ: eight to a word, transposed
+        return size[1], 8 * size[0]
+    dtype = shards.dtype(name)
+    if ending == "weight_packed" or (ending == "weight" and dtype == "U8" and len(size) == 2):
+        return size[0], size[1] * (8 if dtype == "I32" else 2)
+    beside = ending in BESIDE and any(f"{stem}.{word}" in shards for word in ("weight", "qweight", "weight_packed"))
+    return None if beside else size
+
+
+def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> dict[str, Any]:
+    """Sizes and format of one layer. Down has H I numbers for each expert in every layout; where a tensor holds codes
+    of fewer bits than a byte, only config.json says how many that are."""
+    roles = tensors.fused or tensors.single[min(tensors.single)]
+    downs = {
+        role.removeprefix("down").removeprefix("_"): name for role, name in roles.items() if role.startswith("down")
+    }
+    count = len(tensors.single)
+    if tensors.fused:
+        count = shards.shape(next(iter(downs.values())))[0] if downs else shape.experts
+    found: dict[str, Any] = {"experts": count, "gated": any(role.startswith("gate") for role in roles)}
+    if "" not in downs:
+        kinds = [kind for ending, kind in CODES.items() if ending in downs]
+        return found | ({"stored": kinds[0]} if kinds else {})
+    inner = math.prod(shards.shape(downs[""])) // shape.hidden // (count if tensors.fused else 1)
+    dtype = shards.dtype(downs[""])
+    if dtype in FLOATS:
+        return found | {"intermediate": inner, "stored": "bf16"}
+    if dtype.startswith("F8"):
+        return found | {"intermediate": inner, "stored": "mxfp8" if shape.stored == "mxfp8" else "fp8"}
+    return found | {"stored": "int8" if inner == shape.intermediate else "mxfp4"}  # two of four bits to a byte
+
+
 def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
     """What the headers say in place of formulas. Layers beyond the model's own count on disk only."""
-    from ktransformers.checkpoint import ExpertTensors, Shards, find_experts
+    from ktransformers.checkpoint import Shards, find_experts
 
     shards = Shards.of_directory(folder)
     found = find_experts(shards.names)
@@ -263,30 +315,24 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
         for tensors in found
         for name in (*tensors.fused.values(), *(name for roles in tensors.single.values() for name in roles.values()))
     }
-
-    def sizes(tensors: ExpertTensors) -> dict[str, Any]:
-        """Down has H I numbers for each expert in every layout."""
-        roles = tensors.fused or tensors.single[min(tensors.single)]
-        down = math.prod(shards.shape(roles["down"])) if "down" in roles else 0
-        count = shards.shape(roles["down"])[0] if tensors.fused and down else len(tensors.single)
-        inner = down // shape.hidden // (count if tensors.fused else 1)
-        return {"experts": count, "intermediate": inner, "gated": "gate" in roles or "gate_up" in roles}
-
     own = [tensors for tensors in found if not _beyond(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
     rest, linears, embedding = 0, [], 0
     for name in shards.names:
-        if name in expert_names or _beyond(name, shape.layers) or name.endswith("_scale_inv"):
+        if name in expert_names or _beyond(name, shape.layers):
             continue
-        parts, size = name.split("."), shards.shape(name)
+        size = _stood_for(shards, name)
+        if size is None:
+            continue
+        parts = name.split(".")
         if "embed_tokens" in parts:
             embedding = math.prod(size)
         elif "lm_head" not in parts:
             rest += math.prod(size)
-            if len(size) == 2 and parts[-1] == "weight" and any(word in parts for word in ATTENTION):
+            if len(size) == 2 and parts[-1] in WEIGHTS and any(word in parts for word in ATTENTION):
                 linears.append(Linear(size[1], size[0]))
-    counts = sizes(own[0]) | {"expert_layers": len(own)}
+    counts = _experts_of(shards, own[0], shape) | {"expert_layers": len(own)}
     files = {shards.file(name) for name in shards.names}
     shards.release()
     return counts | {

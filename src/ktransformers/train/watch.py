@@ -27,7 +27,8 @@ from ktransformers.errors import KTError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.adapter import expert_adapters
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.calibrate import this_machine
+from ktransformers.nn.operator import is_placed
+from ktransformers.place.calibrate import raise_roofs, this_machine
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,10 @@ class Roof:
         touched = 1 - (1 - top_k / store.num_experts) ** tokens  # share of them, where routes are uniform
         return max(2 * tokens * top_k * numbers / self.flops, touched * store.packed_bytes / self.read)
 
+    def raised(self, share: float) -> Roof:
+        """Of this one more than all was reached: what was reached is possible."""
+        return Roof(self.flops * share, self.read * share)
+
 
 def this_roof() -> Roof | None:
     """By the planner's measurement, which was made once on this machine; None where it could not be."""
@@ -193,8 +198,9 @@ class ExpertClock:
         return (hidden, ids, *rest)
 
     def _best(self, module: nn.Module, ids: Tensor) -> float:
-        store = getattr(module, "kt_store", None)  # a layer that was never called is packed by its first call
-        if self.roof is None or store is None:
+        """0 where no roof is known: before a layer's first call, which packs it, and for what a GPU computes."""
+        store = getattr(module, "kt_store", None)
+        if self.roof is None or store is None or is_placed(store):
             return 0.0
         return self.roof.seconds(store, ids.shape[:-1].numel(), ids.shape[-1])
 
@@ -240,6 +246,7 @@ class Journal(TrainerCallback):
     begun: float = 0.0
     first_step: int = 0
     _last: tuple[float, ...] = field(default=(0.0,) * 4, init=False)  # time, tokens, seconds of experts, at the roof
+    _raised: bool = field(default=False, init=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.clock.roof is None:
@@ -272,7 +279,7 @@ class Journal(TrainerCallback):
         training = "loss" in logs
         rate = (tokens - self._last[1]) / since if training and self._last[1] else None
         share = (expert - self._last[2]) / since if training else None
-        roof = (best - self._last[3]) / max(expert - self._last[2], 1e-9) if training and self.clock.roof else None
+        roof = self._roof_share(expert - self._last[2], best - self._last[3]) if training else None
         if training:
             self._last = (now, tokens, expert, best)
         elapsed = now - self.begun
@@ -296,6 +303,22 @@ class Journal(TrainerCallback):
             roof,
         )
         self.report(Progress(*progress))
+
+    def _roof_share(self, taken: float, best: float) -> float | None:
+        """None: nothing was computed that the roof is of. Where more than all of it is reached it was measured on a
+        busy machine: it is measured once more, and after that goes by what is seen."""
+        roof = self.clock.roof
+        if roof is None or best <= 0:
+            return None
+        share = best / max(taken, 1e-9)
+        if share <= 1:
+            return share
+        if self._raised:
+            self.clock.roof = roof.raised(share)
+        else:
+            self._raised, rates = True, raise_roofs()
+            self.clock.roof = Roof(max(roof.flops, rates.tile_flops), max(roof.read, rates.read_bytes))
+        return 1.0
 
     def _write(
         self, state: Any, values: dict[str, float], elapsed: float, remaining: float, rate: float | None

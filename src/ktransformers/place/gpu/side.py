@@ -27,8 +27,9 @@ from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
 from ktransformers.place.gpu.steps import Thinning
 
-GROUP_BYTES = 640 << 20  # of bf16 weights that are decoded at a time
-GROUP_ROWS = 16384  # closes a group: the rows' intermediates are 20 kB each in Qwen3-30B's sizes
+GROUP_BYTES = 640 << 20  # of bf16 weights that are decoded at a time; a whole layer's
+ROOM_BYTES = 2 << 30  # where these, with the packed bytes in the slots, hold it
+GROUP_ROWS = 16384  # closes a group, with two more for each token: intermediates of a row are 20 to 40 kB
 AHEAD = 2  # groups whose copies are queued before the first of them is multiplied
 
 
@@ -70,22 +71,28 @@ class Side:
         self._buffers: dict[tuple[int, ...], Tensor] = {}
         self._finished: torch.cuda.Event | None = None
 
-    def _groups(self, layer: Packed, experts: Sequence[int], counts: NDArray[np.int64]) -> list[Group]:
-        """Residents first, then what is here, then what has to come."""
+    def _bulk(self, geometry: Geometry) -> int:
+        """Experts that are decoded at a time: Python's time goes by groups, memory by experts."""
+        whole = geometry.experts * geometry.decoded_bytes
+        return max(1, (whole if self.slots.bytes + whole <= ROOM_BYTES else GROUP_BYTES) // geometry.decoded_bytes)
+
+    def _groups(self, layer: Packed, experts: Sequence[int], counts: NDArray[np.int64], tokens: int) -> list[Group]:
+        """Residents first, then what is here, then what has to come: in two groups at least, so that the first is
+        multiplied while the second arrives."""
         rooms = self.residents.get(layer.index)
         resident = rooms.present(layer.index) if rooms is not None else frozenset()
         here = self.slots.present(layer.index) - resident
-        bulk = max(1, GROUP_BYTES // layer.geometry.decoded_bytes)
-        parts: list[tuple[list[int], Slots]] = [
-            ([e for e in experts if e not in resident and e in here], self.slots),
-            (sorted(e for e in experts if e not in resident and e not in here), self.slots),
-        ]
+        bulk = self._bulk(layer.geometry)
+        coming = sorted(e for e in experts if e not in resident and e not in here)
+        there = [e for e in experts if e not in resident and e in here]
+        fits = len(there) + len(coming) <= self.slots.count
+        most = bulk if fits else max(1, min(bulk, self.slots.count // (AHEAD + 1)))
+        parts = [(there, self.slots, most), (coming, self.slots, min(most, max(1, -(-len(coming) // 2))))]
         if rooms is not None:
-            parts.insert(0, ([e for e in experts if e in resident], rooms))
-        groups, begin = [], 0
-        for wanted, room in parts:
-            most = bulk if room is not self.slots else max(1, min(bulk, room.count // (AHEAD + 1)))
-            for part in cut(wanted, counts, most):
+            parts.insert(0, ([e for e in experts if e in resident], rooms, bulk))
+        groups, begin, rows = [], 0, GROUP_ROWS + 2 * tokens
+        for wanted, room, most in parts:
+            for part in cut(wanted, counts, most, rows):
                 ends = np.cumsum(counts[part])
                 groups.append(Group(tuple(part), begin, tuple(ends.tolist()), room))
                 begin += int(ends[-1])
@@ -112,7 +119,7 @@ class Side:
 
     def _decoded(self, layer: Packed, group: Group, slots: Sequence[int], experts: Tensor) -> Decoded:
         geometry, count = layer.geometry, len(group.experts)
-        bulk = max(1, GROUP_BYTES // geometry.decoded_bytes)
+        bulk = self._bulk(geometry)
         first = self._buffer(count, geometry.first.out_rows, geometry.hidden, bulk)
         down = self._buffer(count, geometry.hidden, geometry.intermediate, bulk)
         group.room.await_ready(slots)
@@ -168,7 +175,7 @@ class Side:
         """float32 [T, H]."""
         self._open()
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
-        groups = self._groups(layer, experts, counts)
+        groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
             compute.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
         self._close()
@@ -187,7 +194,7 @@ class Side:
         self._open()
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
-        groups = self._groups(layer, experts, counts)
+        groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         numbers = self._numbers(layer, groups)
         gradients = Gradients(batch.factors)
         for rows, weights, lora, thin, places in self._walk(layer, batch, groups, numbers):
@@ -210,14 +217,14 @@ class Side:
             self._finished = torch.cuda.current_stream(self.device).record_event()
 
 
-def cut(experts: Sequence[int], counts: NDArray[np.int64], most: int) -> Iterator[list[int]]:
+def cut(experts: Sequence[int], counts: NDArray[np.int64], most: int, enough: int) -> Iterator[list[int]]:
     """Pieces of at most so many experts, closed when they have rows enough."""
     piece: list[int] = []
     rows = 0
     for expert in experts:
         piece.append(expert)
         rows += int(counts[expert])
-        if len(piece) == most or rows >= GROUP_ROWS:
+        if len(piece) == most or rows >= enough:
             yield piece
             piece, rows = [], 0
     if piece:

@@ -1,0 +1,209 @@
+"""Layers over several devices: runs by plan, KTransformers' rules in place of it, and a model that runs so. The second
+device is the GPU where there is one; without one, the same walk with everything on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ktransformers.errors import InputError
+from ktransformers.nn.contract import expert_modules
+from ktransformers.place import attach
+from ktransformers.place.placement import device_of
+from ktransformers.place.rules import devices_of, first_rules, homes_by, read_rules
+from ktransformers.place.spread import Homes, find_stack, scatter, spread
+from tests.place.test_residents import tiny
+
+# KTransformers' guide, "Multi-GPU", for six layers instead of sixty.
+GUIDE = r"""
+- match:
+    name: "^model\\.layers\\.(0|1|2)\\.mlp\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs:
+      generate_device: "cpu"
+      generate_op: "KExpertsCPU"
+      out_device: "cuda:0"
+  recursive: False
+- match:
+    name: "^model\\.layers\\.([345])\\.mlp\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs:
+      generate_device: "cpu"
+      generate_op: "KExpertsCPU"
+      out_device: "cuda:1"
+  recursive: False
+- match:
+    name: "^model$"
+  replace:
+    class: "ktransformers.operators.models.KDeepseekV2Model"
+    kwargs:
+      transfer_map:
+        3: "cuda:1"
+- match:
+    name: "^model\\.layers\\.(?!.*self_attn).*$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs:
+      generate_device: "cuda"
+      generate_op: "QuantizedLinearMarlin"
+- match:
+    name: "^model.embed_tokens"
+  replace:
+    class: "default"
+    kwargs:
+      generate_device: "cpu"
+"""
+
+
+def skeleton(layers: int = 6, **more: Any) -> torch.nn.Module:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=64,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        **more,
+    )
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def rules(tmp_path: Path, text: str) -> Any:
+    file = tmp_path / "rules.yaml"
+    file.write_text(text)
+    return read_rules(file)
+
+
+def test_runs() -> None:
+    assert spread(5, ["a", "b"]) == ["a", "a", "b", "b", "b"]
+    assert spread(3, ["a"]) == ["a"] * 3
+    assert spread(2, ["a", "b", "c"]) == ["b", "c"]
+    stack = find_stack(skeleton(mlp_only_layers=[0]))
+    assert (stack.name, stack.count) == ("model.layers", 6)
+    assert stack.number_of("model.layers.12.mlp") == 12 and stack.number_of("model.norm") is None
+
+
+def test_the_guides_rules(tmp_path: Path) -> None:
+    found = rules(tmp_path, GUIDE)
+    homes = homes_by(skeleton(), found, ["cuda:0"])
+    assert homes.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
+    assert (homes.embedding, homes.head, homes.several) == ("cpu", "cuda:0", True)
+    assert homes.experts == {f"model.layers.{at}.mlp.experts": "cpu" for at in range(6)}
+    assert devices_of(found) == {"cuda:0", "cuda:1"}
+
+
+def test_the_first_match_wins(tmp_path: Path) -> None:
+    """And a rule that is not recursive closes what is below it; a class is matched by its last word."""
+    text = r"""
+- {match: {name: "layers\\.1\\.self_attn$"}, replace: {kwargs: {generate_device: "cuda:1"}}, recursive: false}
+- {match: {class: torch.nn.Linear}, replace: {class: default, kwargs: {generate_device: "cuda:2"}}}
+- {match: {name: "^model\\.layers\\."}, replace: {class: default, kwargs: {generate_device: "cuda:3"}}}
+"""
+    found = first_rules(skeleton(), rules(tmp_path, text))
+    assert found["model.layers.1.self_attn.q_proj"].device == "cuda:1"
+    assert found["model.layers.2.self_attn.q_proj"].device == "cuda:2"
+    assert found["model.layers.2.self_attn"].device == "cuda:3"
+    with pytest.raises(InputError, match="one device for all of a layer"):
+        homes_by(skeleton(), rules(tmp_path, text), ["cuda:0"])
+    whole = r"""
+- match: {name: "layers\\.[45]\\.mlp\\.experts$"}
+  replace: {class: ktransformers.operators.experts.KTransformersExperts, kwargs: {generate_device: cuda}}
+"""
+    homes = homes_by(skeleton(), rules(tmp_path, whole), ["cuda:0", "cuda:1"])
+    assert homes.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
+    assert homes.experts == {f"model.layers.{at}.mlp.experts": "cuda:1" for at in (4, 5)}
+    assert homes.whole == list(homes.experts)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: b", "holds no list"),
+        ("- [", "YAML list"),
+        ("- {match: {}, replace: {class: default}}", "an empty match"),
+        ("- {match: {name: '('}, replace: {class: default}}", "match with name or class"),
+        ("- {match: {name: a, size: 3}, replace: {class: default}}", "match with name or class"),
+        ("- {match: {name: a}, replace: {class: my.Linear}}", "cannot be replaced"),
+        ("- {match: {name: a}, replace: {class: default, kwargs: {generate_device: tpu}}}", "cpu, cuda"),
+        ("- {match: {name: a}, replace: {class: default, kwargs: {transfer_map: {x: 'cuda:1'}}}}", "numbers of layers"),
+    ],
+)
+def test_wrong_rules(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        rules(tmp_path, text)
+    with pytest.raises(InputError, match="YAML list"):
+        read_rules(tmp_path / "absent.yaml")
+
+
+def test_a_scattered_model_computes_the_same() -> None:
+    """On one device: hooks and moves change nothing."""
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model = tiny().eval()
+    with torch.inference_mode():
+        want = model(tokens).logits
+    scatter(model, Homes(("cpu",) * 3, "cpu", "cpu", {}))
+    with torch.inference_mode():
+        assert torch.equal(model(tokens).logits, want)
+    assert not hasattr(model, "hf_device_map")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["stream", "resident"])
+def test_layers_on_two_devices(policy: str) -> None:
+    """The first layer on the CPU, the others and the head on the GPU, the embedding on the CPU: hidden states go from
+    one to the other and back, gradients too; the engine has the layers that are on its device."""
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model = tiny().eval()
+    with torch.inference_mode():
+        want = model(tokens).logits.float()
+    scatter(model, Homes(("cpu", "cuda:0", "cuda:0"), "cpu", "cuda:0", {}))
+    names = list(expert_modules(model))
+    assert [device_of(model, name) for name in names[1:]] == [torch.device("cuda:0")] * 2
+    placement = attach(model, policy=policy)
+    assert placement is not None and placement.names == names[1:] and names[0] in placement.left
+    placement.place_residents(count=4)
+    with torch.inference_mode():
+        got = model(tokens).logits
+    assert got.device == torch.device("cuda:0")
+    assert (got.float().cpu() - want).norm() < 0.02 * want.norm()
+    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    (grad,) = torch.autograd.grad(model(inputs_embeds=embedded).logits.float().logsumexp(-1).sum(), embedded)
+    placement.detach()
+    assert grad.isfinite().all() and grad.any() and grad.device == embedded.device
+
+
+@pytest.mark.gpu
+def test_two_engines_on_one_gpu() -> None:
+    """As two GPUs would have them: each its layers, its room and its residents, statistics in the model's order."""
+    model = tiny().to("cuda:0").eval()
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).to("cuda:0")
+    names = list(expert_modules(model))
+    with torch.inference_mode():
+        want = model(tokens).logits.float()
+        parts = [
+            attach(model, policy="resident", homes={name: "cpu" for name in names if name not in mine})
+            for mine in (names[:1], names[1:])
+        ]
+        for part in parts:
+            assert part is not None
+            part.place_residents(ratio=0.5)
+        got = model(tokens).logits.float()
+        assert (got - want).norm() < 0.02 * want.norm()
+        assert [len(part.layers) for part in parts if part is not None] == [1, 2]
+        for part in parts:
+            assert part is not None
+            part.detach()
