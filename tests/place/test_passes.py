@@ -21,6 +21,7 @@ from ktransformers.place.gpu.several import Shelf
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.passes import ServedStore, ThresholdEngine, select
 from ktransformers.place.placement import geometry_of, new_layer
+from ktransformers.place.record import Recorder
 from tests.place.test_gpu_engine import EVEN, SMALL, TOLERANCE, devices, error, inputs, make_store
 from tests.place.test_residents import tiny
 
@@ -160,6 +161,21 @@ def test_a_whole_model_goes_through_the_engine() -> None:
         assert sum(int(row.sum()) for row in placement.counts()) == 3 * 2 * 16 * 2
         placement.detach()
         assert torch.equal(model(tokens).logits.float(), want)
+
+
+def test_a_recorder_counts_what_an_engine_counts() -> None:
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model, placement = placed_model(0)
+    with torch.inference_mode():
+        recorder = Recorder(model)
+        model(tokens)
+        recorder.close()
+        model(tokens)
+    assert all(
+        np.array_equal(2 * recorder.counts[name], row)
+        for name, row in zip(placement.names, placement.counts(), strict=True)
+    )
+    assert sum(int(row.sum()) for row in recorder.counts.values()) == 3 * 2 * 16 * 2
 
 
 def test_several_adapters_reach_the_engine_from_a_model() -> None:

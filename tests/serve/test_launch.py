@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ import pytest
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.serve.flags import HONOURED, METHODS, SWITCHES, VALUES, Launch, parse
+from ktransformers.place.wish import Wish, read_wish
+from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VALUES, Launch, parse
 from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve
 from ktransformers.serve.training import TrainingLog, Watch
@@ -58,6 +60,33 @@ def test_launch_lines_of_the_guides_parse(line: str) -> None:
         assert found.experts == Path("W")
     if "--kt-expert-lora-path" in words:
         assert found.always == Path("E")
+    wish = read_wish(found.place)
+    if "--kt-enable-dynamic-expert-update" in words:
+        assert (wish.kt_num_gpu_experts, wish.kt_gpu_prefill_token_threshold) == (32, 4096)
+        assert wish.kt_enable_dynamic_expert_update and wish.policy == "resident"
+    if "--kt-max-deferred-experts-per-token" in words:
+        assert wish.kt_max_deferred_experts_per_token == 2
+
+
+def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
+    """The same words, on the line and in a YAML file; the line wins, and nonsense is refused before anything is
+    loaded."""
+    names = {flag.field for flag in PLACEMENT}
+    assert names == {field.name for field in dataclasses.fields(Wish)} - {"kt_expert_update_steps"}
+    keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
+    wish = read_wish(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
+    assert (wish.kt_num_gpu_experts, wish.policy) == (7, "auto")
+    for line, words in (
+        ("--kt-place gpu", "kt_place"),
+        ("--kt-gpu-experts-ratio 1.5", "0 to 1"),
+        ("--kt-expert-placement-strategy hottest", "front-loading"),
+        ("--kt-gpu-prefill-token-threshold 0", "1 or more"),
+        ("--init-expert-location no.pt", "file of statistics"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read_wish(parse(["M", *line.split()]).place)
+    with pytest.raises(InputError, match="gpus"):
+        parse(["M", "--tp", "0"])
 
 
 def test_our_own_lines() -> None:

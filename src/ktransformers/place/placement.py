@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,11 @@ class Placement:
         size: int | Mapping[torch.device, int] = 0,
         strategy: str = "uniform",
         statistics: str | Path | None = None,
+        whole: Collection[str] = (),
     ) -> list[tuple[int, ...]]:
         """Copy experts to the GPU to stay there, in place of those before; the residents of each layer. `size` is in
         bytes, for all engines together or by device. `frequency` counts what was seen so far unless a file of
-        statistics is given."""
+        statistics is given. Layers named in `whole` are resident with all of their experts, whatever the budget."""
         found: dict[int, tuple[int, ...]] = {}
         groups = [[at for at, placed in enumerate(self._placed) if placed.engine is one] for one in self.engines]
         packed = [sum(self.layers[at].packed.geometry.experts for at in group) for group in groups]
@@ -108,6 +109,7 @@ class Placement:
             seen = np.stack([counts[at] for at in group])
             picked = chosen.choose(strategy, total, len(group), sizes.experts, seen)
             found |= dict(zip(group, picked, strict=True))
+            found |= {at: tuple(range(sizes.experts)) for at in group if self.names[at] in whole}
         for at, experts_of in found.items():
             self._settle(self._placed[at], experts_of)
         return [found[at] for at in range(len(self.layers))]

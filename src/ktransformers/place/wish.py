@@ -3,13 +3,15 @@
 `kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both hand the same `Wish` to `place/fulfil.py`. The
 words are those of the launch lines for SGLang with kt-kernel, with their meanings: a number of residents for each
 layer, or a share of all, which wins; a strategy that says which; a number of tokens from which on a batch is streamed
-to the GPU whole. Nothing heavy is imported, because `kt serve --help` reads this module.
+to the GPU whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ktransformers import env
 from ktransformers.errors import InputError
@@ -84,3 +86,28 @@ class Wish:
     def by_bytes(self) -> bool:
         """Neither a count nor a share is given: what is free decides."""
         return self.kt_num_gpu_experts is None and self.kt_gpu_experts_ratio is None
+
+
+def taken_from(found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a wish, taken out of a dictionary; those that say nothing are left out."""
+    given = {field.name: found.pop(field.name, None) for field in fields(Wish)}
+    return {name: value for name, value in given.items() if value is not None and value is not False}
+
+
+def read_wish(*layers: Mapping[str, Any]) -> Wish:
+    """From words of flags or YAML, the first that has a key wins; other keys are not looked at."""
+    from pydantic import TypeAdapter, ValidationError
+
+    given: dict[str, Any] = {}
+    for layer in reversed(layers):
+        flat = {**layer, **(layer.get("kt_config") or {})}
+        given |= taken_from(flat)
+    try:
+        return TypeAdapter(Wish).validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, InputError):
+            raise cause from None
+        name = str(first["loc"][0]) if first["loc"] else "placement"
+        raise InputError(name, repr(first.get("input")), first["msg"].removeprefix("Input should be ")) from error

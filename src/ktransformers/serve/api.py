@@ -119,7 +119,9 @@ class Api:
 
     async def models(self) -> dict[str, Any]:
         registry, room = self.service.registry, self.service.room
-        same = {"object": "model", "owned_by": "ktransformers", "max_model_len": room}
+        same: dict[str, Any] = {"object": "model", "owned_by": "ktransformers", "max_model_len": room}
+        if self.service.approximations:
+            same["approximations"] = self.service.approximations
         base = {"id": registry.served, "created": registry.since, "root": registry.model, "parent": None, **same}
         loaded = [
             {

@@ -27,6 +27,47 @@ class Flag:
     many: bool = False
 
 
+# What `place.wish.Wish` has, by the same words; that module is not read here, because it brings torch.
+PLACEMENT = (
+    Flag(("--kt-place",), "kt_place", "where experts are computed: auto, cpu, stream or resident; default: KT_PLACE"),
+    Flag(("--kt-num-gpu-experts",), "kt_num_gpu_experts", "experts of each layer that stay on the GPU", int),
+    Flag(("--kt-gpu-experts-ratio",), "kt_gpu_experts_ratio", "share of all experts that stay there; wins", float),
+    Flag(
+        ("--kt-expert-placement-strategy",),
+        "kt_expert_placement_strategy",
+        "which ones: uniform, frequency, front-loading or random; default: uniform",
+    ),
+    Flag(
+        ("--init-expert-location",),
+        "init_expert_location",
+        "statistics for frequency: our JSON or safetensors, or kt-kernel's .pt",
+    ),
+    Flag(
+        ("--kt-gpu-prefill-token-threshold",),
+        "kt_gpu_prefill_token_threshold",
+        "batches of so many tokens are streamed to the GPU whole",
+        int,
+    ),
+    Flag(
+        ("--kt-enable-dynamic-expert-update",),
+        "kt_enable_dynamic_expert_update",
+        "after such a batch its busiest experts are the residents",
+        bool,
+    ),
+    Flag(
+        ("--kt-max-deferred-experts-per-token",),
+        "kt_max_deferred_experts_per_token",
+        "experts of a token that may come one layer late, an approximation",
+        int,
+    ),
+    Flag(("--kt-record-experts",), "kt_record_experts", "write counts of routed tokens to this file at the end"),
+    Flag(
+        ("--kt-optimize-rule", "--optimize-config-path", "--optimize_config_path"),
+        "kt_optimize_rule",
+        "placement rules, a YAML file; see docs/place.md",
+    ),
+)
+
 HONOURED = (
     Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
     Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", many=True),
@@ -52,6 +93,13 @@ HONOURED = (
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
     Flag(("--prefault",), "prefault", "bring all pages of a packed directory before the first request", bool),
     Flag(("--lock",), "lock", "the same, and keep them in memory; `ulimit -l` must allow it", bool),
+    *PLACEMENT,
+    Flag(
+        ("--tensor-parallel-size", "--tp-size", "--tp"),
+        "gpus",
+        "GPUs that the layers are spread over; default: 1, or as many as the plan needs",
+        int,
+    ),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even where the plan says that it cannot fit", bool),
 )
@@ -76,26 +124,19 @@ METHODS: dict[str, str | None] = {
 SWITCHES: dict[str, str] = {  # take no value
     "--trust-remote-code": "models are those of transformers, no code is fetched",
     "--enable-mixed-chunk": "prompts and answers always share a batch",
-    "--enable-p2p-check": "there is one GPU at most",
+    "--enable-p2p-check": "GPUs exchange hidden states through torch",
     "--disable-shared-experts-fusion": "shared experts are computed as the model has them",
     "--enable-lora": "adapters are always possible",
-    "--kt-enable-dynamic-expert-update": "experts stay in host memory",
     "--disable-cuda-graph": "no CUDA graphs are used",
     "--disable-radix-cache": "prefixes are kept per slot",
     "--enable-metrics": "/metrics is always there",
-    "--disable-custom-all-reduce": "there is one GPU at most",
+    "--disable-custom-all-reduce": "nothing is reduced over GPUs",
     "--skip-server-warmup": "there is none",
     "--allow-auto-truncate": "prompts that are too long are refused",
-    "--record-kt-gpu-expert-distribution": "experts stay in host memory",
+    "--record-kt-gpu-expert-distribution": "--kt-record-experts writes counts",
 }
 VALUES: dict[str, str] = {  # take one value
-    "--kt-num-gpu-experts": "experts stay in host memory",
-    "--kt-gpu-experts-ratio": "experts stay in host memory",
-    "--kt-max-deferred-experts-per-token": "no expert is deferred: answers are exact",
-    "--kt-gpu-prefill-token-threshold": "experts stay in host memory",
-    "--kt-expert-placement-strategy": "experts stay in host memory",
     "--kt-numa-nodes": "nodes are found by themselves; --kt-threadpool-count limits them",
-    "--init-expert-location": "experts stay in host memory",
     "--attention-backend": "attention is torch's own",
     "--prefill-attention-backend": "attention is torch's own",
     "--decode-attention-backend": "attention is torch's own",
@@ -105,9 +146,6 @@ VALUES: dict[str, str] = {  # take one value
     "--max-loaded-loras": "adapters stay until they are unloaded",
     "--max-lora-rank": "ranks are read from the adapters",
     "--lora-target-modules": "targets are read from the adapters",
-    "--tensor-parallel-size": "there is one GPU at most; the experts use all NUMA nodes",
-    "--tp-size": "there is one GPU at most; the experts use all NUMA nodes",
-    "--tp": "there is one GPU at most; the experts use all NUMA nodes",
     "--max-prefill-tokens": "--chunked-prefill-size says it",
     "--cuda-graph-max-bs": "no CUDA graphs are used",
     "--schedule-policy": "first come, first served",
@@ -150,6 +188,8 @@ class Launch:
     always: Path | None = None
     experts: Path | None = None
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock
+    gpus: int | None = None  # that layers are spread over
+    place: dict[str, Any] = field(default_factory=dict)  # fields of `place.wish.Wish` that the line gives
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # what was accepted and means nothing here
@@ -206,6 +246,8 @@ def parse(words: Sequence[str]) -> Launch:
         raise InputError("lora-paths", ", ".join(names), "every name once")
     for name in ("watch", "chat_template", "always", "experts"):
         found[name] = None if found[name] is None else Path(found[name])
+    asked = {flag.field: found.pop(flag.field) for flag in PLACEMENT}
+    found["place"] = {name: value for name, value in asked.items() if value is not None and value is not False}
     prefault, lock = found.pop("prefault"), found.pop("lock")
     found["pages"] = "lock" if lock else "prefault" if prefault else "lazy"
     return Launch(target=given[0], lora_paths=paths, notes=tuple(notes), **found)
@@ -222,7 +264,7 @@ def _method(word: str | None) -> list[str]:
 
 
 def _check(found: dict[str, Any]) -> None:
-    for name, least in (("running", 1), ("queued", 1), ("tokens", 64), ("context", 2), ("port", 0)):
+    for name, least in (("running", 1), ("queued", 1), ("tokens", 64), ("context", 2), ("port", 0), ("gpus", 1)):
         if found[name] is not None and found[name] < least:
             raise InputError(name, found[name], f"{least} or more")
     if found["chunk"] == -1:

@@ -84,13 +84,17 @@ def device_of(launch: Launch) -> str:
     return launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def open_service(launch: Launch, target: Target, say: Say) -> Any:
+def host_room(launch: Launch, per_token: int) -> int:
+    return int(system.memory().available * min(launch.memory, HOST_SHARE)) // per_token
+
+
+def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = None) -> Any:
     """The service with its engine, not started yet."""
-    import torch
     from transformers import AutoTokenizer
 
     from ktransformers.serve.engine import Engine, Limits
     from ktransformers.serve.forward import open_forward
+    from ktransformers.serve.homes import cache_room, place_experts, spread_model, wants_several, wish_of
     from ktransformers.serve.lora import Places
     from ktransformers.serve.registry import Registry
     from ktransformers.serve.service import Service
@@ -100,14 +104,16 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
-    model = _open_model(launch, target.model, dtype, device, say)
+    wish = wish_of(launch, target)
+    spreads = device != "cpu" and wants_several(wish, launch, plan)
+    model = _open_model(launch, target.model, dtype, "cpu" if spreads else device, say)
+    homes = spread_model(model, wish, launch, plan, say) if spreads else None
     forward = open_forward(model)
     per_token = forward.check()
-    host = device == "cpu"
-    free = system.memory().available if host else torch.cuda.mem_get_info()[0]
-    share = min(launch.memory, HOST_SHARE) if host else launch.memory
+    placed = place_experts(model, wish, homes, say)
     context = launch.context or _longest(model.config)
-    tokens = launch.tokens or max(256, min(int(free * share) // per_token, launch.running * context))
+    room = cache_room(model, launch, per_token) if device != "cpu" else host_room(launch, per_token)
+    tokens = launch.tokens or max(256, min(room, launch.running * context))
     limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
     say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
     engine = Engine(forward, limits)
@@ -116,7 +122,12 @@ def open_service(launch: Launch, target: Target, say: Say) -> Any:
     for name, place in (*target.adapters, *launch.lora_paths):
         made = registry.load(name, place)
         say(f"adapter {served}:{name} from {place}, {made.bytes() / 2**20:.1f} MiB")
-    return Service(engine, registry, tokenizer, timeout=launch.timeout or None, template=template, per_token=per_token)
+    service = Service(
+        engine, registry, tokenizer, timeout=launch.timeout or None, template=template, per_token=per_token
+    )
+    service.approximations = placed.fill(tokens * per_token, plan, say)
+    service.statistics = placed
+    return service
 
 
 def _open_model(launch: Launch, directory: Path, dtype: Any, device: str, say: Say) -> Any:
@@ -178,13 +189,14 @@ def serve(launch: Launch, say: Say, show: Show) -> None:
     from ktransformers.serve.api import create_app
     from ktransformers.serve.training import TrainingLog, Watch
 
-    service = open_service(launch, target, say)
+    service = open_service(launch, target, say, plan)
     watch = Watch(launch.watch, service.registry) if launch.watch else None
     training = TrainingLog(launch.watch) if launch.watch else None
 
     def ended() -> None:  # here, because uvicorn lets a signal end the process when it is done
         if plan is not None:
             say(str(forecast.at_end(plan, service)))
+        service.statistics.record(say)
 
     app = create_app(service, api_key=launch.api_key, training=training, ended=ended)
     config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=PATIENCE)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from ktransformers.adapters.names import place
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import IMPLEMENTATION, is_experts
+from ktransformers.nn.factors import Factors
 from ktransformers.nn.mixed import MixedLora
+from ktransformers.nn.operator import is_placed
 from ktransformers.serve.slots import Owner
 
 
@@ -47,6 +49,7 @@ class Resident:
     linears: Mapping[nn.Module, Linear]
     experts: Mapping[nn.Module, _core.Adapter]
     matrices: int = 0  # that have factors: each linear layer, and gate, up and down of each layer of experts
+    factors: Mapping[nn.Module, Factors] = field(default_factory=dict)  # of experts that a GPU may compute
 
     @property
     def owner(self) -> Owner:
@@ -86,11 +89,13 @@ def expert_shares(shares: Sequence[Share], rows: int) -> dict[nn.Module, MixedLo
         present = tuple(module in share.adapter.experts for share in shares)
         if present not in known:
             known[present] = torch.full((rows,), -1, dtype=torch.int32)
-            here = [share for share, has in zip(shares, present, strict=True) if has]
-            for index, share in enumerate(here):
+            asking = [share for share, has in zip(shares, present, strict=True) if has]
+            for index, share in enumerate(asking):
                 known[present][share.first : share.last] = index
-        adapters = [share.adapter.experts[module] for share in shares if module in share.adapter.experts]
-        layers[module] = MixedLora(known[present], adapters)
+        here = [share.adapter for share in shares if module in share.adapter.experts]
+        factors = [one.factors[module] for one in here if module in one.factors]
+        adapters = [one.experts[module] for one in here]
+        layers[module] = MixedLora(known[present], adapters, factors if len(factors) == len(adapters) else ())
     return layers
 
 
@@ -120,11 +125,15 @@ class Places:
         linears = {self._linear(source, one.name): one for one in adapter.modules}
         experts = {self._layer(source, one.root): one for one in adapter.experts}
         bound = {module: self._factors(source, one.name, module, one.read()) for module, one in linears.items()}
-        packed = {
-            module: _packed(f"{source}: {one.root}.experts", module, one.read()) for module, one in experts.items()
-        }
+        packed: dict[nn.Module, _core.Adapter] = {}
+        factors: dict[nn.Module, Factors] = {}
+        for module, one in experts.items():
+            pairs = one.read()
+            packed[module] = _packed(f"{source}: {one.root}.experts", module, pairs)
+            if _may_move(module):
+                factors[module] = _factors(pairs)
         matrices = len(bound) + sum(len(one.forms) for one in experts.values())
-        return Resident(name, version, source, bound, packed, matrices)
+        return Resident(name, version, source, bound, packed, matrices, factors)
 
     def _linear(self, source: str, name: str) -> nn.Module:
         module = self._linears.get(place(name))
@@ -144,13 +153,31 @@ class Places:
         if (pair.a.shape[1], pair.b.shape[0]) != (linear.in_features, linear.out_features):
             given = f"{pair.b.shape[0]} by {pair.a.shape[1]}"
             raise InputError(f"{source}: {name}", given, f"{linear.out_features} by {linear.in_features}")
-        a, b = (tensor.to(self.device, torch.float32).contiguous() for tensor in (pair.a, pair.b))
+        a, b = (tensor.to(linear.weight.device, torch.float32).contiguous() for tensor in (pair.a, pair.b))
         return Linear(a, b, pair.scaling)
 
 
 def _ours(module: Any) -> bool:
     """Computed from a store; a store beside experts that transformers computes itself would never see an adapter."""
     return module.config._experts_implementation == IMPLEMENTATION and hasattr(module, "kt_store")
+
+
+def _may_move(module: Any) -> bool:
+    """An engine may compute this layer somewhere else than on the CPU."""
+    return is_placed(module.kt_store)
+
+
+def _factors(pairs: Mapping[str, Pair]) -> Factors:
+    """As a GPU takes them, in its precision; gate and up keep a shared A once."""
+    found: dict[str, Tensor] = {}
+    gate, up = pairs.get("gate"), pairs.get("up")
+    shared = gate is not None and up is not None and gate.a is up.a
+    for role, pair in pairs.items():
+        if not (role == "up" and shared):
+            found[f"{role}_a"] = pair.a.to(torch.bfloat16)
+        found[f"{role}_b"] = pair.b.to(torch.bfloat16)
+    scales = [pairs[role].scaling if role in pairs else 1.0 for role in ("gate", "up", "down")]
+    return Factors(tuple(found), tuple(found.values()), (scales[0], scales[1], scales[2]))
 
 
 def _packed(what: str, module: nn.Module, pairs: Mapping[str, Pair]) -> _core.Adapter:

@@ -91,6 +91,8 @@ class Service:
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self._template = template or None
         self.per_token = per_token  # bytes of keys and values
+        self.approximations: dict[str, int] = {}  # by which answers differ from the model's
+        self.statistics: Any = None  # of routed tokens, where they are recorded
 
     @property
     def room(self) -> int:

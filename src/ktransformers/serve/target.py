@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Target:
     model: Path
     adapters: tuple[tuple[str, str], ...] = ()
     name: str = ""  # what to call the base
+    keys: Mapping[str, Any] = field(default_factory=dict)  # of the YAML file, where it is one
 
 
 def resolve(given: str) -> Target:
@@ -103,7 +105,8 @@ def _of_yaml(path: Path) -> Target:
         places = [str(output)]
     if not places and keys.get("do_train"):
         raise InputError(f"{path}: output_dir", output, "a finished training", f"run `kt train {path}` first")
-    return Target(locate(str(base)), tuple((_short(Path(place).name), place) for place in places), _name(str(base)))
+    adapters = tuple((_short(Path(place).name), place) for place in places)
+    return Target(locate(str(base)), adapters, _name(str(base)), keys)
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,41 @@
+"""Counts of routed tokens of a model that has no engine: a hook at every layer of experts, for statistics that another
+start, or another machine, places residents by. With an engine its own counts are the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ktransformers.nn.contract import expert_modules
+from ktransformers.place.residents import Row, save_counts
+
+
+class Recorder:
+    def __init__(self, model: nn.Module) -> None:
+        self.counts: dict[str, Row] = {}
+        self._handles = []
+        for name, module in expert_modules(model).items():
+            self._handles.append(module.register_forward_pre_hook(self._counting(name, _experts(module))))
+
+    def _counting(self, name: str, experts: int) -> Any:
+        self.counts[name] = np.zeros(experts, np.int64)
+
+        def count(module: nn.Module, args: tuple[Any, ...]) -> None:
+            ids = args[1].detach().cpu().numpy().reshape(-1)
+            self.counts[name] += np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts)
+
+        return count
+
+    def save_statistics(self, path: str | Path) -> None:
+        save_counts(Path(path), list(self.counts), list(self.counts.values()))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _experts(module: Any) -> int:
+    return int(module.kt_contract.shape.num_experts if hasattr(module, "kt_contract") else module.num_experts)
