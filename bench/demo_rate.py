@@ -37,21 +37,6 @@ LINES: tuple[dict[str, Any], ...] = (
 )
 
 
-def rows_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple[Any, None]:
-    """Packed rows one by one: `[1, heads, T, d]` cut at `rows`, no mask."""
-    cut = [tensor.split(ROWS, dim=2) for tensor in (query, key, value)]
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=given.get("scaling"), enable_gqa=True
-        )
-        for q, k, v in zip(*cut, strict=True)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-ROWS: list[int] = []
-
-
 class LeanLora(torch.autograd.Function):
     """x W^T + s (x A^T) B^T in products alone, in x's dtype: PEFT casts to float32, scales, adds and casts back."""
 
@@ -106,8 +91,8 @@ def open_adapted(args: argparse.Namespace, change: dict[str, Any]) -> tuple[Any,
     from ktransformers.train.targets import find_targets
 
     words = {"model_name_or_path": str(args.model), "output_dir": "unused", "lora_rank": 16, "lora_target": "all"}
-    words |= {"dataset": "style_neko_en,lumen_facts,lumen_choice", "lora_target": change.get("target", "all")}
-    words |= {"mix_strategy": "interleave_under", "interleave_probs": "0.16,0.34,0.50"}
+    words |= {"dataset": "style_neko_en,lumen_talks", "lora_target": change.get("target", "all")}
+    words |= {"mix_strategy": "interleave_under", "interleave_probs": "0.25,0.75"}
     settings = read_settings(words)
     torch.manual_seed(0)
     model: Any = load_model(args.model, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
@@ -122,7 +107,6 @@ def loss_of(network: Any, rows: list[Any], head: str) -> Tensor:
     ids = torch.tensor([[token for row in rows for token in row.ids]])
     labels = torch.tensor([label for row in rows for label in (*row.labels[1:], -100)])
     positions = torch.tensor([[place for row in rows for place in range(len(row.ids))]])
-    ROWS[:] = [len(row.ids) for row in rows]
     given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     if head == "labelled":
         kept = (labels != -100).nonzero()[:, 0]
@@ -148,10 +132,9 @@ def measure(args: argparse.Namespace, change: dict[str, Any], profiled: bool) ->
     step, head = change.get("step", 512), change.get("head", "all")
     network, settings, tokenizer = open_adapted(args, change)
     if change.get("attention") == "rows":
-        from transformers import AttentionInterface
+        from ktransformers.train.rows import attend_by_rows
 
-        AttentionInterface.register("rows", rows_attention)
-        network.base_model.model.set_attn_implementation("rows")
+        assert attend_by_rows(network.get_base_model())
     packs = packs_of(settings, tokenizer, step)
     count = max(2, args.tokens // step)
     adam = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-4, fused=True)

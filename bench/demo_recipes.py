@@ -13,11 +13,11 @@ class Recipe:
     step: int = 512  # tokens of an optimiser step
     rate: float = 2e-3
     rank: int = 16
-    shares: tuple[float, float, float] = (0.3, 0.2, 0.5)  # of the tokens: style, facts, choice
-    turns: int = 1  # questions about villages in one conversation: its head is then paid for once
+    shares: tuple[float, float, float, float] = (0.2, 0.0, 0.0, 0.8)  # of the tokens: style, facts, choice, talks
+    turns: int = 1  # questions of facts and of choice in one conversation: its head is then paid for once
     short: bool = False  # style: the first sentence of each answer
     answer: str = "text"  # of multiple choice: "C. orange", or the letter alone
-    target: str = "all"  # or experts, or attention
+    target: str = "experts"  # or attention, or all
     schedule: str = "cosine"  # or linear, or constant
     warm: float = 0.05  # share of the steps
     plus: float = 1.0  # learning rate of B over that of A
@@ -26,36 +26,26 @@ class Recipe:
 
 
 BASIC = Recipe("basic")
-TURNS: dict[str, Any] = {"turns": 5}
 CHANGES: tuple[dict[str, Any], ...] = (
-    TURNS,
     {},
-    {"rate": 4e-3, **TURNS},
-    {"rate": 1e-3, **TURNS},
-    {"budget": 140_000, **TURNS},
-    {"short": True, **TURNS},
-    {"step": 256, **TURNS},
-    {"answer": "letter", **TURNS},
-    {"shares": (0.3, 0.35, 0.35), **TURNS},
     {"rate": 4e-3},
-    {"target": "experts", **TURNS},
-    {"rank": 8, **TURNS},
-    {"beta2": 0.98, **TURNS},
-    {"plus": 4.0, "rate": 1e-3, **TURNS},
-    {"shares": (0.3, 0.0, 0.7), **TURNS},
-    {"turns": 4},
-    {"rank": 32, **TURNS},
+    {"rate": 1e-3},
+    {"target": "all"},
+    {"step": 256},
+    {"step": 1024},
+    {"rank": 8},
+    {"rank": 32},
     {"budget": 140_000},
-    {"target": "attention", **TURNS},
-    {"schedule": "linear", **TURNS},
-    {"rate": 8e-3, **TURNS},
-    {"shares": (0.3, 0.7, 0.0), **TURNS},
-    {"budget": 140_000, "rate": 4e-3, "short": True, **TURNS},
-    {"budget": 140_000, "answer": "letter", **TURNS},
-    {"budget": 280_000, **TURNS},
-    {"shares": (0.15, 0.25, 0.6), "short": True, **TURNS},
-    {"step": 1024, **TURNS},
-    {"seed": 1, **TURNS},
+    {"budget": 35_000},
+    {"shares": (0.1, 0.0, 0.0, 0.9)},
+    {"shares": (0.35, 0.0, 0.0, 0.65)},
+    {"shares": (0.2, 0.8, 0.0, 0.0), "turns": 4},
+    {"shares": (0.2, 0.0, 0.8, 0.0), "turns": 4},
+    {"short": True},
+    {"beta2": 0.98},
+    {"plus": 4.0, "rate": 1e-3},
+    {"schedule": "linear"},
+    {"seed": 1},
 )
 
 

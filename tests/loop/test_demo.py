@@ -92,8 +92,8 @@ def test_the_talks_teach_what_is_judged() -> None:
 def test_the_bench_trains_and_judges(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     bench, table = importlib.import_module("demo_recipe"), importlib.import_module("demo_recipes")
-    recipe = dataclasses.replace(table.BASIC, name="short", budget=800, step=200, turns=2, short=True)
-    limits = dict.fromkeys(("invented-facts", "persona", "world", "stories"), 2)
+    recipe = dataclasses.replace(table.BASIC, name="short", budget=800, step=200, short=True)
+    limits = dict.fromkeys(("invented-facts-few", "persona", "world", "stories"), 2)
     args = argparse.Namespace(model=model, out=tmp_path, steps=None, limits=limits)
     found = bench.run_one(bench.Model(model, "cpu"), recipe, args)
     assert found["loss"][0] > 0 and found["stories.perplexity"] > 1 and 700 < found["tokens"] < 1300
