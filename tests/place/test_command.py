@@ -67,9 +67,15 @@ def test_json_is_one_document_with_exact_sums() -> None:
     assert all(way["plan"]["fits"] for way in found["ways"])
 
 
-def test_all_proposes_what_is_not_there_yet() -> None:
-    code, text = kt("qwen3-30b-a3b", "--serve", "--machine", "desktop-4090", "--all")
-    assert code == 0 and "not yet" in text and "resident" in text
+def test_all_shows_every_policy_and_what_is_not_there_yet() -> None:
+    code, text = kt("qwen3-30b-a3b", "--serve", "--machine", "desktop-4090", "--gpu", "24GB,24GB", "--all")
+    assert code == 0 and "this version lacks layers spread over several GPUs" in text
+    for word in ("stream", "auto", "resident"):
+        assert f"KT_PLACE={word}" in text
+    code, text = kt("qwen3-30b-a3b", "--machine", "amx16-h200", "--place", "cpu")
+    assert code == 0 and "experts in bf16 on the CPU; attention" in text and "KT_PLACE" not in text
+    done = CliRunner().invoke(app, ["plan", "qwen3-30b-a3b", "--machine", "amx16-h200", "--place", "moon"])
+    assert "one of auto, cpu" in str(done.exception)
 
 
 def test_machines_are_listed_and_bad_words_refused() -> None:

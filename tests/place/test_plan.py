@@ -29,6 +29,7 @@ from ktransformers.place.machine import parse_bytes
 from ktransformers.place.memory import expert_bytes, memory_of
 from ktransformers.place.meter import Meter, anonymous_bytes, compare
 from ktransformers.place.plan import evaluate
+from ktransformers.place.wish import POLICIES
 
 QWEN = open_shape("qwen3-30b-a3b")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -43,10 +44,13 @@ def test_what_fits_is_executable_and_the_fastest() -> None:
     assert plan.others == () and plan.ways == ()
 
 
-def test_all_shows_what_this_version_lacks() -> None:
-    plan = make_plan(QWEN, Serving(), profile("desktop-4090"), everything=True)
-    assert plan.best is not None and plan.best.missing
-    assert plan.best.choice.residents > 0 and plan.best.memory.gpus[0]["residents"] > 0
+def test_all_shows_other_formats_and_what_this_version_lacks() -> None:
+    machine = with_gpus(profile("desktop-4090"), "24GB,24GB")
+    plan = make_plan(QWEN, Serving(), machine, everything=True, policies=POLICIES)
+    assert plan.best is not None and any(other.missing for other in (plan.best, *plan.others))
+    resident = [other for other in (plan.best, *plan.others) if other.choice.policy == "resident"]
+    assert all(other.choice.residents > 0 and other.memory.gpus[0]["residents"] > 0 for other in resident) and resident
+    assert {other.choice.format for other in plan.others} == {"bf16", "fp8", "int8", "int4"}
     rates = [other.time.tokens_per_second for other in (plan.best, *plan.others)]
     assert rates == sorted(rates, reverse=True) and all(other.fits for other in plan.others)
 

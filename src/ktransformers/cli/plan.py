@@ -18,6 +18,13 @@ from ktransformers.cli.sizes import gigabytes
 if TYPE_CHECKING:
     from ktransformers.place import Candidate, Machine, ModelShape, Plan, Serving, Training
 
+HOMES = {
+    "cpu": "on the CPU",
+    "stream": "streamed to the GPU (KT_PLACE=stream)",
+    "auto": "on the CPU or streamed to the GPU, as each batch wants it (KT_PLACE=auto)",
+    "resident": "on the CPU, {} of each layer resident on the GPU (KT_PLACE=resident)",
+}
+
 
 def table_line(table: dict[str, int]) -> str:
     shown = sorted(((size, name) for name, size in table.items() if size >= 5e6), reverse=True)
@@ -39,8 +46,8 @@ def choice_line(candidate: Candidate) -> str:
     where = "attention and the rest on " + (
         "the CPU" if not choice.gpus else "one GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
     )
-    residents = f", {choice.residents} experts of each layer resident there" if choice.residents else ""
-    return f"experts in {choice.format} on the CPU{residents}; {where}"
+    experts = HOMES[choice.policy].format(choice.residents)
+    return f"experts in {choice.format} {experts}; {where}"
 
 
 def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, str]]:
@@ -135,7 +142,11 @@ def plan(
     context: Annotated[int, typer.Option(help="Serving: tokens of a sequence, at most.")] = 8192,
     prompt: Annotated[int, typer.Option(help="Serving: tokens before the first answer.")] = 1024,
     sequences: Annotated[int, typer.Option(help="Serving: requests at a time.")] = 1,
-    everything: Annotated[bool, typer.Option("--all", help="Also what this version cannot execute yet.")] = False,
+    place: Annotated[
+        str | None,
+        typer.Option("--place", help="Where experts are computed: auto, cpu, stream, resident. Default: any."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also other formats, and several GPUs.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -143,6 +154,7 @@ def plan(
     from ktransformers.library import resolve
     from ktransformers.place import Serving, make_plan, open_shape, profiles
     from ktransformers.place.describe import plan_document
+    from ktransformers.place.wish import POLICIES
 
     if machine == "list":
         if as_json:
@@ -156,7 +168,8 @@ def plan(
     shape = open_shape(model)
     works = _works(train, words or [], serve, Serving(context, prompt, sequences), model)
     target = _machine(machine, gpu, ram, calibrate)
-    plans = {name: make_plan(shape, work, target, everything=everything) for name, work in works}
+    policies = POLICIES if place is None else (place,)
+    plans = {name: make_plan(shape, work, target, everything=everything, policies=policies) for name, work in works}
     if as_json:
         print(json.dumps({name: plan_document(found) for name, found in plans.items()}, indent=2))
     else:

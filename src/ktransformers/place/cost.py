@@ -1,26 +1,30 @@
-"""Seconds from shapes and rates: what a layer of experts takes on a CPU, what everything else takes beside it.
+"""Seconds from shapes and rates: a training step, a pass of serving, each as its parts one after another.
 
-A layer reads the experts that its tokens touch and multiplies: two times that add up to something between their sum and
-the larger one (`Shares.sum`), because memory and arithmetic of one core hardly overlap (docs/log.md). Everything else
-is counted in operations at a share of the GPU's paper rate, or at the measured rate of torch's product on a CPU.
-Routing is taken as uniform; a step is its parts one after another, as it runs today.
+Routed experts are computed by the CPU, or by both sides with the placement engine (`sides.py`), where the link carries
+them while the rest of the layer runs. Everything else is counted in operations at a share of the GPU's paper rate, or
+at the measured rate of torch's product on a CPU. The surprising part is Python: launching a layer, LoRA and
+checkpointing included, takes longer than computing it until a step has thousands of tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktransformers.place.formats import TILE_K, packed_lora_bytes, tiles
-from ktransformers.place.machine import BACKWARD, SHARES, Machine
-from ktransformers.place.memory import attention_lora_numbers, expert_bytes, expert_lora_numbers
+from ktransformers.place.formats import packed_lora_bytes
+from ktransformers.place.machine import Machine
+from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, slot_count
 from ktransformers.place.shape import ModelShape
+from ktransformers.place.sides import LORA_SHARE, SUM, experts_touched, layer_seconds, placed_seconds, together
 from ktransformers.place.work import Choice, Serving, Training, Work
 
-GPU_SHARE = 0.5  # of the paper rate, in products of a few thousand rows; estimated
-LAYER = 0.3e-3  # seconds in which Python launches one layer's operators, about sixty; estimated
+GPU_SHARE = 0.5  # of the paper rate, in products of a few thousand rows without gradients; estimated
+LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
 HOST_CALL = 50e-6  # a layer's experts start after a copy down and end with one up: two callbacks of 23 us, measured
 LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
 ADAM_BYTES = 28  # read and written for a trained number: it, its gradient, two moments
+ADAM_SHARE = 0.43  # of the read rate that torch's AdamW reaches with four threads: 25 ms for 53 million numbers
+PREFETCHED = 4  # rows of an expert on average: from here on the next layer's experts are fetched ahead
+PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
 
 
 @dataclass(frozen=True)
@@ -40,31 +44,6 @@ class Time:
         return self.tokens / self.seconds
 
 
-def experts_touched(model: ModelShape, tokens: float) -> float:
-    """Of one layer, when every token takes k of E at random."""
-    missed: float = (1 - model.top_k / model.experts) ** tokens
-    return model.experts * (1 - missed)
-
-
-def layer_seconds(
-    model: ModelShape, tokens: float, machine: Machine, choice: Choice, *, rank: int = 0, backward: bool = False
-) -> float:
-    """Routed experts of one layer on the CPU, those that are resident on a GPU left out."""
-    shares, cpu = SHARES[machine.cpu.isa], machine.cpu
-    here = 1 - choice.residents / model.experts
-    rows = tokens * model.top_k * here
-    wide = (2 if model.gated else 1) * model.intermediate
-    lora = TILE_K * tiles(rank) * (2 * model.hidden + wide + model.intermediate)
-    operations = 2 * rows * (model.expert_numbers + (2 if backward else 1) * lora)
-    share = cpu.forward_share or shares.tile
-    if backward:
-        share = cpu.backward_share or share * BACKWARD
-    reading = experts_touched(model, tokens) * here * expert_bytes(model, choice) / (cpu.read_bytes * shares.read)
-    multiplying = operations / (cpu.tile_flops * share)
-    together: float = (reading**shares.sum + multiplying**shares.sum) ** (1 / shares.sum)
-    return together + shares.call
-
-
 def rest_seconds(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
     """All layers besides their experts, once forward; `seen` tokens stand before a token on average."""
     numbers = model.layers * model.rest_per_layer
@@ -72,14 +51,18 @@ def rest_seconds(model: ModelShape, tokens: float, seen: float, machine: Machine
     return _products(operations, numbers * size, machine, choice, size) + LAYER * model.layers
 
 
-def head_seconds(model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int) -> float:
-    return _products(2 * tokens * model.embedding, model.embedding * size, machine, choice, size)
+def head_seconds(
+    model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, share: float = GPU_SHARE
+) -> float:
+    return _products(2 * tokens * model.embedding, model.embedding * size, machine, choice, size, share)
 
 
-def _products(operations: float, weights: float, machine: Machine, choice: Choice, size: int) -> float:
+def _products(
+    operations: float, weights: float, machine: Machine, choice: Choice, size: int, share: float = GPU_SHARE
+) -> float:
     if choice.gpus:
         gpu = machine.gpus[0]
-        return max(operations / (gpu.flops * GPU_SHARE), weights / gpu.bandwidth)
+        return max(operations / (gpu.flops * share), weights / gpu.bandwidth)
     cpu = machine.cpu
     return max(operations / (cpu.dense_flops_f32 if size == 4 else cpu.dense_flops), weights / cpu.read_bytes)
 
@@ -92,31 +75,81 @@ def crossing_seconds(model: ModelShape, tokens: float, machine: Machine, choice:
     return model.expert_layers * (both + HOST_CALL)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """One way through all layers in a training step."""
+
+    launches: int  # of PASSES
+    products: int  # of the rest, as many as forward has
+    experts: bool  # computed, not taken from what was kept
+    backward: bool = False
+    found: bool = False  # the pass before it left the layer's experts in their slots
+
+
+def _passes(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> list[_Pass]:
+    found = [_Pass(1, 1, True)]
+    if work.checkpointing:
+        found.append(_Pass(1, 1, not work.retain))
+    held = choice.uses_engine and slot_count(model, work, choice, machine) >= model.experts
+    return [*found, _Pass(2, 1, True, backward=True, found=held and found[-1].experts and work.checkpointing)]
+
+
+def touched_experts(model: ModelShape, work: Training) -> float:
+    """Of one layer, by the tokens that pass at once; sequences choose theirs independently of each other."""
+    missed: float = (1 - work.touched) ** max(1.0, work.tokens / work.sequence)
+    return min(experts_touched(model, work.tokens), model.experts * (1 - missed))
+
+
 def training_time(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> Time:
-    again = 1 if work.checkpointing else 0  # forward once more
-    rank = work.rank if work.adapts_experts else 0
-    forward = layer_seconds(model, work.tokens, machine, choice, rank=rank)
-    backward = layer_seconds(model, work.tokens, machine, choice, rank=rank, backward=True)
-    passes = 1 + (0 if work.retain else again)
-    size, seen = work.rest_bytes, work.sequence / 2
-    rest = rest_seconds(model, work.tokens, seen, machine, choice, size)
-    crossing = crossing_seconds(model, work.tokens, machine, choice, size)
-    parts = {
-        "experts": work.batches * model.expert_layers * (passes * forward + backward),
-        "rest": work.batches * (2 + again) * rest,
-        "loss": work.batches * LOSS_PASSES * head_seconds(model, work.tokens, machine, choice, size),
-        "crossing": work.batches * (passes + 1) * crossing,
-        "optimiser": _optimiser_seconds(model, work, choice, machine),
-    }
+    rank, size = work.rank if work.adapts_experts else 0, work.rest_bytes
+    touched, sparse = touched_experts(model, work), model.expert_layers / model.layers
+    parts = dict.fromkeys(("experts", "rest", "loss", "crossing", "optimiser"), 0.0)
+    for way in _passes(model, work, choice, machine):
+        rest = _training_rest(model, work, machine, choice, way) / model.layers
+        parts["rest"] += work.batches * model.layers * rest
+        if not way.experts:
+            continue
+        if choice.uses_engine:
+            lead = rest / sparse  # what the link has of a layer besides
+            expert = placed_seconds(
+                model, work.tokens, touched, machine, choice, lead, rank=rank, backward=way.backward, found=way.found
+            )
+        else:
+            expert = layer_seconds(
+                model, work.tokens, machine, choice, rank=rank, backward=way.backward, touched=touched
+            )
+            parts["crossing"] += work.batches * crossing_seconds(model, work.tokens, machine, choice, size)
+        parts["experts"] += work.batches * model.expert_layers * expert
+    parts["loss"] = work.batches * LOSS_PASSES * head_seconds(model, work.tokens, machine, choice, size, LORA_SHARE)
+    parts["crossing"] += _factor_seconds(model, work, choice, machine)
+    parts["optimiser"] = _optimiser_seconds(model, work, choice, machine)
     return Time(parts, max(work.tokens_per_step, work.tokens))
+
+
+def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: Choice, way: _Pass) -> float:
+    """All layers besides their experts. On a GPU launching and computing hardly wait for each other, but every layer's
+    routes are waited for."""
+    if not choice.gpus:
+        return way.products * rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
+    numbers = model.layers * (model.rest_per_layer + model.scores_width * work.sequence / 2)
+    computing = way.products * 2 * work.tokens * numbers / (machine.gpus[0].flops * LORA_SHARE)
+    return together(way.launches / PASSES * machine.layer_seconds * model.layers, computing, SUM)
+
+
+def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
+    """Factors of experts that a GPU computes: there in both directions, gradients back, of every batch."""
+    if not choice.uses_engine or not work.adapts_experts:
+        return 0.0
+    return work.batches * 3 * expert_lora_numbers(model, work.rank) * work.trained_bytes / machine.gpus[0].link
 
 
 def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
     experts = expert_lora_numbers(model, work.rank) if work.adapts_experts else 0
     attention = attention_lora_numbers(model, work.rank) if work.adapts_attention else 0
     near = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
-    seconds = experts * ADAM_BYTES / machine.cpu.read_bytes + attention * ADAM_BYTES / near
-    if work.adapts_experts:  # factors are packed anew once a step
+    host = machine.cpu.read_bytes * ADAM_SHARE
+    seconds = experts * ADAM_BYTES / host + attention * ADAM_BYTES / (near if choice.gpus else host)
+    if work.adapts_experts and choice.policy != "stream":  # factors are packed anew once a step
         packed = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank)
         seconds += model.expert_layers * model.experts * packed / machine.cpu.read_bytes
     return seconds
@@ -124,16 +157,21 @@ def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machin
 
 def pass_parts(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> Time:
     """One forward pass without gradients; the head sees one token of each sequence."""
+    rest = rest_seconds(model, tokens, seen, machine, choice, size)
+    if choice.uses_engine:
+        touched = experts_touched(model, tokens)
+        lead = rest / model.expert_layers if tokens * model.top_k >= PREFETCHED * model.experts else 0.0
+        expert = placed_seconds(model, tokens, touched, machine, choice, lead, share=GPU_SHARE)
+        crossing = 0.0
+    else:
+        expert = layer_seconds(model, tokens, machine, choice)
+        crossing = crossing_seconds(model, tokens, machine, choice, size)
     parts = {
-        "experts": model.expert_layers * layer_seconds(model, tokens, machine, choice),
-        "rest": rest_seconds(model, tokens, seen, machine, choice, size),
+        "experts": model.expert_layers * expert,
+        "rest": rest,
         "head": head_seconds(model, 1, machine, choice, size),
-        "crossing": crossing_seconds(model, tokens, machine, choice, size),
+        "crossing": crossing,
     }
-    if choice.gpus and choice.residents:
-        touched = experts_touched(model, tokens) * choice.residents / model.experts
-        resident = model.expert_layers * touched * expert_bytes(model, choice) / machine.gpus[0].bandwidth
-        parts["experts"] = max(parts["experts"], resident)  # both sides work at the same time
     return Time(parts, tokens)
 
 

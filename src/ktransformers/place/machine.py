@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ktransformers.errors import InputError
 
 GB = 10**9
+# Of a training step with a GPU, in which Python launches one layer: forward, again and backward, without its experts;
+# and what handing those to the GPU takes, both directions. As in the profile amx16-h200; others were not measured.
+LAYER_SECONDS, EXPERTS_SECONDS = 14e-3, 7e-3
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -41,8 +44,12 @@ SHARES = {
     "avx2": Shares(tile=1.0, read=0.70),
     "generic": Shares(tile=1.0, read=0.70),
 }
-# Backward's products run at this share of forward's rate: 6.0 against 7.4 TFLOPS in the first prototype of both.
-BACKWARD = 0.81
+# Backward runs at this rate of forward's, whatever bounds it: 1.49 to 1.55 times as long in four cells of amx
+# (bench/results/train-step.json).
+BACKWARD = 0.65
+# A weight of a few bits takes the tile loop's time of so many operations to decode: 105 to 126 billion a second beside
+# 12 TFLOPS, from thin batches in int4 (README).
+DECODE = 110
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Machine:
     gpus: tuple[Gpu, ...]
     measured: bool
     sources: tuple[str, ...]
+    layer_seconds: float = LAYER_SECONDS
+    experts_seconds: float = EXPERTS_SECONDS
 
 
 def parse_bytes(name: str, word: str) -> int:
@@ -116,6 +125,8 @@ class _Profile(BaseModel):
     dense_tflops: float
     dense_tflops_f32: float
     gpus: list[str] = []
+    layer_ms: float = LAYER_SECONDS * 1e3
+    experts_ms: float = EXPERTS_SECONDS * 1e3
     sources: list[str]
 
 
@@ -162,7 +173,9 @@ def profiles() -> dict[str, Machine]:
             profile.dense_tflops_f32 * 1e12,
         )
         gpus = tuple(known[gpu] for gpu in profile.gpus)
-        found[name] = Machine(name, cpu, parse_bytes(name, profile.memory), gpus, False, tuple(profile.sources))
+        launches = profile.layer_ms / 1e3, profile.experts_ms / 1e3
+        memory = parse_bytes(name, profile.memory)
+        found[name] = Machine(name, cpu, memory, gpus, False, tuple(profile.sources), *launches)
     return found
 
 

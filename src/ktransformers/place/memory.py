@@ -8,7 +8,7 @@ tile costs eight times its own size, which for small models is more than everyth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktransformers.place.formats import TILE_K, format_of, packed_expert_bytes, packed_lora_bytes, tiles
 from ktransformers.place.machine import Machine
@@ -16,12 +16,18 @@ from ktransformers.place.shape import ModelShape
 from ktransformers.place.work import Choice, Serving, Training, Work
 
 PROCESS = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
-CUDA_HOST = 1_000_000_000  # and what a CUDA context adds in host memory, estimated
+CUDA_HOST = 1_500_000_000  # and what CUDA adds, its libraries' pages included: a model that lies on an H200, measured
 CUDA_CONTEXT = 600_000_000  # of a GPU's memory: context and what its allocator wastes, estimated
+CUBLAS = 67_000_000  # workspaces of products, measured on an H200
 LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
 LOSS_COPIES = 7.25  # float32 and bool beside the tile, where torch operators compute it (a CPU); Triton needs none
 LANE = 3_000_000  # bytes of scratch for one thread of the pool
 HUGE = 2 << 20  # the core maps in units of this from this size on
+# Of the engine (placement.py, gpu/side.py, which import torch; a test compares): layers whose experts there is room
+# for, the share of a GPU's free memory that this may take, decoded bytes at a time, where all of a layer's do not fit
+# into the third, and rows at a time.
+SLOT_LAYERS, SLOT_SHARE, GROUP_BYTES, ROOM_BYTES, GROUP_ROWS = 1.25, 0.25, 640 << 20, 2 << 30, 16384
+FACTOR_BYTES = 14  # on the GPU for a number of a layer's expert LoRA: two layers in bf16, gradients; fitted
 
 Table = dict[str, int]  # purpose -> bytes
 
@@ -90,12 +96,17 @@ def workspace_bytes(model: ModelShape, work: Work, machine: Machine) -> int:
 
 
 def layer_bytes(model: ModelShape, work: Training) -> int:
-    """What autograd keeps of one layer, its experts apart: 8 H for norms and residuals, attention twice, MLPs."""
-    return work.tokens * work.rest_bytes * (8 * model.hidden + 2 * model.attention_width + model.mlp_width)
+    """What autograd keeps of one layer, its experts apart: 8 H for norms and residuals, attention twice, MLPs; and
+    where numbers are of two bytes, what norms compute in float32."""
+    width = work.rest_bytes * (8 * model.hidden + 2 * model.attention_width + model.mlp_width)
+    exact = 4 * (2 * model.hidden + model.attention_width // 2) if work.rest_bytes < 4 else 0
+    return work.tokens * (width + exact)
 
 
 def loss_bytes(model: ModelShape, work: Training, on_gpu: bool) -> int:
     rows = min(work.tokens, LOSS_ROWS)
+    if on_gpu and work.loss_bytes is not None:
+        return work.loss_bytes
     if on_gpu:
         return rows * LOSS_COLUMNS * work.rest_bytes + work.tokens * model.hidden * 8
     copies = int(LOSS_COPIES * min(model.vocabulary, LOSS_COLUMNS)) * 4
@@ -123,18 +134,22 @@ def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -
             table["context"] = CUDA_CONTEXT
             table["weights"] = _share(model, choice.gpus, place) * work.rest_bytes
             table["residents"] = _resident_bytes(model, choice) // choice.gpus
+            table["workspace"] = CUBLAS
     same = model.rest_dtype_bytes == work.rest_bytes
     mapped = model.rest * work.rest_bytes if not choice.gpus and same else 0
     if not choice.gpus and not same:
         host["weights"] = model.rest * work.rest_bytes
-    host["workspace"] = workspace_bytes(model, work, machine)
+    host["workspace"] = workspace_bytes(model, work, machine) if choice.policy != "stream" else 0
     if isinstance(work, Training):
-        pinned = _training(model, work, machine, host, gpus)
+        pinned = _training(model, work, choice, machine, host, gpus)
         disk = {"adapter": _trained(model, work)[2] * work.trained_bytes}
         disk["checkpoints"] = work.saves * _trained(model, work)[2] * 3 * work.trained_bytes
     else:
         pinned = _serving(model, work, host, gpus)
         disk = {}
+    for place, table in enumerate(gpus):
+        if choice.uses_engine:
+            table |= _engine(model, work, choice, machine, sum(table.values()), place)
     disk["checkpoint"] = model.checkpoint_bytes or model.numbers * 2
     sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
     nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
@@ -163,7 +178,38 @@ def _trained(model: ModelShape, work: Training) -> tuple[int, int, int]:
     return experts, attention, experts + attention
 
 
-def _training(model: ModelShape, work: Training, machine: Machine, host: Table, gpus: list[Table]) -> int:
+def slot_count(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> int:
+    """Experts that the first GPU has room for while they are streamed."""
+    return _slots(
+        model, choice, machine, sum(memory_of(model, work, _without_engine(choice), machine).gpus[0].values())
+    )
+
+
+def _without_engine(choice: Choice) -> Choice:
+    return replace(choice, policy="cpu", residents=0)
+
+
+def _slots(model: ModelShape, choice: Choice, machine: Machine, taken: int, place: int = 0) -> int:
+    free = machine.gpus[place].memory - taken
+    return max(0, min(int(SLOT_LAYERS * model.experts), int(SLOT_SHARE * free) // expert_bytes(model, choice)))
+
+
+def _engine(model: ModelShape, work: Work, choice: Choice, machine: Machine, taken: int, place: int) -> Table:
+    """What computing experts on a GPU takes there: slots, decoded weights and rows of a group, results in float32."""
+    table = {"slots": _slots(model, choice, machine, taken, place) * expert_bytes(model, choice)}
+    one = 2 * model.expert_numbers
+    whole = one * model.experts
+    decoded = whole if table["slots"] + whole <= ROOM_BYTES else max(1, GROUP_BYTES // one) * one
+    rows = min(work.tokens * model.top_k, GROUP_ROWS + 2 * work.tokens) * (6 * model.hidden + 14 * model.intermediate)
+    table["groups"] = decoded + rows + work.tokens * model.hidden * 10
+    if isinstance(work, Training) and work.adapts_experts:
+        table["factors"] = expert_lora_numbers(model, work.rank) // model.expert_layers * FACTOR_BYTES
+    return table
+
+
+def _training(
+    model: ModelShape, work: Training, choice: Choice, machine: Machine, host: Table, gpus: list[Table]
+) -> int:
     """Fills in what learns; returns the pinned bytes."""
     experts, attention, _ = _trained(model, work)
     near = gpus or [host]  # where attention lives
@@ -171,11 +217,12 @@ def _training(model: ModelShape, work: Training, machine: Machine, host: Table, 
         table["LoRA"] = table.get("LoRA", 0) + numbers * work.trained_bytes
         table["gradients"] = table.get("gradients", 0) + numbers * work.trained_bytes
         table["optimiser"] = table.get("optimiser", 0) + 2 * numbers * work.trained_bytes  # two moments
-    if work.adapts_experts:
+    if work.adapts_experts and choice.policy != "stream":
         per_layer = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank) * model.experts
         host["packed LoRA"] = model.expert_layers * _huge(per_layer)
     kept = model.expert_layers if work.retain or not work.checkpointing else 1
-    host["kept rows"] = kept * keep_bytes(model, work.tokens, machine)
+    if not choice.uses_engine:  # whose CPU keeps rows only where it computes all of them
+        host["kept rows"] = kept * keep_bytes(model, work.tokens, machine)
     rows = work.tokens * model.hidden * work.rest_bytes
     if not gpus:
         absent = host["gradients"] if work.batches <= 1 else 0  # an earlier batch of the step would have left them
@@ -185,7 +232,7 @@ def _training(model: ModelShape, work: Training, machine: Machine, host: Table, 
     for table in gpus:
         table["activations"] = activation_bytes(model, work, -(-model.layers // len(gpus)), True)
         table["buffers"] = 4 * rows
-    host["transfers"] = (4 + (kept if kept > 1 else 0)) * rows
+    host["transfers"] = (4 + (kept if kept > 1 and choice.policy != "stream" else 0)) * rows
     return host["LoRA"] + host["transfers"]
 
 

@@ -1,9 +1,9 @@
 """The best way to do some work with a model on a machine, or what is missing and the three cheapest ways out.
 
-Every choice (format, GPUs, residents) is evaluated by `memory` and `cost`; the fastest that fits is the plan. Only what
-this version executes is proposed unless `everything` is asked for. Where nothing fits, the work and the choice are
-changed one step or two at a time until it does: first what costs time alone, then what changes the work, then formats
-that this version lacks, at last more memory.
+Every choice (format, GPUs, policy, residents) is evaluated by `memory` and `cost`; the fastest that fits is the plan.
+Only what this version executes is proposed unless `everything` is asked for. Where nothing fits, the work and the
+choice are changed one step or two at a time until it does: first what costs time alone, then what changes the work,
+then formats that this version lacks, at last more memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ktransformers.place.formats import FORMATS, counted_as, format_of
 from ktransformers.place.machine import Machine
 from ktransformers.place.memory import Memory, expert_bytes, memory_of
 from ktransformers.place.shape import ModelShape
+from ktransformers.place.wish import DEFAULT, POLICIES
 from ktransformers.place.work import Choice, Serving, Training, Work
 
 HOST_SHARE = 0.97  # of the free memory; the rest stays with the system
@@ -89,18 +90,37 @@ def _residents(model: ModelShape, work: Work, choice: Choice, machine: Machine) 
     return max(0, min(model.experts, room // (model.expert_layers * expert_bytes(model, choice))))
 
 
-def choices(model: ModelShape, work: Work, machine: Machine, formats: Iterable[str] = FORMATS) -> Iterator[Choice]:
-    """Each format, on no GPU, one, or all of them, without residents and with as many as there is room for."""
+def choices(
+    model: ModelShape,
+    work: Work,
+    machine: Machine,
+    formats: Iterable[str] = FORMATS,
+    policies: Iterable[str] = POLICIES,
+) -> Iterator[Choice]:
+    """Each format, on no GPU, one, or all of them; on a GPU by each policy, residents as many as there is room for."""
     for name, gpus in itertools.product(formats, sorted({0, min(1, len(machine.gpus)), len(machine.gpus)})):
-        bare = Choice(name, gpus)
-        yield bare
-        if gpus and (count := _residents(model, work, bare, machine)):
-            yield replace(bare, residents=count)
+        if not gpus:
+            yield Choice(name)
+        for policy in policies if gpus else ():
+            bare = Choice(name, gpus, policy=policy)
+            if policy != "resident":
+                yield bare
+            elif count := _residents(model, work, bare, machine):
+                yield replace(bare, residents=count)
 
 
-def make_plan(model: ModelShape, work: Work, machine: Machine, *, everything: bool = False) -> Plan:
+def make_plan(
+    model: ModelShape,
+    work: Work,
+    machine: Machine,
+    *,
+    everything: bool = False,
+    policies: Iterable[str] = (DEFAULT,),
+) -> Plan:
+    """`policies`: where experts may be computed; by default where they are when nobody asks for anything else."""
     formats = tuple(FORMATS) if everything else (counted_as(model.stored),)
-    found = [evaluate(model, work, choice, machine) for choice in choices(model, work, machine, formats)]
+    allowed = tuple(policies)
+    found = [evaluate(model, work, choice, machine) for choice in choices(model, work, machine, formats, allowed)]
     usable = [candidate for candidate in found if everything or not candidate.missing]
     fitting = sorted((candidate for candidate in usable if candidate.fits), key=lambda c: c.seconds_per_token)
     best = fitting[0] if fitting else None
@@ -176,10 +196,10 @@ def _serving_changes(work: Serving, choice: Choice) -> Iterator[_Change]:
 
 def _changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
     yield from _training_changes(work, choice) if isinstance(work, Training) else _serving_changes(work, choice)
-    if choice.residents:
-        yield _Change("residents", "no residents", work, replace(choice, residents=0), True)
+    if choice.uses_engine:
+        yield _Change("place", "kt_place: cpu", work, replace(choice, residents=0, policy="cpu"), True)
     if choice.gpus:
-        yield _Change("gpus", "no GPU: everything on the CPU", work, replace(choice, gpus=0, residents=0), True)
+        yield _Change("gpus", "no GPU: everything on the CPU", work, Choice(choice.format), True)
     if len(machine.gpus) > max(1, choice.gpus):
         yield _Change("gpus", "layers spread over all GPUs", work, replace(choice, gpus=len(machine.gpus)), True)
     for name in FORMATS:

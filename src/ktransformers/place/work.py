@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ktransformers.errors import InputError
 from ktransformers.place.formats import format_of
+from ktransformers.place.wish import POLICIES
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Training:
     trained_bytes: int = 4  # of a trained number; 2 with pure_bf16
     rest_bytes: int = 2  # of a number that is not trained and no expert's
     saves: int = 1  # checkpoints that stay on disk
+    touched: float = 1.0  # share of a layer's experts that one sequence's tokens go to; 1: routes are uniform
+    loss_bytes: int | None = None  # on a GPU, at once; None: TRL's loss in tiles
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -34,6 +37,8 @@ class Training:
         for name in ("tokens", "tokens_per_step", "sequence", "rank"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "at least 1")
+        if not 0 < self.touched <= 1:
+            raise InputError("touched", self.touched, "more than 0 and at most 1")
 
     @property
     def batches(self) -> float:
@@ -71,6 +76,18 @@ class Choice:
     format: str = "bf16"
     gpus: int = 0  # that hold everything but the experts; 0: the CPU does
     residents: int = 0  # experts of each layer that have a copy on a GPU
+    policy: str = "cpu"  # where the others are computed (place/wish.py)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise InputError("policy", self.policy, "one of " + ", ".join(POLICIES))
+        if not self.gpus and (self.policy != "cpu" or self.residents):
+            raise InputError("gpus", 0, f"a GPU for the policy {self.policy}")
+
+    @property
+    def uses_engine(self) -> bool:
+        """Experts are computed on the GPU, some of them or all."""
+        return self.policy != "cpu" or self.residents > 0
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -78,8 +95,6 @@ class Choice:
         found = []
         if not format_of(self.format).executable:
             found.append(f"experts in {self.format}")
-        if self.residents:
-            found.append("experts resident on a GPU")
         if self.gpus > 1:
             found.append("layers spread over several GPUs")
         return tuple(found)

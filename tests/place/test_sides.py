@@ -1,0 +1,96 @@
+"""Both sides of a layer: what each policy costs where, and that the planner's sizes are the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ktransformers.errors import InputError
+from ktransformers.place import Choice, Training, make_plan, open_shape, profile
+from ktransformers.place import memory as planned
+from ktransformers.place.cost import time_of, touched_experts
+from ktransformers.place.memory import memory_of, slot_count
+from ktransformers.place.sides import costs_of, layer_seconds, placed_seconds
+from ktransformers.place.split import split
+from ktransformers.place.wish import POLICIES
+
+QWEN = open_shape("qwen3-30b-a3b")
+MACHINE = profile("amx16-h200")
+
+
+def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> float:
+    return placed_seconds(QWEN, tokens, QWEN.experts, MACHINE, Choice("bf16", 1, policy=policy), lead, **options)  # type: ignore[arg-type]
+
+
+def test_sizes_are_the_engines() -> None:
+    from ktransformers.place import placement
+    from ktransformers.place.gpu import measure, side
+    from ktransformers.place.sides import CROSSING
+
+    assert (planned.SLOT_LAYERS, planned.SLOT_SHARE) == (placement.LAYERS, placement.SHARE)
+    assert (planned.GROUP_BYTES, planned.GROUP_ROWS) == (side.GROUP_BYTES, side.GROUP_ROWS)
+    assert (planned.ROOM_BYTES, CROSSING) == (side.ROOM_BYTES, measure.CROSSING)
+
+
+def test_streaming_runs_at_the_speed_of_the_link() -> None:
+    """docs/place.md: 23.4 ms for all experts of a layer over 52 GB/s, whatever the batch."""
+    for tokens in (512, 2048):
+        assert layer("stream", tokens) == pytest.approx(23.4e-3, rel=0.05)
+    assert layer("stream", 512, lead=10e-3) == pytest.approx(13.4e-3, rel=0.05)  # what came while the rest ran
+    assert layer("stream", 512, found=True) < 6e-3  # all are there: launches, and hardly any work
+
+
+def test_auto_is_no_slower_than_either_side_and_uses_both() -> None:
+    for tokens in (64, 512, 2048, 8192):
+        alone = min(layer("stream", tokens), layer("resident", tokens))
+        assert layer("auto", tokens) <= 1.01 * alone
+    costs = costs_of(QWEN, MACHINE, Choice("bf16", 1, policy="auto"), 0.13)
+    found = split([128] * 128, 2048, costs)
+    assert found.streamed and found.cpu
+
+
+def test_residents_are_not_the_cpus() -> None:
+    half = replace(Choice("bf16", 1, policy="resident"), residents=64)
+    whole = placed_seconds(QWEN, 512, 128, MACHINE, half, 0.0)
+    assert whole < 0.7 * layer("resident", 512)
+    assert layer("resident", 512) == pytest.approx(layer_seconds(QWEN, 512, MACHINE, Choice()), rel=0.2)
+
+
+def test_steps_by_policy() -> None:
+    """One sequence of a bad router touches half of the experts: streaming costs half, more sequences make up for it."""
+    work = Training(2048, 2048, 512, retain=True)
+    times = {name: time_of(QWEN, work, Choice("bf16", 1, policy=name), MACHINE).seconds for name in POLICIES}
+    assert times["auto"] <= 1.01 * min(times.values())
+    assert time_of(QWEN, work, Choice("int4", 1, policy="stream"), MACHINE).seconds < times["stream"]
+    few = replace(work, tokens=512, tokens_per_step=512, touched=0.5)
+    assert touched_experts(QWEN, few) == pytest.approx(64)
+    assert touched_experts(QWEN, replace(work, touched=0.5)) == pytest.approx(120)
+    streamed = Choice("bf16", 1, policy="stream")
+    assert (
+        time_of(QWEN, few, streamed, MACHINE).seconds
+        < time_of(QWEN, replace(few, touched=1), streamed, MACHINE).seconds
+    )
+    # Recomputing costs launches, but the backward pass finds the experts where they are.
+    again = time_of(QWEN, replace(work, retain=False), streamed, MACHINE).seconds
+    assert times["stream"] <= again < 1.3 * times["stream"]
+
+
+def test_memory_by_policy() -> None:
+    work = Training(2048, 2048, 512, retain=True)
+    cpu, stream = (memory_of(QWEN, work, Choice("bf16", 1, policy=name), MACHINE) for name in ("cpu", "stream"))
+    assert stream.gpus[0]["slots"] == pytest.approx(160 * QWEN.expert_numbers * 2.03, rel=0.01)
+    assert "slots" not in cpu.gpus[0] and "kept rows" in cpu.host and "kept rows" not in stream.host
+    assert stream.host_bytes < cpu.host_bytes and stream.gpu_bytes > cpu.gpu_bytes
+    small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
+    assert 0 < slot_count(QWEN, work, Choice("bf16", 1, policy="stream"), small) < 160
+
+
+def test_the_plan_takes_the_policies_that_it_is_given() -> None:
+    work = Training(8192, 8192, 512, retain=True)
+    assert make_plan(QWEN, work, MACHINE).nearest.choice.policy == "cpu"
+    best = make_plan(QWEN, work, MACHINE, policies=POLICIES).best
+    assert best is not None and best.choice.policy in ("stream", "auto", "resident")
+    for bad in ({"policy": "moon", "gpus": 1}, {"policy": "stream"}):
+        with pytest.raises(InputError):
+            Choice(**bad)  # type: ignore[arg-type]
