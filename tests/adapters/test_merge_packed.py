@@ -290,5 +290,19 @@ def test_the_command(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*words, "--format", "int4", "--max-kl", "1e-9", "--overwrite"])
     assert isinstance(refused.exception, InputError) and "KL" in str(refused.exception)  # main() ends with 1
     assert (out / "kt_merge.json").is_file()  # what was there before stays
-    told = CliRunner().invoke(app, [*words, "--overwrite", "--max-kl", "1"])
+    told = CliRunner().invoke(app, [*words, "--overwrite", "--group", "32"])
     assert isinstance(told.exception, InputError) and "--format" in str(told.exception)
+
+
+def test_a_plain_merge_is_compared_too(tmp_path: Path) -> None:
+    from ktransformers.cli.main import app
+
+    base, adapter = made(tmp_path)
+    words = ["merge", str(base), str(adapter), "-o", str(tmp_path / "out"), "--calib-tokens", "200"]
+    refused = CliRunner().invoke(app, [*words, "--max-kl", "1e-12"])
+    assert isinstance(refused.exception, InputError) and "nothing was written" in str(refused.exception)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base"]
+    run = CliRunner().invoke(app, [*words, "--json"])
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.output[run.output.index("{") :])
+    assert 0 <= found["divergence"]["kl"] < 0.01 < found["divergence"]["effect"] and found["skipped"] is None

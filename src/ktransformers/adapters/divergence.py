@@ -29,6 +29,7 @@ from ktransformers.system import bf16_is_fast, memory
 TEXT = "calibration.txt"  # carried along: prose, a dialogue, a recipe, figures and code
 TOKENS = 4096  # of a text, at most
 RESERVE = 2 << 30  # bytes beside the base's own
+MAX_KL = 0.1  # nats a token; costs about a tenth of perplexity
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,17 @@ def measure_divergence(
     with tempfile.TemporaryDirectory(prefix=".kt-merge-", dir=merged.parent) as scratch:
         folder = _as_peft(adapter, merged, Path(scratch))
         return _compare(base, folder, merged, text.name, pieces, Path(scratch))
+
+
+def check_divergence(found: Divergence, limit: float) -> None:
+    if found.kl <= limit:
+        return
+    given = (
+        f"KL {found.kl:.4g} nats a token from the base with the adapter ({found.tokens} tokens of {found.text}; "
+        f"the adapter itself makes {found.effect:.4g})"
+    )
+    remedy = "a wider --format (int8), or a larger --max-kl; nothing was written"
+    raise InputError("merge", given, f"at most {limit:g}", remedy)
 
 
 def _as_peft(adapter: Path, merged: Path, scratch: Path) -> Path:

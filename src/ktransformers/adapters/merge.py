@@ -3,8 +3,9 @@
 W + scaling * B A is computed in f32 and rounded once. The new model grows in a hidden directory beside its place;
 shards that are finished stay there, so a run that was killed goes on where it stopped, and a run with another adapter
 starts anew. Before the directory takes its name, rows of every changed tensor are read back and compared with the sum
-in float64. How much of the delta survives the rounding is reported: an adapter that is small against bf16's steps is
-partly lost in any merged model, and `--dtype float32` keeps it.
+in float64; `compare` may measure the whole model as well, and refuse it. How much of the delta survives the rounding is
+reported: an adapter that is small against bf16's steps is partly lost in any merged model, and `--dtype float32` keeps
+it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ktransformers.adapters.content import SPELLED, open_content
 from ktransformers.adapters.convert import read_adapter
+from ktransformers.adapters.divergence import MAX_KL, Divergence, check_divergence
 from ktransformers.adapters.fold import FLOATS, Fold, folds
 from ktransformers.adapters.manifest import write_manifest
 from ktransformers.adapters.write import (
@@ -68,6 +70,8 @@ class Merge:
     shards: int
     resumed: int  # shards that an earlier run had finished
     check: Check
+    divergence: Divergence | None = None  # from the base with the adapter, where that was measured
+    skipped: str | None = None  # why it was not, although it was asked for
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,7 +96,10 @@ def merge(
     dtype: str = "bfloat16",
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, shards: None,
+    compare: Callable[[Path, int], Divergence] | None = None,
+    max_kl: float = MAX_KL,
 ) -> Merge:
+    """`compare` gets the finished model before it has its name, and the bytes of the base."""
     model, out = Path(model), Path(out)
     if dtype != "keep" and dtype not in DTYPES:
         raise InputError(
@@ -116,8 +123,22 @@ def merge(
     _copy_rest(model, partial, config, dtype, plan)
     check = _verify(plan, partial)
     _finish(plan, partial, files)
+    plan.shards.release()
+    found = skipped = None
+    if compare is not None:
+        try:
+            found = compare(partial, sum(file.stat().st_size for file in files))
+        except InputError as error:  # too large for this memory, without a tokenizer: rows were read back all the same
+            skipped = str(error)
+    if found is not None:
+        try:
+            check_divergence(found, max_kl)
+        except InputError:
+            shutil.rmtree(partial)
+            raise
     replace_directory(partial, out)
-    return Merge(str(out), len(plan.shards.names), len(plan.folds), len(files), len(resumed), check)
+    counts = (len(plan.shards.names), len(plan.folds), len(files), len(resumed))
+    return Merge(str(out), *counts, check, found, skipped)
 
 
 def _model_config(model: Path) -> dict[str, Any]:

@@ -21,7 +21,14 @@ from typing import Any
 from ktransformers.adapters.config import FILE as CONFIG
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter
-from ktransformers.adapters.divergence import TOKENS, Divergence, calibration_text, measure_divergence
+from ktransformers.adapters.divergence import (
+    MAX_KL,
+    TOKENS,
+    Divergence,
+    calibration_text,
+    check_divergence,
+    measure_divergence,
+)
 from ktransformers.adapters.lora import Adapter
 from ktransformers.adapters.manifest import FILE as MANIFEST
 from ktransformers.adapters.origin import FoldedLayer, FoldedOrigin, open_origin
@@ -38,7 +45,6 @@ from ktransformers.nn.load import read_told
 from ktransformers.nn.origin import Origin
 from ktransformers.nn.receipt import Receipt, write_receipt
 
-MAX_KL = 0.1  # nats a token
 RECORD = "kt_merge.json"
 
 
@@ -150,12 +156,9 @@ def _judge(
         shutil.rmtree(merged)
         remedy = "--unchecked writes it without"
         raise InputError("merge", f"a model that could not be compared ({error})", "a comparison", remedy) from error
-    if not found.kl <= limit:
+    try:
+        check_divergence(found, limit)
+    except InputError:
         shutil.rmtree(merged)
-        given = (
-            f"KL {found.kl:.4g} nats a token from the base with the adapter ({found.tokens} tokens of {found.text}; "
-            f"the adapter itself makes {found.effect:.4g})"
-        )
-        remedy = "a wider --format (int8), or a larger --max-kl; nothing was written"
-        raise InputError("merge", given, f"at most {limit:g}", remedy)
+        raise
     return found

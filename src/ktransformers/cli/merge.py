@@ -1,14 +1,15 @@
 """`kt merge`: an adapter folded into its model, one layer at a time, and looked at before it is called done.
 
 A plain base becomes a plain model, whose rows are read back. With `--format`, or where the base has few bits already, a
-packed directory is written and compared with the base and the adapter; beyond `--max-kl` it is refused, and nothing is
-left of it.
+packed directory is written. Both are compared with the base and the adapter; beyond `--max-kl` they are refused, and
+nothing is left. A plain model that cannot be compared here is written all the same, because its rows were.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
+    from ktransformers.adapters.divergence import Divergence
     from ktransformers.adapters.merge_packed import PackedMerge
 
 LITTLE = 0.9  # share of the delta below which rounding deserves a word
@@ -44,36 +46,36 @@ def merge(
     down_format: Annotated[str | None, typer.Option(help="Another format for down.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of a packed merge. [default: all cores]")] = None,
     max_kl: Annotated[
-        float | None, typer.Option(help="Packed: refuse beyond this divergence, nats a token. [default: 0.1]")
+        float | None, typer.Option(help="Refuse beyond this divergence, nats a token. [default: 0.1]")
     ] = None,
     calib: Annotated[
         Path | None, typer.Option(help="The text to compare on, or JSON lines. [default: a page of our own]")
     ] = None,
     calib_tokens: Annotated[int | None, typer.Option(help="Tokens of it to read. [default: 4096]")] = None,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="Packed: write it without comparing.")] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="Write it without comparing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Fold an adapter into its model and write a complete model directory."""
-    from ktransformers.adapters.divergence import TOKENS
-    from ktransformers.adapters.merge_packed import MAX_KL, merge_packed, wants_packing
+    from ktransformers.adapters.divergence import MAX_KL, TOKENS, calibration_text, measure_divergence
+    from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
     from ktransformers.library import resolve
     from ktransformers.nn.convertplan import wanted
 
-    base = Path(resolve(model))
+    base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or TOKENS
+    if calib is not None and not calib.is_file():
+        raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
     if word is None and (dtype is not None or not wants_packing(base)):
-        given: dict[str, object] = {
-            "--group": group,
-            "--down-format": down_format,
-            "--threads": threads,
-            "--max-kl": max_kl,
-        }
-        given |= {"--calib": calib, "--calib-tokens": calib_tokens, "--unchecked": unchecked or None}
-        for name, value in given.items():
+        for name, value in {"group": group, "down-format": down_format, "threads": threads}.items():
             if value is not None:
                 raise InputError(name, value, "it beside --format", "--format int8, say")
-        plain(base, adapter, out, dtype or "bfloat16", overwrite, as_json)
+
+        def compare(merged: Path, size: int) -> Divergence:
+            with calibration_text(calib) as text:
+                return measure_divergence(base, adapter, merged, text, tokens=tokens, base_bytes=size)
+
+        plain(base, adapter, out, dtype or "bfloat16", overwrite, None if unchecked else compare, limit, as_json)
         return
     if dtype is not None:
         raise InputError("dtype", dtype, "--dtype or --format", "a packed directory keeps what is not experts as it is")
@@ -86,8 +88,8 @@ def merge(
             formats=formats,
             threads=threads,
             calib=calib,
-            tokens=calib_tokens or TOKENS,
-            max_kl=MAX_KL if max_kl is None else max_kl,
+            tokens=tokens,
+            max_kl=limit,
             unchecked=unchecked,
             overwrite=overwrite,
             progress=progress,
@@ -95,14 +97,25 @@ def merge(
     print(json.dumps(done.to_json(), indent=2) if as_json else "\n".join(packed_lines(done)))
 
 
-def plain(model: Path, adapter: Path, out: Path, dtype: str, overwrite: bool, as_json: bool) -> None:
+def plain(
+    model: Path,
+    adapter: Path,
+    out: Path,
+    dtype: str,
+    overwrite: bool,
+    compare: Callable[[Path, int], Divergence] | None,
+    limit: float,
+    as_json: bool,
+) -> None:
     from ktransformers import adapters
 
     def progress(done: int, shards: int) -> None:
         if sys.stderr.isatty():
             print(f"\rshard {done} of {shards}", end="" if done < shards else "\n", file=sys.stderr, flush=True)
 
-    done = adapters.merge(model, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress)
+    done = adapters.merge(
+        model, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress, compare=compare, max_kl=limit
+    )
     if as_json:
         print(json.dumps(done.to_json(), indent=2))
         return
@@ -116,6 +129,10 @@ def plain(model: Path, adapter: Path, out: Path, dtype: str, overwrite: bool, as
         f"delta kept       {check.kept:.1%}"
         + ("" if check.kept >= LITTLE else f"; the rest fell to {dtype}'s rounding")
     )
+    if done.divergence is not None:
+        print("\n".join(divergence_lines(done.divergence, limit)))
+    elif done.skipped is not None:
+        print(f"not compared     {done.skipped}")
 
 
 def packed_lines(done: PackedMerge) -> list[str]:
@@ -125,10 +142,13 @@ def packed_lines(done: PackedMerge) -> list[str]:
     found = done.divergence
     if found is None:
         return [*lines, "compared         no: --unchecked", *table(done.receipt)]
-    lines.append(
-        f"KL               {found.kl:.5f} nats a token from base + adapter, at most {done.max_kl:g} "
-        f"({found.tokens} tokens of {found.text}); same first choice {found.same_top:.2%}"
-    )
+    return [*lines, *divergence_lines(found, done.max_kl), *table(done.receipt)]
+
+
+def divergence_lines(found: Divergence, limit: float) -> list[str]:
     more = "" if found.kl < found.effect else ": less than was lost"
-    lines.append(f"the adapter      {found.effect:.5f} nats a token from the base alone{more}")
-    return [*lines, *table(done.receipt)]
+    return [
+        f"KL               {found.kl:.5f} nats a token from base + adapter, at most {limit:g} "
+        f"({found.tokens} tokens of {found.text}); same first choice {found.same_top:.2%}",
+        f"the adapter      {found.effect:.5f} nats a token from the base alone{more}",
+    ]
