@@ -23,6 +23,7 @@ from ktransformers import _core, env
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.errors import InputError
 from ktransformers.nn import lent
+from ktransformers.nn.cores import share_cores
 from ktransformers.nn.given import formats_of, halves_of_encoded, halves_of_tensor, matrices_of, refuse, vectors_of
 
 # Of the order of bytes in `ExpertStore.memory`; docs/formats.md describes it.
@@ -48,10 +49,11 @@ atexit.register(_default.clear)
 
 
 def default_pool() -> _core.Pool:
-    """The pool of all stores that were given none; made when first asked for. Where experts are computed on a GPU too,
-    one CPU is left to the thread that launches its work."""
+    """The pool of all stores that were given none; made when first asked for. Ranks on one machine share its cores.
+    Where experts are computed on a GPU too, one CPU is left to the thread that launches its work."""
     with _lock:
         if not _default:
+            share_cores()
             pool = _core.Pool()
             if env.text("KT_PLACE") not in ("", "cpu") and not env.text("KT_THREADS") and pool.threads > 2:
                 pool = _core.Pool(pool.threads - 1)
