@@ -45,22 +45,28 @@ def find_homes(model: nn.Module, wish: Wish, gpus: int) -> Homes:
 
 
 def place(
-    model: nn.Module, wish: Wish, homes: Homes | None = None, *, device: torch.device | str | None = None
+    model: nn.Module,
+    wish: Wish,
+    homes: Homes | None = None,
+    *,
+    device: torch.device | str | None = None,
+    learns: bool = False,
 ) -> Placement | None:
-    """The engine with everything but residents; None: the CPU has all experts."""
+    """The engine with everything but residents; None: the CPU has all experts. In training (`learns`) residents are
+    renewed by whoever counts the steps, not after a batch."""
     policy = wish.policy
     if policy == "cpu" and homes is not None and homes.whole:
         policy = "resident"  # a rule wants experts on a GPU
-    if wish.kt_enable_dynamic_expert_update and not wish.kt_gpu_prefill_token_threshold:
+    if wish.kt_enable_dynamic_expert_update and not learns and not wish.kt_gpu_prefill_token_threshold:
         given = "on, without kt_gpu_prefill_token_threshold"
         raise InputError(
             "kt_enable_dynamic_expert_update", given, "a threshold beside it", "batches above it are counted"
         )
     placement = attach(model, policy=policy, device=device, homes=None if homes is None else homes.experts)
-    if placement is None:
+    if placement is None or not placement.layers:  # or a model that is on the CPU, beside a GPU
         return None
     placement.stream_from(wish.kt_gpu_prefill_token_threshold or 0)
-    placement.follow_routing(wish.kt_enable_dynamic_expert_update)
+    placement.follow_routing(wish.kt_enable_dynamic_expert_update and not learns)
     if wish.kt_max_deferred_experts_per_token:
         placement.defer(wish.kt_max_deferred_experts_per_token)
     return placement

@@ -6,7 +6,8 @@ import torch
 
 from ktransformers.place.plan import GPU_SHARE, Candidate
 
-THERE = ("weights", "context", "residents")  # lines of the plan that a loaded model has taken already
+# Lines of the plan that a loaded model and its engine have taken already, or that `Placement.working_bytes` counts.
+THERE = ("weights", "context", "residents", "slots", "groups")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -21,7 +22,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def to_come(candidate: Candidate | None, place: int) -> int:
-    """Of one GPU, by the plan; without a plan a quarter of nothing is known, so nothing is counted."""
+    """Of one GPU, by the plan; nothing where there is none."""
     if candidate is None or place >= len(candidate.memory.gpus):
         return 0
     return sum(size for name, size in candidate.memory.gpus[place].items() if name not in THERE)

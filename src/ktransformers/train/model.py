@@ -117,7 +117,6 @@ def open_model(
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     from ktransformers.nn import load_model
-    from ktransformers.place import attach
 
     pool, notes = expert_pool(settings)
     model = load_model(
@@ -131,8 +130,6 @@ def open_model(
         progress=progress,
     )
     check_formats(model, settings.experts.kt_expert_weight_format)
-    if (placement := attach(model)) is not None:  # KT_PLACE asks for the GPU
-        notes.append(f"KT_PLACE={placement.policy}: the experts of {len(placement.names)} layers may go to the GPU")
     if settings.model.flash_attn != "auto":
         try:
             model.set_attn_implementation(ATTENTION[settings.model.flash_attn])

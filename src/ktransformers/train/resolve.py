@@ -25,7 +25,6 @@ from ktransformers.train.settings import HOME, SECTIONS, Settings
 
 SPECIAL = (
     "kt_config",
-    "kt_optimize_rule",
     "warmup_ratio",
     "group_by_length",
     "logging_dir",
@@ -164,9 +163,7 @@ class _Taker:
     def special(self, key: str, value: Any) -> None:
         if value is None or value is False:
             return
-        if key == "kt_optimize_rule":
-            self.notes.append(read_rule(str(value))[1])
-        elif key == "warmup_ratio":
+        if key == "warmup_ratio":
             share = coerce(key, value, float)
             if not 0 <= share < 1:
                 raise InputError(key, value, "a share of the steps, at least 0 and below 1")
@@ -205,6 +202,8 @@ def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] =
     for key, value in sorted(flat.items(), key=lambda item: item[0] in SPECIAL):  # explicit keys before mapped ones
         taker.take(key, value)
     sections = {name: _build(name, values) for name, values in taker.sections.items()}
+    if sections["place"].kt_optimize_rule is not None:
+        taker.notes.append(read_rule(sections["place"].kt_optimize_rule)[1])
     settings = Settings(**sections, trainer=taker.trainer, notes=tuple(taker.notes))
     return _check(settings)
 

@@ -69,7 +69,7 @@ def read_rule(path: str) -> tuple[Rule, str]:
     where = "its name, as there is no such file" if rule.source == "name" else "the file"
     cpu = "AMX where the CPU has it" if rule.backend == "amx" else "whatever the CPU has"
     gpus = (
-        f"{rule.gpus} GPUs: start one process for each with torchrun"
+        f"layers spread over {rule.gpus} GPUs, or as many of them as are here"
         if rule.gpus > 1
         else "one GPU, where there is one"
     )

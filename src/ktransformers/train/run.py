@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ktransformers.place import Comparison, Meter, compare, refuse
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
 from ktransformers.train.data.render import PairTokens
+from ktransformers.train.homes import Placing
 from ktransformers.train.manifest import base_hash, check_gradients, make_manifest, text_hash
 from ktransformers.train.model import checkpoint_activations, finish_adapter, lora_config, open_model, read_config
 from ktransformers.train.output import begin_output, finish_output
@@ -112,7 +113,9 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     if main:
         begin_output(output, anew=checkpoint is None)
     dtype = dtype_of(settings, read_config(directory))
-    model, notes = open_model(directory, settings, dtype, device_of(settings), watcher.loading)
+    placing = Placing(settings, prepared.plan.forecast)
+    model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.loading)
+    placing.loaded(model)
     for line in notes:
         watcher.noted(line)
     trainer = build_trainer(model, prepared, settings)
@@ -126,11 +129,13 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
         trainer.witness.restore(checkpoint)
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
-    for callback in (trainer.witness, Journal(output, clock, watcher.stepped), stopper, *_early(settings)):
+    journal, residents = Journal(output, clock, watcher.stepped), placing.trained(watcher.noted)
+    for callback in (trainer.witness, journal, stopper, *_early(settings), *residents):
         trainer.add_callback(callback)
     with stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
+    placing.ended(watcher.noted)
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
     results = dict(outcome.metrics)

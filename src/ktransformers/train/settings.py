@@ -121,6 +121,27 @@ class ExpertSettings(Section):
     )
 
 
+class PlacementSettings(Section):
+    """The words of `place.wish.Wish`."""
+
+    kt_place: Literal["auto", "cpu", "stream", "resident"] | None = Field(
+        None, description="where experts are computed, with a GPU; KT_PLACE by itself, else the CPU"
+    )
+    kt_num_gpu_experts: int | None = Field(None, ge=0, description="experts of each layer that stay on the GPU")
+    kt_gpu_experts_ratio: float | None = Field(None, ge=0, le=1, description="share of all experts that do; wins")
+    kt_expert_placement_strategy: Literal["uniform", "frequency", "front-loading", "random"] | None = Field(
+        None, description="which ones; uniform by itself, frequency with statistics"
+    )
+    init_expert_location: str | None = Field(None, description="statistics for frequency: .json, .safetensors or .pt")
+    kt_gpu_prefill_token_threshold: int | None = Field(
+        None, ge=1, description="batches of so many tokens are streamed to the GPU whole"
+    )
+    kt_enable_dynamic_expert_update: bool = Field(False, description="residents follow the routing")
+    kt_expert_update_steps: int = Field(100, ge=1, description="steps between two such updates")
+    kt_record_experts: str | None = Field(None, description="a file for counts of routed tokens, at the end")
+    kt_optimize_rule: str | None = Field(None, description="placement rules, or a name that says how many GPUs")
+
+
 class RunSettings(Section):
     plot_loss: bool = Field(False, description="training_loss.png at the end")
     overwrite_output_dir: bool = Field(False, description="start anew where there are checkpoints, and remove them")
@@ -134,6 +155,7 @@ class Settings(Section):
     data: DataSettings
     preference: PreferenceSettings
     experts: ExpertSettings
+    place: PlacementSettings = Field(default_factory=PlacementSettings)
     run: RunSettings
     trainer: dict[str, Any] = Field(default_factory=dict, description="keys of the HF Trainer that were given")
     notes: tuple[str, ...] = Field((), description="what was taken over, mapped, or has no effect")
@@ -149,6 +171,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": DataSettings,
     "preference": PreferenceSettings,
     "experts": ExpertSettings,
+    "place": PlacementSettings,
     "run": RunSettings,
 }
 # key -> the section that holds it
