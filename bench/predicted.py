@@ -31,7 +31,7 @@ from ktransformers.place.shape import of_config
 GIB = 1 << 30
 TIME_BAR, MEMORY_BAR = 0.25, 0.10
 # Share of a layer's experts that one sequence of 512 tokens touches in the recipe's random model, mean of its layers.
-TOUCHED = {"qwen3-30b": 0.553}
+TOUCHED = {"qwen3-30b": 0.553, "dsv2-lite": 0.811}
 LOSS_COPIES = 14  # bytes of a logit: in bf16, in float32, its softmax, its gradient
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 HOMES = {
     "cpu": "on the CPU",
     "stream": "streamed to the GPU (KT_PLACE=stream)",
-    "auto": "on the CPU or streamed to the GPU, as each batch wants it (KT_PLACE=auto)",
-    "resident": "on the CPU, {} of each layer resident on the GPU (KT_PLACE=resident)",
+    "auto": "on the CPU or the GPU, as each batch wants it (KT_PLACE=auto)",
+    "resident": "on the CPU and the GPU (KT_PLACE=resident)",
 }
 
 
@@ -46,8 +46,8 @@ def choice_line(candidate: Candidate) -> str:
     where = "attention and the rest on " + (
         "the CPU" if not choice.gpus else "one GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
     )
-    experts = HOMES[choice.policy].format(choice.residents)
-    return f"experts in {choice.format} {experts}; {where}"
+    residents = f", {choice.residents} of each layer resident there" if choice.residents else ""
+    return f"experts in {choice.format} {HOMES[choice.policy]}{residents}; {where}"
 
 
 def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, str]]:
@@ -146,7 +146,7 @@ def plan(
         str | None,
         typer.Option("--place", help="Where experts are computed: auto, cpu, stream, resident. Default: any."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also other formats, and several GPUs.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also other formats, and what is slower.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine anew.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

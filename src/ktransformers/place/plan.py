@@ -24,6 +24,7 @@ from ktransformers.place.work import Choice, Serving, Training, Work
 HOST_SHARE = 0.97  # of the free memory; the rest stays with the system
 GPU_SHARE = 0.95
 WAYS = 3
+WITH_RESIDENTS = ("auto", "resident")  # policies that fill what is free (place/fulfil.py)
 
 
 @dataclass(frozen=True)
@@ -96,17 +97,18 @@ def choices(
     machine: Machine,
     formats: Iterable[str] = FORMATS,
     policies: Iterable[str] = POLICIES,
+    residents: int | None = None,
 ) -> Iterator[Choice]:
-    """Each format, on no GPU, one, or all of them; on a GPU by each policy, residents as many as there is room for."""
+    """Each format, on no GPU, one, or all of them; on a GPU by each policy, with residents where it has them (by itself
+    as many as there is room for)."""
     for name, gpus in itertools.product(formats, sorted({0, min(1, len(machine.gpus)), len(machine.gpus)})):
         if not gpus:
             yield Choice(name)
         for policy in policies if gpus else ():
-            bare = Choice(name, gpus, policy=policy)
-            if policy != "resident":
-                yield bare
-            elif count := _residents(model, work, bare, machine):
-                yield replace(bare, residents=count)
+            bare, count = Choice(name, gpus, policy=policy), 0
+            if policy in WITH_RESIDENTS:
+                count = _residents(model, work, bare, machine) if residents is None else min(residents, model.experts)
+            yield replace(bare, residents=count)
 
 
 def make_plan(
@@ -116,11 +118,13 @@ def make_plan(
     *,
     everything: bool = False,
     policies: Iterable[str] = (DEFAULT,),
+    residents: int | None = None,
 ) -> Plan:
-    """`policies`: where experts may be computed; by default where they are when nobody asks for anything else."""
+    """`policies`: where experts may be computed; by default where they are when nobody asks for anything else.
+    `residents`: of each layer, in place of as many as there is room for."""
     formats = tuple(FORMATS) if everything else (counted_as(model.stored),)
-    allowed = tuple(policies)
-    found = [evaluate(model, work, choice, machine) for choice in choices(model, work, machine, formats, allowed)]
+    every = choices(model, work, machine, formats, tuple(policies), residents)
+    found = [evaluate(model, work, choice, machine) for choice in every]
     usable = [candidate for candidate in found if everything or not candidate.missing]
     fitting = sorted((candidate for candidate in usable if candidate.fits), key=lambda c: c.seconds_per_token)
     best = fitting[0] if fitting else None
