@@ -45,7 +45,7 @@ def test_auto_is_no_slower_than_either_side_and_uses_both() -> None:
     for tokens in (64, 512, 2048, 8192):
         alone = min(layer("stream", tokens), layer("resident", tokens))
         assert layer("auto", tokens) <= 1.01 * alone
-    costs = costs_of(QWEN, MACHINE, Choice("bf16", 1, policy="auto"), 0.13)
+    costs = costs_of(QWEN, MACHINE, Choice("bf16", 1, policy="auto"), learns=True)
     found = split([128] * 128, 2048, costs)
     assert found.streamed and found.cpu
 

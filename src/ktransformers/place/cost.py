@@ -14,10 +14,17 @@ from ktransformers.place.formats import packed_lora_bytes
 from ktransformers.place.machine import Machine
 from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, slot_count
 from ktransformers.place.shape import ModelShape
-from ktransformers.place.sides import LORA_SHARE, SUM, experts_touched, layer_seconds, placed_seconds, together
+from ktransformers.place.sides import (
+    GPU_SHARE,
+    LORA_SHARE,
+    SUM,
+    experts_touched,
+    layer_seconds,
+    placed_seconds,
+    together,
+)
 from ktransformers.place.work import Choice, Serving, Training, Work
 
-GPU_SHARE = 0.5  # of the paper rate, in products of a few thousand rows without gradients; estimated
 LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
 HOST_CALL = 50e-6  # a layer's experts start after a copy down and end with one up: two callbacks of 23 us, measured
 LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
@@ -161,7 +168,7 @@ def pass_parts(model: ModelShape, tokens: float, seen: float, machine: Machine, 
     if choice.uses_engine:
         touched = experts_touched(model, tokens)
         lead = rest / model.expert_layers if tokens * model.top_k >= PREFETCHED * model.experts else 0.0
-        expert = placed_seconds(model, tokens, touched, machine, choice, lead, share=GPU_SHARE)
+        expert = placed_seconds(model, tokens, touched, machine, choice, lead, learns=False)
         crossing = 0.0
     else:
         expert = layer_seconds(model, tokens, machine, choice)

@@ -21,6 +21,10 @@ SUM = Costs.sum
 # Of a GPU's paper rate that a layer with LoRA reaches in training, moving rows included: fitted to streamed steps of
 # 8192 tokens on an H200.
 LORA_SHARE = 0.13
+GPU_SHARE = 0.5  # and in products of a few thousand rows without gradients; estimated
+SERVED_CALL = (
+    0.9e-3  # handing experts to the GPU without LoRA: a streamed token in int4 beyond its bytes (bench/place.py)
+)
 CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes (place/gpu/measure.py)
 FORWARD = 3 / 7  # of what handing experts to the GPU takes in both directions
 AGAIN = 5 / 3  # backward on a GPU: gate and up once more, and as many products as forward
@@ -77,10 +81,12 @@ def layer_seconds(
 
 
 def costs_of(
-    model: ModelShape, machine: Machine, choice: Choice, share: float, *, rank: int = 0, backward: bool = False
+    model: ModelShape, machine: Machine, choice: Choice, *, learns: bool, rank: int = 0, backward: bool = False
 ) -> Costs:
-    """What `split` decides by."""
+    """What `split` decides by; `learns`: in training, with LoRA and autograd around it."""
     gpu, size = machine.gpus[0], expert_bytes(model, choice)
+    launches = machine.experts_seconds * (1 - FORWARD if backward else FORWARD)
+    share = LORA_SHARE if learns else GPU_SHARE
     reading, row, power = _cpu_rates(model, machine, choice, rank, backward)
     work = _row_operations(model, rank, False) * (AGAIN if backward else 1)
     return Costs(
@@ -90,7 +96,7 @@ def costs_of(
         cpu_row=row,
         link_expert=size / gpu.link,
         memory_expert=size / machine.cpu.read_bytes,
-        gpu_call=machine.experts_seconds * (1 - FORWARD if backward else FORWARD),
+        gpu_call=launches if learns else SERVED_CALL,
         gpu_expert=(size + 4 * model.expert_numbers) / gpu.bandwidth,  # read, written in bf16, read by the product
         gpu_row=work / (gpu.flops * share),
         sum=power,
@@ -108,11 +114,11 @@ def placed_seconds(
     rank: int = 0,
     backward: bool = False,
     found: bool = False,
-    share: float = LORA_SHARE,
+    learns: bool = True,
 ) -> float:
     """With the engine, beyond the rest of the layer. `lead`: seconds of it that the link has besides; `found`: all of
     the experts are on the GPU still."""
-    costs = costs_of(model, machine, choice, share, rank=rank, backward=backward)
+    costs = costs_of(model, machine, choice, learns=learns, rank=rank, backward=backward)
     count = max(1, round(touched))
     each, more = divmod(round(tokens * model.top_k), count)
     counts = np.full(count, each, dtype=np.int64)
