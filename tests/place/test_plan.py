@@ -44,10 +44,10 @@ def test_what_fits_is_executable_and_the_fastest() -> None:
     assert plan.others == () and plan.ways == ()
 
 
-def test_all_shows_other_formats_and_what_this_version_lacks() -> None:
+def test_all_shows_other_formats_and_several_gpus() -> None:
     machine = with_gpus(profile("desktop-4090"), "24GB,24GB")
     plan = make_plan(QWEN, Serving(), machine, everything=True, policies=POLICIES)
-    assert plan.best is not None and any(other.missing for other in (plan.best, *plan.others))
+    assert plan.best is not None and {other.choice.gpus for other in (plan.best, *plan.others)} >= {1, 2}
     resident = [other for other in (plan.best, *plan.others) if other.choice.policy == "resident"]
     assert all(other.choice.residents > 0 and other.memory.gpus[0]["residents"] > 0 for other in resident) and resident
     assert {other.choice.format for other in plan.others} == {"bf16", "fp8", "int8", "int4"}
@@ -111,14 +111,16 @@ def test_refusal_says_what_and_how_and_force_goes_on() -> None:
     refuse(make_plan(QWEN, Training(), profile("desktop-4090")))
 
 
-def test_several_gpus_share_layers_and_are_not_proposed_yet() -> None:
+def test_several_gpus_share_layers_and_are_proposed_where_one_does_not_do() -> None:
     machine = with_gpus(profile("dual-xeon-4090"), "24GB,24GB")
     model = open_shape("deepseek-v3")
     one, two = (memory_of(model, Training(), Choice("bf16", gpus), machine) for gpus in (1, 2))
     assert sum(table["weights"] for table in two.gpus) == one.gpus[0]["weights"]
     assert max(two.gpu_bytes) < 0.6 * one.gpu_bytes[0]
-    assert all(candidate.choice.gpus <= 1 for candidate in (make_plan(model, Training(), machine).nearest,))
-    assert "layers spread over several GPUs" in Choice("bf16", 2).missing
+    assert not Choice("bf16", 2).missing
+    serving = Serving(context=1024, prompt=512)
+    assert make_plan(QWEN, serving, with_gpus(machine, "24GB,24GB")).nearest.choice.gpus == 1, "one is enough"
+    assert make_plan(QWEN, serving, with_gpus(machine, "3GB,3GB")).nearest.choice.gpus == 2
 
 
 def test_nodes_add_up_and_hold_the_experts_in_equal_parts() -> None:

@@ -29,6 +29,15 @@ def run(
     host: Annotated[str | None, typer.Option("--host", "-H", help="Where to serve. [default: server.host]")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Where to serve. [default: server.port]")] = None,
     cpu_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the experts. [default: chosen]")] = None,
+    kt_place: Annotated[
+        str | None, typer.Option(help="Where experts are computed: auto, cpu, stream or resident. [default: KT_PLACE]")
+    ] = None,
+    gpu_experts: Annotated[
+        int | None, typer.Option("--gpu-experts", "--kt-num-gpu-experts", min=0, help="Experts of a layer on the GPU.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that layers are spread over.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Run even where the plan says that it cannot fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
@@ -42,10 +51,13 @@ def run(
     from ktransformers.serve.launch import make_plan, open_service, serve
     from ktransformers.serve.target import resolve
 
+    asked = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
+    place = {name: value for name, value in asked.items() if value is not None}
     if prompt is None:
         if as_json:
             raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
-        serve(Launch(model, host=host, port=port, threads=cpu_threads, force=force), say, show)
+        line = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
+        serve(line, say, show)
         return
     target = resolve(model)
     adapters = [name for name, _ in target.adapters]
@@ -53,9 +65,9 @@ def run(
         raise InputError(
             "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         )
-    launch = Launch(model, running=1, threads=cpu_threads, force=force)
-    make_plan(launch, target, say, show)
-    service = open_service(launch, target, say)
+    launch = Launch(model, running=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
+    plan = make_plan(launch, target, say, show)
+    service = open_service(launch, target, say, plan)
     wanted = adapter or (adapters[0] if adapters else None)
     name = service.registry.served if wanted is None else f"{service.registry.served}:{wanted}"
     _answer(service, name, prompt, system, max_tokens, temperature, as_json)

@@ -30,15 +30,22 @@ def rules_of(wish: Wish) -> tuple[Rule, ...]:
 
 
 def needs_spreading(wish: Wish, gpus: int) -> bool:
-    """Whether a model has to be loaded into host memory first, to be moved from there."""
-    return gpus > 1 or bool(rules_of(wish))
+    """Whether a model has to be loaded into host memory first, to be moved from there; GPUs that a rule names and that
+    are not here are refused now."""
+    rules = rules_of(wish)
+    visible(_wanted(rules, gpus))
+    return gpus > 1 or bool(rules)
+
+
+def _wanted(rules: tuple[Rule, ...], gpus: int) -> int:
+    named = [int(device.removeprefix("cuda:")) + 1 for device in devices_of(rules)]
+    return max(gpus, *named, 1)
 
 
 def find_homes(model: nn.Module, wish: Wish, gpus: int) -> Homes:
     """By rules, else by plan: layers in equal runs over so many GPUs."""
     rules = rules_of(wish)
-    named = [int(device.removeprefix("cuda:")) + 1 for device in devices_of(rules)]
-    devices = visible(max(gpus, *named, 1))[: max(gpus, 1)]
+    devices = visible(_wanted(rules, gpus))[: max(gpus, 1)]
     if rules:
         return homes_by(model, rules, devices)
     return Homes(tuple(spread(find_stack(model).count, devices)), devices[0], devices[0], {})

@@ -158,12 +158,12 @@ def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -
 
 
 def _share(model: ModelShape, gpus: int, place: int) -> int:
-    """Numbers of everything but experts on one of several GPUs: layers in equal parts, ends where they belong."""
+    """Numbers of everything but experts on one of several GPUs: layers in equal parts, both ends on the first
+    (`spread.py`)."""
     own = model.layers * (place + 1) // gpus - model.layers * place // gpus
     numbers = own * model.rest_per_layer
-    numbers += model.embedding if place == 0 else 0
-    if place == gpus - 1:
-        numbers += model.head if not model.tied else model.embedding if gpus > 1 else 0
+    if place == 0:
+        numbers += model.embedding + (0 if model.tied else model.head)
     return numbers
 
 

@@ -95,6 +95,4 @@ class Choice:
         found = []
         if not format_of(self.format).executable:
             found.append(f"experts in {self.format}")
-        if self.gpus > 1:
-            found.append("layers spread over several GPUs")
         return tuple(found)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ktransformers.errors import InputError
 from ktransformers.place import Comparison, Plan, Serving, make_plan, open_shape, with_gpus
 from ktransformers.place.meter import anonymous_bytes
+from ktransformers.place.wish import DEFAULT
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.service import Service
 
@@ -26,15 +27,18 @@ def work_of(launch: Launch, rest_bytes: int, longest: int) -> Serving:
     return Serving(context=room, prompt=min(launch.chunk, room), sequences=1, rest_bytes=rest_bytes)
 
 
-def forecast(launch: Launch, directory: Path, device: str, rest_bytes: int, longest: int) -> tuple[Plan | None, str]:
-    """For this machine; a model whose config the planner cannot read is served all the same, and the note says why."""
+def forecast(
+    launch: Launch, directory: Path, device: str, rest_bytes: int, longest: int, policy: str = DEFAULT
+) -> tuple[Plan | None, str]:
+    """For this machine, experts where `policy` has them; a model whose config the planner cannot read is served all the
+    same, and the note says why."""
     from ktransformers.place.calibrate import this_machine
 
     try:
         shape = open_shape(str(directory))
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
-        return make_plan(shape, work_of(launch, rest_bytes, longest), machine), ""
+        return make_plan(shape, work_of(launch, rest_bytes, longest), machine, policies=(policy,)), ""
     except InputError as error:
         return None, f"no forecast of memory and time: {error}"
 

@@ -65,11 +65,13 @@ def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | No
     """Shown first; what cannot fit is refused unless the line says --force."""
     from transformers import AutoConfig
 
+    from ktransformers.place.wish import read_wish
     from ktransformers.serve.forecast import forecast
 
     device = device_of(launch)
     longest = _longest(AutoConfig.from_pretrained(target.model))
-    found, note = forecast(launch, target.model, device, dtype_of(launch.dtype, device).itemsize, longest)
+    policy = read_wish(launch.place, target.keys).policy
+    found, note = forecast(launch, target.model, device, dtype_of(launch.dtype, device).itemsize, longest, policy)
     if found is None:
         say(note)
         return None

@@ -12,6 +12,7 @@ from pathlib import Path
 from ktransformers.errors import InputError
 from ktransformers.place import Plan, Training, make_plan, open_shape, with_gpus
 from ktransformers.place.machine import Machine
+from ktransformers.place.wish import read_wish
 from ktransformers.train.arguments import device_of, dtype_of, packs, step_rows
 from ktransformers.train.settings import Settings
 from ktransformers.train.targets import EXPERTS, HALVES
@@ -56,7 +57,8 @@ def forecast(settings: Settings, directory: Path, words: dict[str, object], long
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
     work = work_of(settings, dtype_of(settings, words).itemsize, longest)
-    return make_plan(open_shape(str(directory)), work, machine)
+    policy = read_wish(settings.place.model_dump()).policy
+    return make_plan(open_shape(str(directory)), work, machine, policies=(policy,))
 
 
 def try_forecast(
