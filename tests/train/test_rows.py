@@ -20,7 +20,7 @@ from ktransformers.train.trainers import SupervisedTrainer
 from tests.nn.families import build
 
 from .conftest import recipe
-from .runs import difference, first_gradients
+from .runs import difference, first_gradients, run
 
 PADDED = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_samples": 6}
 PACKED = PADDED | {"packing": True, "cutoff_len": 128, "gradient_accumulation_steps": 3}
@@ -39,6 +39,28 @@ def test_gradients_are_those_of_the_stock_path(
     stock = first_gradients(keys)
     assert any(bool(gradient.ne(0).any()) for gradient in stock.values())
     assert difference(ours, stock) < 1e-5 and difference(kept, stock) < 1e-5
+
+
+def test_the_proof_is_recorded_under_stock_attention(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 the same sums rounded elsewhere are other numbers, and `kt prove` would say so."""
+    seen: list[str] = []
+    finish, attend = running.finish_output, running.attend_by_rows
+
+    def looking(trainer: Any, *args: Any) -> Any:
+        seen.append(trainer.model.config._attn_implementation)
+        return finish(trainer, *args)
+
+    def attending(model: Any) -> bool:
+        found = attend(model)
+        seen.append(model.config._attn_implementation)
+        return found
+
+    monkeypatch.setattr(running, "finish_output", looking)
+    monkeypatch.setattr(running, "attend_by_rows", attending)
+    run(recipe(tiny, tmp_path / "x", **PACKED) | {"max_steps": 1})
+    assert seen == [ROWS, "sdpa"]
 
 
 def losses(trainer: Any, inputs: dict[str, Any], count: Any) -> tuple[float, float, dict[str, list[float]]]:

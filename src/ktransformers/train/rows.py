@@ -159,3 +159,10 @@ def attend_by_rows(model: PreTrainedModel) -> bool:
     AttentionMaskInterface.register(ROWS, rows_mask)
     model.set_attn_implementation(ROWS)
     return True
+
+
+def attend_as_before(model: PreTrainedModel) -> None:
+    """What a trained model says of its proof's rows is measured as whoever serves it computes: in bf16 products rounded
+    elsewhere differ from the first layer on."""
+    if model.config._attn_implementation == ROWS:
+        model.set_attn_implementation(STOCK)

@@ -20,7 +20,7 @@ from ktransformers.train.model import checkpoint_activations, finish_adapter, lo
 from ktransformers.train.output import begin_output, finish_output
 from ktransformers.train.plan import Plan, Prepared, make_plan, sequences
 from ktransformers.train.preference import WITHOUT_REFERENCE
-from ktransformers.train.rows import attend_by_rows
+from ktransformers.train.rows import attend_as_before, attend_by_rows
 from ktransformers.train.settings import Settings
 from ktransformers.train.targets import find_targets
 from ktransformers.train.watch import ExpertClock, Interrupted, Journal, Progress, Stopper, Witness
@@ -135,6 +135,7 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     with stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
+    attend_as_before(model)
     placing.ended(watcher.noted)
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
