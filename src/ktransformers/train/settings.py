@@ -155,7 +155,7 @@ class Settings(Section):
     data: DataSettings
     preference: PreferenceSettings
     experts: ExpertSettings
-    place: PlacementSettings = Field(default_factory=PlacementSettings)
+    place: PlacementSettings = Field(default_factory=lambda: PlacementSettings.model_validate({}))
     run: RunSettings
     trainer: dict[str, Any] = Field(default_factory=dict, description="keys of the HF Trainer that were given")
     notes: tuple[str, ...] = Field((), description="what was taken over, mapped, or has no effect")
