@@ -207,3 +207,16 @@ def test_two_engines_on_one_gpu() -> None:
         for part in parts:
             assert part is not None
             part.detach()
+
+
+def test_experts_under_peft_are_where_their_router_is() -> None:
+    """LoRA on experts stays in host memory, beside a router that was moved."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny()
+    peft = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"]))
+    for name, parameter in peft.named_parameters():
+        if ".experts." not in name:
+            parameter.data = parameter.data.to("meta")
+    for name in expert_modules(peft):
+        assert device_of(peft, name) == torch.device("meta"), name

@@ -1,7 +1,7 @@
 """The engine as autograd sees it: an operator whose inputs are on the device and whose LoRA factors are in host memory.
 
-Everything that backward needs besides the inputs is an output: host copies of ids and hidden states, the CPU's kept
-rows, and which experts the CPU had. So checkpointing may keep them all and never compute a layer again
+Everything that backward needs besides the inputs is an output: a host copy of the ids, the CPU's kept rows, and which
+experts the CPU had. So checkpointing may keep them all and never compute a layer again
 (`nn/checkpointing.py`), or let go of all of them. What computes is a handle, as the store is for the operator without
 an engine (`nn/operator.py`).
 """
@@ -52,15 +52,15 @@ def placed_experts(
     retain: bool,
     dropout: float,
     seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def compute() -> tuple[Tensor, ...]:
         placed = _placed(store)
         batch = Batch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed))
         out, kept = placed.engine.forward(placed.layer, batch, retain)
-        return out, kept.ids, kept.hidden, kept.keep, kept.cpu
+        return out, kept.ids, kept.keep, kept.cpu
 
-    out, ids_host, hidden_host, keep, cpu = computed(compute)
-    return out, ids_host, hidden_host, keep, cpu
+    out, ids_host, keep, cpu = computed(compute)
+    return out, ids_host, keep, cpu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -76,7 +76,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tuple[Any
     if grad_out is None:
         return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 6
     hidden, ids, weights, *rest = ctx.saved_tensors
-    kept, lora = Kept(*rest[:4]), rest[4:]
+    kept, lora = Kept(*rest[:3]), rest[3:]
     batch = Batch(hidden.detach(), ids, weights.detach(), _factors(lora, ctx.roles, ctx.scales), ctx.dropout)
     placed = ctx.placed
     with torch.no_grad():

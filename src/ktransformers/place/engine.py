@@ -1,7 +1,7 @@
 """One batch through one layer of experts on two machines: those on the GPU, or brought there, and those on the CPU.
 
 Hidden states `[T, H]`, ids and routing weights `[T, k]` are on the device. The ids come down first and are counted;
-`split` decides; the CPU's share starts in a thread of its own (the core needs no GIL) as soon as the hidden states are
+`split` decides; the CPU's share starts in a thread of its own (the core needs no GIL) as soon as its hidden states are
 down, while this thread queues copies, decoding and products for the device. The results meet at the end; then copies
 for the layer that came next the last time are queued. Backward is the same walk. The surprising decision: what autograd
 keeps has the same shapes whatever the split was, because recomputation under checkpointing may split another way and is
@@ -66,7 +66,6 @@ class Kept:
     """For backward."""
 
     ids: Tensor  # host
-    hidden: Tensor  # host, or empty
     keep: Tensor  # of the core, or empty; written where the CPU had everything
     cpu: Tensor  # bool [E]: what the CPU computed
 
@@ -108,7 +107,7 @@ class Engine:
             coming = self.slots.coming(index)
             there |= self.slots.present(index) - frozenset(coming)
         if self._left and self._after.get(self._before or (-1, "")) == (index, phase.name):
-            gap = time.perf_counter() - self._left
+            gap = max(0.0, time.perf_counter() - self._left)
             self._gaps[phase.name] = gap + (1 - SETTLE) * (self._gaps.get(phase.name, gap) - gap)
         costs, backlog = self._costs(layer, phase.direction), self.slots.backlog()
         if factors is not None and not is_packed(layer.store, factors):
@@ -137,9 +136,6 @@ class Engine:
         phase = phase_of("forward")
         few = self._few(layer, batch)
         routes = start_down((batch.ids, batch.hidden, batch.weights) if few else (batch.ids,))
-        rows = routes if few else None
-        if not few and self.policy != "stream":
-            rows = start_down((batch.hidden, batch.weights))
         ids = routes.finish()[0]
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
@@ -148,11 +144,13 @@ class Engine:
         else:
             found = self.decide(layer, counts, ids.shape[0], phase, batch.factors)
         layer.last[phase.name] = found
-        keep = layer.store.new_keep(*ids.shape) if retain and rows is not None else ids.new_empty(0, dtype=torch.uint8)
+        keeps = retain and self.policy != "stream"  # whatever the split: checkpointing compares shapes
+        keep = layer.store.new_keep(*ids.shape) if keeps else ids.new_empty(0, dtype=torch.uint8)
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         gpu = found.there + found.streamed
         share = None
-        if found.cpu and rows is not None:
+        if found.cpu:
+            rows = routes if few else start_down((batch.hidden, batch.weights))
             share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep[:0] if gpu else keep)
         whole = self.side.forward(layer.packed, batch, gpu, counts) if gpu else None
         self._prefetch(layer, phase, counts, batch.ids.shape[0])
@@ -164,8 +162,7 @@ class Engine:
             result = start_up((share(),), self.device).finish()[0]
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
-        host = rows.finish()[-2] if rows is not None and retain else batch.hidden.new_empty(0, device="cpu")
-        return result, Kept(ids, host, keep, cpu)
+        return result, Kept(ids, keep, cpu)
 
     def backward(
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
@@ -245,11 +242,7 @@ class Engine:
         cpu: Tensor,
         views: Sequence[Tensor | None],
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        hidden = kept.hidden
-        if hidden.numel():
-            rising, weights = start_down((grad_out, batch.weights)).finish()
-        else:
-            rising, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
+        rising, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
 
         def work() -> tuple[Tensor, Tensor]:
             adapters = self._adapters(layer, batch)
@@ -315,7 +308,8 @@ class Engine:
         here = (layer.packed.index, phase.name)
         if self._before is not None:
             self._after[self._before] = here
-        self._before, self._left = here, time.perf_counter()
+        # Copies of this layer that are still under way are no lead of the next one's.
+        self._before, self._left = here, max(time.perf_counter(), self.slots.link_free)
         layer.seen[phase.name] = counts, tokens
         following = self._after.get(here)
         many = counts.sum() >= MANY * len(counts)

@@ -215,7 +215,7 @@ def attach(
         store, contract = _parts(module)
         try:
             where, sizes = given or device_of(model, name), geometry_of(store)
-            if where is None:
+            if where is None or (where.type != "cuda" and given is None):
                 raise InputError(name, "a router on the CPU", "a router on a GPU")
         except InputError as error:
             placement.left[name] = str(error)
@@ -227,7 +227,7 @@ def attach(
             placement.engines.append(engine)
         _add(placement, engine, name, store, contract, calibrate)
     for name, reason in placement.left.items():
-        _log.info("%s stays with the CPU: %s", name, reason)
+        _log.warning("%s stays with the CPU: %s", name, reason)
     return placement
 
 
@@ -294,14 +294,14 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def device_of(model: nn.Module, name: str) -> torch.device | None:
-    """The GPU that a layer of experts gets its hidden states from: where its nearest relatives are, the router first.
-    None: they are on the CPU."""
+    """Where a layer of experts gets its hidden states from: where its nearest relatives are, the router first.
+    LoRA on experts is no relative: it stays in host memory. None: there are none."""
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
         module, below = model.get_submodule(".".join(parts[:end])), f"{parts[end]}."
         for word, parameter in module.named_parameters():
-            if not word.startswith(below):
-                return parameter.device if parameter.device.type == "cuda" else None
+            if not word.startswith(below) and ".lora_" not in f".{word}":
+                return parameter.device
     return None
 
 
