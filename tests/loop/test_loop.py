@@ -175,12 +175,31 @@ def test_a_changed_recipe_does_not_go_on_in_old_work(place: Path) -> None:
 
 
 def test_a_stage_that_fails_says_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BROKEN", "1")
-    with pytest.raises(child.Failed, match=r"stage prove ended with code 1; .*prove.log") as error:
+    monkeypatch.setenv("BROKEN", "eval")
+    with pytest.raises(child.Failed, match=r"stage baseline ended with code 1; .*baseline.log") as error:
         go(place)
     assert error.value.code == 1
     monkeypatch.delenv("BROKEN")
-    assert ran(go(place)) == ["prove", "eval", "compare"]
+    assert ran(go(place)) == ALL[2:]
+
+
+@pytest.mark.parametrize("broken", ["prove", "verdict"])
+def test_a_failed_proof_does_not_keep_the_judgement_back(
+    broken: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it says what is wrong or just dies; the command ends with 1, and the next one tries again."""
+    from typer.testing import CliRunner
+
+    from ktransformers.cli.main import app
+
+    monkeypatch.setenv("BROKEN", broken)
+    ended = CliRunner().invoke(app, ["loop", str(place / "loop.yaml")])
+    assert ended.exit_code == 1 and "+80.0**" in ended.stdout
+    assert ("NOT proven: layer 3" if broken == "verdict" else "NOT proven: kt prove did not end well") in ended.stdout
+    kept = json.loads((place / "run" / "report.json").read_text())
+    assert kept["proven"] is False and len(kept["rows"]) == 3
+    monkeypatch.delenv("BROKEN")
+    assert ran(go(place)) == ["prove"]
 
 
 def test_report(place: Path) -> None:

@@ -85,3 +85,6 @@ def loop(
         print(json.dumps(report.as_json() | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
     else:
         print("\n".join(text(report)))
+    if report.proven is False:
+        print(f"kt: {report.proof}", file=sys.stderr)
+        raise typer.Exit(1)

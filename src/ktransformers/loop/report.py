@@ -14,7 +14,7 @@ from typing import Any
 
 from ktransformers.files import write_json, write_text
 from ktransformers.loop.pace import chosen
-from ktransformers.loop.run import Step
+from ktransformers.loop.run import FAILED, Step
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import SERVED, places_of
 
@@ -86,6 +86,8 @@ def make_report(loop: Loop, steps: Sequence[Step]) -> Report:
     samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _in_words(task)]
     answers = tuple(Answer(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
     proven, proof = _proof(_document(places.document("prove"))) if loop.prove else (None, "not asked for")
+    if any(step.status == FAILED for step in steps) and proven is not False:
+        proven, proof = False, "NOT proven: kt prove did not end well; logs/prove.log says why"
     pace = chosen(loop.train, places.run) if loop.train.minutes is not None else None
     after = (
         f"kt serve {places.adapter}",

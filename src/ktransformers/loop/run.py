@@ -3,7 +3,8 @@
 The run's directory holds what is needed to repeat it: `loop.yaml` (all settings, resolved), `versions.json`,
 `commands.sh`, a log and a record for each stage, and what the stages made. A stage that was begun and not finished goes
 on where its command can do that and the inputs are the same; otherwise its outputs are removed and it begins anew. Only
-outputs that lie in the run's directory are ever removed.
+outputs that lie in the run's directory are ever removed. A proof that fails is run again the next time; the judgement
+is made all the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from ktransformers.loop.record import BEGUN, DONE, Hashes, Record
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import SERVER, Stage, places_of, serve_words, stages_of
 
+FAILED = "failed"  # a verdict; anything else that fails ends the loop
+
 
 class Listener(Protocol):
     def skipped(self, stage: Stage, record: Record) -> None: ...
@@ -41,7 +44,7 @@ class Step:
     """What became, or would become, of a stage."""
 
     name: str
-    status: str  # skipped, run, resumed; of a look ahead also: would run
+    status: str  # skipped, run, resumed, failed; of a look ahead also: would run
     seconds: float
     command: str
 
@@ -117,6 +120,10 @@ class Runner:
         log = self.run / "logs" / f"{stage.name}.log"
         shown = (lambda text: self._listener.line(stage, text)) if stage.shown else None
         code = child.run_command(words, log, lock, stage.document, shown)
+        if code > 0 and stage.verdict:
+            seconds = round(time.perf_counter() - began, 1)
+            self._listener.ended(stage, seconds, f"failed, and so will the loop; {log} says why")
+            return Step(stage.name, FAILED, seconds, child.command_line(stage.words))
         if code != 0:
             raise child.Failed(stage.name, code, log)
         said = stage.after() if stage.after is not None else ""

@@ -39,6 +39,7 @@ class Stage:
     resumes: Callable[[], bool] | None = None  # can it go on in an output that is not finished?
     served: bool = False
     shown: bool = False  # what it prints is passed on
+    verdict: bool = False  # its failure is a finding: later stages run all the same, and the loop ends with it
     before: Callable[[bool], bool] | None = None  # brings its file up to date, or only looks: would it change?
     after: Callable[[], str] | None = None  # with what was found, in words
 
@@ -215,6 +216,7 @@ def _prove(loop: Loop, places: Places) -> Stage:
         inputs=(*_adapter_files(places), Path(places.model)),
         document=places.document("prove"),
         served=True,
+        verdict=True,
     )
 
 
