@@ -22,7 +22,7 @@ from torch import Tensor
 from ktransformers.nn.factors import Factors, packed
 from ktransformers.nn.mixed import MixedLora
 from ktransformers.nn.store import NO_DROPOUT, Dropout, default_pool
-from ktransformers.nn.transfer import start_down, start_up
+from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.engine import Engine, Kept, Layer, count
 from ktransformers.place.gpu.several import Several, host_options
@@ -81,9 +81,9 @@ class Deferral:
         late = self._pending.pop(layer, None)
         return out if late is None else out + start_up((late.result(),), out.device).finish()[0].to(out.dtype)
 
-    def put(self, following: int, placed: ServedStore, batch: Batch) -> None:
-        """Compute a batch on the CPU for the next layer; `batch` has the deferred ids."""
-        descent = start_down((batch.hidden, batch.ids, batch.weights))
+    def put(self, following: int, placed: ServedStore, batch: Batch, descent: Descent) -> None:
+        """Compute a batch on the CPU for the next layer; `batch` has the deferred ids, `descent` brings its hidden
+        states, ids and weights."""
         layer, pinned = placed.layer, batch.hidden.is_cuda
 
         def work() -> Tensor:
@@ -152,8 +152,9 @@ class ServedStore(PlacedStore):
         parts = [
             Batch(batch.hidden, ids, batch.weights, batch.factors, batch.dropout, batch.several) for ids in (now, late)
         ]
+        descent = start_down((batch.hidden, late, batch.weights))  # not behind what the device computes next
         out = self.engine.forward(self.layer, parts[0], False)[0]
-        deferral.put(following, self, parts[1])
+        deferral.put(following, self, parts[1], descent)
         return out
 
     def _never_late(self, experts: int) -> Tensor:

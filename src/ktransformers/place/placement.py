@@ -147,7 +147,7 @@ class Placement:
     def stream_from(self, tokens: int) -> None:
         """Batches of so many tokens are streamed whole, smaller ones not at all; 0: the policy says."""
         for engine in self.engines:
-            engine.threshold = tokens
+            engine.threshold, engine.policy = tokens, self.policy
 
     def follow_routing(self, on: bool) -> None:
         """After every batch that was streamed whole its busiest experts become the residents of their layer."""

@@ -66,14 +66,14 @@ def cache_room(model: nn.Module, launch: Launch, per_token: int) -> int:
     layers: Any = model.get_submodule(find_stack(model).name)
     counts: dict[torch.device, int] = {}
     for layer in layers:
-        device = next(layer.parameters()).device
+        device = next((p.device for p in layer.parameters() if p.is_cuda), torch.device("cpu"))
         counts[device] = counts.get(device, 0) + 1
     rooms = [
         int(free_bytes(device) * launch.memory) * len(layers) // (count * per_token)
         for device, count in counts.items()
         if device.type == "cuda"
     ]
-    return min(rooms)
+    return min(rooms, default=2**31)  # a rule may have every layer on the CPU
 
 
 class Placed:
