@@ -24,14 +24,18 @@ from typing import Any
 from e2e_models import Recipe, recipes
 from timing import Table, print_last_line, save
 
-from ktransformers.place import Candidate, Choice, Machine, Training, profile
-from ktransformers.place.plan import evaluate
+from ktransformers.place import Choice, Machine, Training, profile
+from ktransformers.place.cost import time_of
+from ktransformers.place.memory import ENGINE, Engine, memory_of
 from ktransformers.place.shape import of_config
 
 GIB = 1 << 30
 TIME_BAR, MEMORY_BAR = 0.25, 0.10
 # Share of a layer's experts that one sequence of 512 tokens touches in the recipe's random model, mean of its layers.
 TOUCHED = {"qwen3-30b": 0.553, "dsv2-lite": 0.811}
+# Until then the engine had room for two layers and decoded the same bytes for every format.
+CHANGED = "2026-11-15T12:00"
+EARLIER = Engine(slot_layers=2, room_bytes=0, token_rows=0)
 LOSS_COPIES = 14  # bytes of a logit: in bf16, in float32, its softmax, its gradient
 
 
@@ -74,19 +78,16 @@ def work_of(recipe: Recipe, facts: dict[str, Any], cell: dict[str, Any]) -> Trai
     )
 
 
-def planned(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Candidate:
+def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine, engine: Engine) -> Row:
     recipe = recipes()[cell["model"]]
     words = {**recipe.config, "num_hidden_layers": cell["layers"], "vocab_size": facts["vocabulary"]}
+    shape, work = of_config(words, recipe.name), work_of(recipe, facts, cell)
     choice = Choice(cell.get("format", "bf16").partition(":")[0], 1, policy=cell["policy"] or "cpu")
-    return evaluate(of_config(words, recipe.name), work_of(recipe, facts, cell), choice, machine)
-
-
-def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row:
-    found = planned(cell, facts, machine)
+    memory = memory_of(shape, work, choice, machine, engine)
     predicted = {
-        "step_s": found.time.seconds,
-        "gpu_peak_gib": (found.memory.gpu_bytes[0] - found.memory.gpus[0]["context"]) / GIB,
-        "host_peak_gib": found.memory.host_bytes / GIB,
+        "step_s": time_of(shape, work, choice, machine).seconds,
+        "gpu_peak_gib": (memory.gpu_bytes[0] - memory.gpus[0]["context"]) / GIB,
+        "host_peak_gib": memory.host_bytes / GIB,
     }
     names = cell["model"], cell["policy"] or "cpu", cell.get("format", "bf16"), cell["tokens"], cell["pieces"]
     return Row(*names, predicted, {name: cell[name] for name in predicted})
@@ -95,13 +96,14 @@ def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row
 def rows_of(document: dict[str, Any], machine: Machine) -> list[Row]:
     """Of the cells that were computed by kt; the others are not ours to plan."""
     kt = [cell for cell in document["cells"] if cell["variant"] == "kt"]
-    return [row_of(cell, document["models"][cell["model"]], machine) for cell in kt]
+    engine = EARLIER if document["machine"]["time"] < CHANGED else ENGINE
+    return [row_of(cell, document["models"][cell["model"]], machine, engine) for cell in kt]
 
 
 def routes(name: str, tokens: int) -> float:
     """Share of the experts that so many tokens of one sequence touch, mean of the layers of the recipe's model."""
     import torch
-    from e2e_models import _blank, _fill, _share_experts
+    from e2e_models import _blank, _fill, _is_expert, _share_experts
 
     from ktransformers.nn.contract import expert_modules
 
@@ -110,7 +112,13 @@ def routes(name: str, tokens: int) -> float:
     model = _blank(recipe, host, "eager")
     _share_experts(model)
     _fill(model, host)
-    model.float()
+    experts: dict[str, torch.Tensor] = {}
+    for word, parameter in model.named_parameters():  # float32, because not every CPU multiplies bf16
+        role = word.rpartition(".")[2]
+        wide = experts[role] if _is_expert(word) and role in experts else parameter.data.float()
+        if _is_expert(word):
+            experts[role] = wide  # of all layers, still
+        parameter.data = wide
     shares: list[float] = []
 
     def count(module: Any, args: tuple[Any, ...]) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from ktransformers.errors import InputError
 from ktransformers.place import Choice, Training, make_plan, open_shape, profile
-from ktransformers.place import memory as planned
 from ktransformers.place.cost import time_of, touched_experts
-from ktransformers.place.memory import memory_of, slot_count
+from ktransformers.place.memory import ENGINE, memory_of, slot_count
 from ktransformers.place.sides import costs_of, layer_seconds, placed_seconds
 from ktransformers.place.split import split
 from ktransformers.place.wish import POLICIES
@@ -28,9 +27,9 @@ def test_sizes_are_the_engines() -> None:
     from ktransformers.place.gpu import measure, side
     from ktransformers.place.sides import CROSSING
 
-    assert (planned.SLOT_LAYERS, planned.SLOT_SHARE) == (placement.LAYERS, placement.SHARE)
-    assert (planned.GROUP_BYTES, planned.GROUP_ROWS) == (side.GROUP_BYTES, side.GROUP_ROWS)
-    assert (planned.ROOM_BYTES, CROSSING) == (side.ROOM_BYTES, measure.CROSSING)
+    assert (ENGINE.slot_layers, ENGINE.slot_share) == (placement.LAYERS, placement.SHARE)
+    assert (ENGINE.group_bytes, ENGINE.group_rows) == (side.GROUP_BYTES, side.GROUP_ROWS)
+    assert (ENGINE.room_bytes, CROSSING) == (side.ROOM_BYTES, measure.CROSSING)
 
 
 def test_streaming_runs_at_the_speed_of_the_link() -> None:

@@ -27,6 +27,9 @@ from ktransformers.place.work import Choice, Serving, Training, Work
 
 LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
 HOST_CALL = 50e-6  # a layer's experts start after a copy down and end with one up: two callbacks of 23 us, measured
+# The same in training, with PEFT and autograd around the kernels and LoRA packed anew: 5 to 6.7 ms in either direction
+# and at every size of bench/results/train-e2e-lent.json.
+TRAINED_CALL = 6e-3
 LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
 ADAM_BYTES = 28  # read and written for a trained number: it, its gradient, two moments
 ADAM_SHARE = 0.43  # of the read rate that torch's AdamW reaches with four threads: 25 ms for 53 million numbers
@@ -74,12 +77,14 @@ def _products(
     return max(operations / (cpu.dense_flops_f32 if size == 4 else cpu.dense_flops), weights / cpu.read_bytes)
 
 
-def crossing_seconds(model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int) -> float:
+def crossing_seconds(
+    model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, call: float = HOST_CALL
+) -> float:
     """Hidden states down to the CPU and results up, of all layers."""
     if not choice.gpus:
         return 0.0
     both = 2 * tokens * model.hidden * size / machine.gpus[0].link
-    return model.expert_layers * (both + HOST_CALL)
+    return model.expert_layers * (both + call)
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,8 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
             expert = layer_seconds(
                 model, work.tokens, machine, choice, rank=rank, backward=way.backward, touched=touched
             )
-            parts["crossing"] += work.batches * crossing_seconds(model, work.tokens, machine, choice, size)
+            crossing = crossing_seconds(model, work.tokens, machine, choice, size, TRAINED_CALL)
+            parts["crossing"] += work.batches * crossing
         parts["experts"] += work.batches * model.expert_layers * expert
     parts["loss"] = work.batches * LOSS_PASSES * head_seconds(model, work.tokens, machine, choice, size, LORA_SHARE)
     parts["crossing"] += _factor_seconds(model, work, choice, machine)

@@ -23,13 +23,24 @@ LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
 LOSS_COPIES = 7.25  # float32 and bool beside the tile, where torch operators compute it (a CPU); Triton needs none
 LANE = 3_000_000  # bytes of scratch for one thread of the pool
 HUGE = 2 << 20  # the core maps in units of this from this size on
-# Of the engine (placement.py, gpu/side.py, which import torch; a test compares): layers whose experts there is room
-# for, the share of a GPU's free memory that this may take, decoded bytes at a time, where all of a layer's do not fit
-# into the third, and rows at a time.
-SLOT_LAYERS, SLOT_SHARE, GROUP_BYTES, ROOM_BYTES, GROUP_ROWS = 1.25, 0.25, 640 << 20, 2 << 30, 16384
 FACTOR_BYTES = 14  # on the GPU for a number of a layer's expert LoRA: two layers in bf16, gradients; fitted
 
 Table = dict[str, int]  # purpose -> bytes
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Sizes of the placement engine (placement.py, gpu/side.py, which import torch; a test compares)."""
+
+    slot_layers: float = 1.25  # whose experts there is room for
+    slot_share: float = 0.25  # of a GPU's free memory that this may take
+    group_bytes: int = 640 << 20  # of decoded weights at a time,
+    room_bytes: int = 2 << 30  # or all of a layer's, where they fit into this with the slots
+    group_rows: int = 16384  # at a time,
+    token_rows: int = 2  # and so many more for each token
+
+
+ENGINE = Engine()
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,7 @@ def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: boo
     return layers * layer + max(0, loss)
 
 
-def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Memory:
+def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: Engine = ENGINE) -> Memory:
     experts = model.expert_layers * _huge(model.experts * expert_bytes(model, choice))
     host: Table = {"process": PROCESS, "experts": experts}
     gpus: list[Table] = [{} for _ in range(choice.gpus)]
@@ -149,7 +160,8 @@ def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -
         disk = {}
     for place, table in enumerate(gpus):
         if choice.uses_engine:
-            table |= _engine(model, work, choice, machine, sum(table.values()), place)
+            free = machine.gpus[place].memory - sum(table.values())
+            table |= _engine_bytes(model, work, choice, free, engine)
     disk["checkpoint"] = model.checkpoint_bytes or model.numbers * 2
     sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
     nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
@@ -180,28 +192,23 @@ def _trained(model: ModelShape, work: Training) -> tuple[int, int, int]:
 
 def slot_count(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> int:
     """Experts that the first GPU has room for while they are streamed."""
-    return _slots(
-        model, choice, machine, sum(memory_of(model, work, _without_engine(choice), machine).gpus[0].values())
-    )
+    bare = memory_of(model, work, replace(choice, policy="cpu", residents=0), machine)
+    return _slots(model, choice, machine.gpus[0].memory - bare.gpu_bytes[0], ENGINE)
 
 
-def _without_engine(choice: Choice) -> Choice:
-    return replace(choice, policy="cpu", residents=0)
+def _slots(model: ModelShape, choice: Choice, free: int, engine: Engine) -> int:
+    most = int(engine.slot_share * free) // expert_bytes(model, choice)
+    return max(0, min(int(engine.slot_layers * model.experts), most))
 
 
-def _slots(model: ModelShape, choice: Choice, machine: Machine, taken: int, place: int = 0) -> int:
-    free = machine.gpus[place].memory - taken
-    return max(0, min(int(SLOT_LAYERS * model.experts), int(SLOT_SHARE * free) // expert_bytes(model, choice)))
-
-
-def _engine(model: ModelShape, work: Work, choice: Choice, machine: Machine, taken: int, place: int) -> Table:
+def _engine_bytes(model: ModelShape, work: Work, choice: Choice, free: int, engine: Engine) -> Table:
     """What computing experts on a GPU takes there: slots, decoded weights and rows of a group, results in float32."""
-    table = {"slots": _slots(model, choice, machine, taken, place) * expert_bytes(model, choice)}
+    table = {"slots": _slots(model, choice, free, engine) * expert_bytes(model, choice)}
     one = 2 * model.expert_numbers
     whole = one * model.experts
-    decoded = whole if table["slots"] + whole <= ROOM_BYTES else max(1, GROUP_BYTES // one) * one
-    rows = min(work.tokens * model.top_k, GROUP_ROWS + 2 * work.tokens) * (6 * model.hidden + 14 * model.intermediate)
-    table["groups"] = decoded + rows + work.tokens * model.hidden * 10
+    decoded = whole if table["slots"] + whole <= engine.room_bytes else max(1, engine.group_bytes // one) * one
+    rows = min(work.tokens * model.top_k, engine.group_rows + engine.token_rows * work.tokens)
+    table["groups"] = decoded + rows * (6 * model.hidden + 14 * model.intermediate) + work.tokens * model.hidden * 10
     if isinstance(work, Training) and work.adapts_experts:
         table["factors"] = expert_lora_numbers(model, work.rank) // model.expert_layers * FACTOR_BYTES
     return table
