@@ -94,6 +94,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("threads", [](const PyPool& p) { return p.engine->pool.threads(); })
       .def_prop_ro("groups", [](const PyPool& p) { return p.engine->pool.groups(); })
       .def_prop_ro("cpus", [](const PyPool& p) { return p.engine->pool.cpus(); })
+      .def("linear", &PyPool::linear, "x"_a, "weight"_a, "out"_a)
       .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0);
 
   nb::class_<PyCall>(m, "Call")

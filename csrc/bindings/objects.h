@@ -20,6 +20,7 @@ struct PyPool {
   std::mutex measuring;
 
   PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin);
+  void linear(nb::handle x, nb::handle weight, nb::handle out) const;  // out = x weight^T for a few rows
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
 };
 

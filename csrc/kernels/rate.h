@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "kernels/back.h"
+#include "kernels/narrow.h"
 
 namespace kt {
 namespace {
@@ -157,6 +158,15 @@ void decode_any(const Decode& d) {
 }
 
 template <class Isa>
+constexpr void (*narrow_of())(const Narrow&) {
+  if constexpr (kPairs<Isa>) {
+    return &run_narrow<Isa>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class Isa>
 constexpr KernelTable table_of(const char* name) {
   constexpr bool wide = sizeof(typename Isa::Real) == 8;
   return {name,
@@ -178,6 +188,7 @@ constexpr KernelTable table_of(const char* name) {
           &run_back<Isa>,
           &Isa::outer,
           &thin_panel<Isa>,
+          narrow_of<Isa>(),
           &measure_rate<Isa>};
 }
 

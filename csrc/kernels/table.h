@@ -227,6 +227,18 @@ struct Pack {
 // Rates of bare loops for the benches' roof and the thread probe; all run on the calling thread for about `seconds`.
 enum class Rate : uint8_t { registers, panels, read };
 
+// A few rows times a matrix of bf16 rows; K a multiple of kNarrowK.
+constexpr int32_t kNarrowTokens = 8, kNarrowK = 32;
+struct Narrow {
+  const char* weights;
+  int64_t weight_stride;  // bytes from row to row
+  int32_t rows;           // of the matrix
+  int32_t k, tokens;
+  const float *even, *odd;  // [tokens][k / 2]: activations of k 0, 2, 4 ... and 1, 3, 5 ...
+  float* out;               // [tokens][out_stride], `rows` of them
+  int64_t out_stride;
+};
+
 struct KernelTable {
   const char* name;  // of the variant
   Precision precision;
@@ -243,6 +255,7 @@ struct KernelTable {
   void (*back)(const Back&);
   void (*outer)(const Outer&);
   void (*thin)(const Thin&);
+  void (*narrow)(const Narrow&);  // null: not in this precision
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };

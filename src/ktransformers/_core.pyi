@@ -58,6 +58,9 @@ class Pool:
     def groups(self) -> int: ...
     @property
     def cpus(self) -> list[int]: ...
+    def linear(self, x: Any, weight: Any, out: Any) -> None:
+        """out [T, N] = x [T, K] times weight [N, K] transposed, for up to 8 rows; the weight in bfloat16."""
+
     def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
         flop, "read" bytes. `bytes` is each thread's scratch."""
