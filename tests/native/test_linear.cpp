@@ -1,0 +1,54 @@
+// Products of few rows on every variant against double, each row's bits the same whoever is beside it; and transposing.
+#include "check.h"
+#include "moe/linear.h"
+#include "moe/transpose.h"
+#include "moe_layer.h"
+
+using namespace kt;
+using namespace kt::check;
+
+TEST(linear_every_variant) {
+  PoolOptions options;
+  options.threads = 3;
+  Pool pool(options);
+  constexpr int64_t kOutputs = 67, kColumns = 96;
+  std::mt19937 random(5);
+  Numbers weights((size_t)(kOutputs * kColumns), 1.0, DType::bf16, random);
+  Numbers x((size_t)(kNarrowTokens * kColumns), 1.0, DType::f32, random);
+  for (const KernelTable* kernels : all_kernels()) {
+    if (kernels->precision != Precision::bf16) {
+      CHECK(!kernels->narrow);
+      continue;
+    }
+    std::vector<float> first;
+    for (int32_t tokens = 1; tokens <= kNarrowTokens; tokens++) {
+      std::vector<float> out((size_t)(tokens * kOutputs));
+      multiply(pool, *kernels,
+               {weights.bytes.data(), kColumns * 2, kOutputs, kColumns, x.bytes.data(), kColumns, out.data(), kOutputs,
+                DType::f32, tokens});
+      for (int32_t t = 0; t < tokens; t++)
+        for (int64_t n = 0; n < kOutputs; n++) {
+          double sum = 0;
+          for (int64_t k = 0; k < kColumns; k++)
+            sum += x.values[(size_t)(t * kColumns + k)] * weights.values[(size_t)(n * kColumns + k)];
+          CHECK(std::abs(sum - out[(size_t)(t * kOutputs + n)]) < 1e-4);
+        }
+      if (tokens == 1) first = out;
+      CHECK(std::equal(first.begin(), first.end(), out.begin()));
+    }
+  }
+}
+
+TEST(transpose_any_size) {
+  PoolOptions options;
+  options.threads = 3;
+  Pool pool(options);
+  for (int64_t rows : {1, 16, 37})
+    for (int64_t columns : {1, 64, 131}) {
+      std::vector<uint32_t> from((size_t)(rows * columns)), to(from.size());
+      for (size_t i = 0; i < from.size(); i++) from[i] = (uint32_t)i;
+      transpose(pool, from.data(), to.data(), rows, columns, 4);
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) CHECK(to[(size_t)(c * rows + r)] == from[(size_t)(r * columns + c)]);
+    }
+}
