@@ -28,7 +28,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from ktransformers.nn.store import default_pool
+from ktransformers.nn.pool import default_pool
 from ktransformers.train.run import train
 from ktransformers.train.resolve import read_settings
 from tests.checkpoint.test_packed_use import mapped_pages

@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ktransformers.nn.store import ExpertCall, ExpertStore, default_pool
+from ktransformers.nn.pool import default_pool
+from ktransformers.nn.store import ExpertCall, ExpertStore
 
 if TYPE_CHECKING:
     from ktransformers.nn.adapter import lora_parameters, set_lora_dropout

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.store import default_pool
+from ktransformers.nn.pool import default_pool
 
 ROWS = 8
 LEAST = 1 << 18  # weights: a smaller layer is not worth waking threads for

@@ -9,9 +9,6 @@ one of the formats of docs/formats.md: its bits are sorted, never expanded. Grad
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers import _core, env
+from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.errors import InputError
 from ktransformers.nn import lent
-from ktransformers.nn.cores import share_cores
 from ktransformers.nn.given import formats_of, halves_of_encoded, halves_of_tensor, matrices_of, refuse, vectors_of
+from ktransformers.nn.pool import default_pool
 
 # Of the order of bytes in `ExpertStore.memory`; docs/formats.md describes it.
 LAYOUT_VERSION = 2
@@ -39,26 +36,6 @@ class Dropout:
 
 
 NO_DROPOUT = Dropout()
-
-_lock = threading.Lock()
-_default: list[_core.Pool] = []  # at most one
-
-# Threads stay with the parent: a child that uses experts gets a pool of its own.
-os.register_at_fork(after_in_child=_default.clear)
-atexit.register(_default.clear)
-
-
-def default_pool() -> _core.Pool:
-    """The pool of all stores that were given none; made when first asked for. Ranks on one machine share its cores.
-    Where experts are computed on a GPU too, one CPU is left to the thread that launches its work."""
-    with _lock:
-        if not _default:
-            share_cores()
-            pool = _core.Pool()
-            if env.text("KT_PLACE") not in ("", "cpu") and not env.text("KT_THREADS") and pool.threads > 2:
-                pool = _core.Pool(pool.threads - 1)
-            _default.append(pool)
-        return _default[0]
 
 
 class ExpertCall:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed, turned
-from ktransformers.nn.store import ExpertStore, default_pool
+from ktransformers.nn.pool import default_pool
+from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.gpu.factors import to_host
 from ktransformers.place.gpu.several import host_options

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ktransformers.nn.factors import Factors, packed
 from ktransformers.nn.mixed import MixedLora
-from ktransformers.nn.store import NO_DROPOUT, Dropout, default_pool
+from ktransformers.nn.pool import default_pool
+from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.engine import Engine, Kept, Layer, count

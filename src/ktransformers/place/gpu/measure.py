@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.files import write_json
-from ktransformers.nn.store import NO_DROPOUT, ExpertStore, default_pool
+from ktransformers.nn.pool import default_pool
+from ktransformers.nn.store import NO_DROPOUT, ExpertStore
 from ktransformers.place.calibrate import cache_file
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.split import Costs
