@@ -53,9 +53,11 @@ def cache_file(key: str) -> Path:
 def calibrate(*, anew: bool = False) -> Rates:
     """From the cache, or measured now: of the cores that are this process's."""
     from ktransformers import _core
-    from ktransformers.nn.cores import share_cores
 
-    share_cores()
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # one of several; importing nn takes seconds
+        from ktransformers.nn.cores import share_cores
+
+        share_cores()
     machine, pool = _core.machine(), _core.Pool()
     isa, file = _core.isa(), _file_of(pool)
     if not anew and (found := _read(file)) is not None:
