@@ -55,7 +55,7 @@ BLOCK_SCALES = {
     "iq4_nl": {0: 1 / 71},
     "iq4_xs": {0: 1 / 1310},
     "tq1_0": {52: 1 / 0.82},
-    "tq2_0": {64: 1 / 1.12},
+    "tq2_0": {64: 1 / 0.71},
     "iq1_s": {0: 1 / 7.2},
     "iq2_xxs": {0: 1 / 53},
     "iq2_xs": {0: 1 / 56},
@@ -143,6 +143,8 @@ def random_blocks(format: str, experts: int, rows: int, columns: int) -> Encoded
     values, size = GGUF_BLOCKS[format]
     generator = torch.Generator().manual_seed(rows)
     blocks = torch.randint(256, (experts, rows, columns // values, size), dtype=torch.uint8, generator=generator)
+    if format == "tq2_0":  # codes are 0, 1 and 2: a 3 becomes a 1
+        blocks ^= blocks & 0xAA & ((blocks & 0x55) << 1)
     for place, scale in BLOCK_SCALES[format].items():
         half = torch.tensor([scale * columns**-0.5], dtype=torch.float16).view(torch.uint8)
         blocks[..., place : place + 2] = half
