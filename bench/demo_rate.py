@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ktransformers.serve.threads import rest_soon
+from ktransformers.openmp import rest_soon
 
 if "--spin" not in sys.argv:
     rest_soon()

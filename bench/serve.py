@@ -234,7 +234,7 @@ def run(args: argparse.Namespace, bench: Bench, model: Path, adapters: dict[str,
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     environment = dict(os.environ)
-    from ktransformers.serve.threads import rest_soon
+    from ktransformers.openmp import rest_soon
 
     rest_soon()  # as `kt serve` does, before torch is there
     with tempfile.TemporaryDirectory(prefix="kt-serve-") as temporary:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "ktransformers"
 CSRC = ROOT / "csrc"
 
 # A part may import its own rank, lower ranks and the ground; the ground imports nothing but the ground.
-GROUND = {"env", "files", "library", "log", "errors", "settings", "system"}
+GROUND = {"env", "files", "library", "log", "errors", "openmp", "settings", "system"}
 RANK = {
     "_core": 0,
     "checkpoint": 1,

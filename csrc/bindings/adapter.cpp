@@ -1,10 +1,8 @@
-// LoRA factors and linear layers from Python: shapes are those of PEFT's views, a [E, r, in] and b [E, out, r], in any
+// LoRA factors from Python: shapes are those of PEFT's views, a [E, r, in] and b [E, out, r], in any
 // strides.
 #include <cmath>
 
 #include "bindings/objects.h"
-#include "moe/linear.h"
-#include "moe/transpose.h"
 
 namespace kt {
 namespace {
@@ -89,52 +87,6 @@ LoraTargets PyExperts::bind_targets(nb::handle six, const PyAdapter& of, Bound& 
   t.up_scale = of.up_scale;
   t.down_scale = of.down_scale;
   return t;
-}
-
-void PyExperts::transpose(nb::handle source, nb::handle target) const {
-  Array from = array_of("source", source, 2, kFloats), to = array_of("target", target, 2, kFloats);
-  int64_t rows = (int64_t)from.shape(0), columns = (int64_t)from.shape(1);
-  check_shape("target", to, {columns, rows}, "columns and rows of the source");
-  check_writable("target", target);
-  if (to.dtype() != from.dtype()) refuse_type("target", "another dtype", "that of the source");
-  auto whole = [](const char* name, const Array& a) {
-    if (a.size() > 1 && (a.stride(1) != 1 || a.stride(0) != (int64_t)a.shape(1)))
-      refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
-  };
-  whole("source", from);
-  whole("target", to);
-  nb::gil_scoped_release released;
-  kt::transpose(experts->engine().pool, from.data(), const_cast<void*>(to.data()), rows, columns,
-                from.dtype().bits / 8);
-}
-
-void PyPool::linear(nb::handle x, nb::handle weight, nb::handle out) const {
-  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), w = array_of("weight", weight, 2, {kBFloat16});
-  Array to = array_of("out", out, 2, {kBFloat16, kFloat32});
-  int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), n = (int64_t)w.shape(0);
-  if (tokens < 1 || tokens > kNarrowTokens)
-    refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(kNarrowTokens));
-  if (k % kNarrowK || k > (1 << 24))
-    refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kNarrowK));
-  check_shape("weight", w, {n, k}, "outputs, columns of x");
-  check_shape("out", to, {tokens, n}, "rows of x, outputs");
-  check_dense("x", rows);
-  check_dense("weight", w);
-  check_dense("out", to);
-  check_writable("out", out);
-  if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
-  Linear l{(const char*)w.data(),
-           row_stride(w) * 2,
-           n,
-           k,
-           rows.data(),
-           row_stride(rows),
-           const_cast<void*>(to.data()),
-           row_stride(to),
-           dtype_of(rows),
-           (int32_t)tokens};
-  nb::gil_scoped_release released;
-  multiply(engine->pool, kernels(), l);
 }
 
 }  // namespace kt

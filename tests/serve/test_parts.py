@@ -229,7 +229,7 @@ def test_a_changed_adapter_is_not_served(bench: Bench, adapters: dict[str, Path]
 
 
 def test_openmp_rests_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.serve.threads import KNOWN, SPINS, rest_soon
+    from ktransformers.openmp import KNOWN, SPINS, rest_soon
 
     for name in KNOWN:
         monkeypatch.setenv(name, "")  # so that it is as it was afterwards
@@ -244,7 +244,7 @@ def test_openmp_rests_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch
     rest_soon()
     assert "GOMP_SPINCOUNT" not in os.environ
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; import ktransformers.serve.threads; print('torch' in sys.modules)"],
+        [sys.executable, "-c", "import sys; import ktransformers.openmp; print('torch' in sys.modules)"],
         capture_output=True,
         text=True,
     )

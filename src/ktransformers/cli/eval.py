@@ -72,7 +72,7 @@ def evaluate(
     if not task:
         raise InputError("task", "none", "--task FILE or NAME", "`kt eval --list` lists the names")
     from ktransformers.evaluate.task import load
-    from ktransformers.serve.threads import rest_soon
+    from ktransformers.openmp import rest_soon
 
     rest_soon()
     _check_packages()

@@ -44,8 +44,8 @@ def run(
     """Serve a model on this machine, or answer one prompt and end."""
     model = ask.for_model(model, as_json)
     from ktransformers.cli.serve import say, show
+    from ktransformers.openmp import rest_soon
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.threads import rest_soon
 
     rest_soon()  # before torch is imported, with what follows
     from ktransformers.serve.launch import make_plan, open_service, serve

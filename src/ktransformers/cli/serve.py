@@ -19,8 +19,8 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def serve(context: typer.Context) -> None:
     """Serve a model over the OpenAI API: base and adapters, chosen by each request."""
+    from ktransformers.openmp import rest_soon
     from ktransformers.serve.flags import parse
-    from ktransformers.serve.threads import rest_soon
 
     rest_soon()  # before torch is imported, with what follows
     from ktransformers.serve.launch import serve as run

@@ -167,7 +167,7 @@ def train(
     ] = False,
 ) -> None:
     """Fine-tune a model: LoRA by supervision or by preference."""
-    from ktransformers.serve.threads import rest_soon
+    from ktransformers.openmp import rest_soon
     from ktransformers.train.resolve import read_settings
 
     rest_soon()

@@ -28,3 +28,11 @@ def default_pool() -> _core.Pool:
                 pool = _core.Pool(pool.threads - 1)
             _default.append(pool)
         return _default[0]
+
+
+def beside_the_pool() -> None:
+    """This thread, from now on, on a CPU that the pool's pinned threads leave free, where there is one: it works along
+    with them, and beside one of them it would wait for its turn, milliseconds."""
+    free = os.sched_getaffinity(0) - set(default_pool().cpus)
+    if free:
+        os.sched_setaffinity(0, free)

@@ -10,7 +10,6 @@ compared with the first pass by shapes.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed, turned
-from ktransformers.nn.pool import default_pool
+from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.gpu.factors import to_host
@@ -89,7 +88,7 @@ class Engine:
         self.device, self.policy, self.slots = device, policy, slots
         self.side = Side(device, slots)
         self.layers: dict[int, Layer] = {}
-        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=_take_seat)
+        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
         weakref.finalize(self, self._worker.shutdown, wait=False)
         self._lock = threading.RLock()
         self._after: dict[tuple[int, str], tuple[int, str]] = {}
@@ -330,14 +329,6 @@ class Engine:
     def _resident(self, index: int) -> frozenset[int]:
         room = self.side.residents.get(index)
         return frozenset() if room is None else room.present(index)
-
-
-def _take_seat() -> None:
-    """The thread that brings the CPU's share works along with the pool's, which are pinned: beside one of them it would
-    wait for its turn, milliseconds, so it takes a CPU that they leave free."""
-    free = os.sched_getaffinity(0) - set(default_pool().cpus)
-    if free:
-        os.sched_setaffinity(0, free)
 
 
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:

@@ -10,7 +10,6 @@ experts (a dense layer, the end of the model) nothing is deferred, so nothing is
 
 from __future__ import annotations
 
-import os
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.nn.factors import Factors, packed
 from ktransformers.nn.mixed import MixedLora
-from ktransformers.nn.pool import default_pool
+from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.autograd import PlacedStore
@@ -69,7 +68,7 @@ class Deferral:
 
     def __init__(self, late: int) -> None:
         self.late = late  # experts of a token that may be deferred
-        self._worker = ThreadPoolExecutor(1, "kt-deferred", initializer=_beside_the_pool)
+        self._worker = ThreadPoolExecutor(1, "kt-deferred", initializer=beside_the_pool)
         weakref.finalize(self, self._worker.shutdown, wait=False)
         self._pending: dict[int, Future[Tensor]] = {}
 
@@ -182,10 +181,3 @@ class ServedStore(PlacedStore):
         room.retain(index, wanted)
         room.fetch(index, self.layer.packed.source, sorted(wanted))
         return len(wanted - there)
-
-
-def _beside_the_pool() -> None:
-    """On a CPU that the pool's pinned threads leave free, where there is one."""
-    free = os.sched_getaffinity(0) - set(default_pool().cpus)
-    if free:
-        os.sched_setaffinity(0, free)
