@@ -1,39 +1,26 @@
-"""Releases of every kind, written here and read back: the numbers of the source bit for bit, or a refusal by name."""
+"""Releases of every kind in safetensors, written here and read back: the numbers of the source bit for bit, or a
+refusal by name."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ktransformers.checkpoint import Encoded, ExpertShape, decode
+from ktransformers.checkpoint import Encoded, ExpertShape
 from ktransformers.checkpoint.quantisation import accept
-from ktransformers.checkpoint.sources import LayerSource, open_source
+from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 
-from .releases import KINDS, kt_parts, kt_tiles, write_gguf, write_kt_tree
+from .reading import MODULE, numbers, same, save
+from .releases import KINDS
 
 E, H, I = 3, 256, 160  # noqa: E741
 SHAPE = ExpertShape(E, H, I)
-MODULE = "model.layers.0.mlp.experts"
 SIZES = {"gate": (I, H), "up": (I, H), "down": (H, I)}
-
-
-def numbers(layer: LayerSource) -> dict[str, Tensor]:
-    """All experts by role, in float32; every piece is one expert."""
-    found: dict[str, list[Tensor]] = {}
-    for expert, piece in enumerate(layer.pieces()):
-        assert piece.first_expert == expert and not piece.fused
-        for role, part in piece.tensors.items():
-            if isinstance(part, Encoded):
-                assert layer.formats[role] == part.format
-            found.setdefault(role, []).append(decode(part)[0] if isinstance(part, Encoded) else part.float())
-    return {role: torch.stack(parts) for role, parts in found.items()}
 
 
 def written(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -46,18 +33,6 @@ def written(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         for expert, (endings, _) in enumerate(parts):
             tensors |= {f"{MODULE}.{expert}.{role}_proj.{ending}": tensor for ending, tensor in endings.items()}
     return tensors, expected
-
-
-def save(directory: Path, tensors: dict[str, Tensor]) -> Path:
-    directory.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    return directory
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for role, value in expected.items():
-        assert torch.equal(found[role], value), role
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,164 +211,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_methods_are_refused_by_name(words: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         accept("config.json", words)
-
-
-def gguf_layer(kinds: dict[str, str], stacked: bool = True) -> tuple[dict[str, tuple[Any, str]], dict[str, Tensor]]:
-    import gguf
-
-    generator = numpy.random.default_rng(0)
-    tensors: dict[str, tuple[Any, str]] = {}
-    expected = {}
-    for role, kind in kinds.items():
-        n, k = (256, 512) if role == "down" else (512, 256)
-        values = generator.standard_normal((E, n, k)).astype(numpy.float32)
-        quantised = gguf.GGMLQuantizationType[kind]
-        if kind in ("F32", "F16"):
-            data = values if kind == "F32" else values.astype(numpy.float16)
-            expected[role] = torch.from_numpy(data.astype(numpy.float32))
-        else:
-            try:
-                data = gguf.quants.quantize(values, quantised)
-            except NotImplementedError:  # any bytes, but no numbers beyond what float16 scales allow
-                block = gguf.GGML_QUANT_SIZES[quantised][1]
-                data = generator.integers(0, 60, (E, n, k // 256 * block), dtype=numpy.uint8)
-            expected[role] = torch.from_numpy(gguf.quants.dequantize(data, quantised))
-        if stacked:
-            tensors[f"blk.0.ffn_{role}_exps.weight"] = (data, kind)
-        else:
-            tensors |= {f"blk.0.ffn_{role}.{expert}.weight": (data[expert], kind) for expert in range(E)}
-    return tensors, expected
-
-
-GGUF_SHAPE = ExpertShape(E, 256, 512)
-
-
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"},
-        {"gate": "F16", "up": "F32", "down": "Q8_0"},
-        {"gate": "MXFP4", "up": "MXFP4", "down": "IQ4_XS"},
-        {"gate": "IQ2_XXS", "up": "Q3_K", "down": "BF16"},
-    ],
-)
-def test_gguf(kinds: dict[str, str], stacked: bool, tmp_path: Path) -> None:
-    """Types differ from tensor to tensor; the numbers are those of the gguf package."""
-    pytest.importorskip("gguf")
-    tensors, expected = gguf_layer(kinds, stacked)
-    file = tmp_path / "model.gguf"
-    write_gguf(file, "qwen3moe", {}, tensors)
-    source = open_source(tmp_path)
-    layer = source.layer(MODULE, GGUF_SHAPE)
-    plain = {"F16": "bf16", "F32": "bf16", "BF16": "bf16"}
-    assert layer.formats == {role: plain.get(kind, kind.lower()) for role, kind in kinds.items()}
-    same(numbers(layer), expected)
-    assert source.files == [file] and source.expert_roots == ["model.layers.0.mlp"]
-    assert source.rest() == []
-
-
-def test_gguf_in_parts(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    tensors, expected = gguf_layer({"gate": "Q8_0", "up": "Q8_0", "down": "Q5_0"})
-    for part, name in enumerate(tensors, 1):
-        write_gguf(tmp_path / f"m-{part:05}-of-00003.gguf", "qwen3moe", {"split.count": 3}, {name: tensors[name]})
-    (tmp_path / "mmproj-m.gguf").write_bytes(b"a vision tower")
-    for path in (tmp_path, tmp_path / "m-00002-of-00003.gguf"):
-        same(numbers(open_source(path).layer(MODULE, GGUF_SHAPE)), expected)
-    (tmp_path / "m-00003-of-00003.gguf").unlink()
-    with pytest.raises(InputError, match=r"m-00003-of-00003\.gguf: given no such file, expected all 3 parts"):
-        open_source(tmp_path)
-
-
-def test_gguf_refusals(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    tensors, _ = gguf_layer({"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"})
-    file = tmp_path / "a.gguf"
-    write_gguf(file, "qwen3moe", {}, tensors)
-    whole = file.read_bytes()
-    with pytest.raises(
-        InputError, match=r"ffn_gate_exps\.weight: given shape \[3, 512, 256\], expected \[3, 160, 256\]"
-    ):
-        open_source(file).layer(MODULE, SHAPE)
-    with pytest.raises(InputError, match=r"layers\.7\.mlp\.experts: given neither blk\.7\.ffn_gate_exps\.weight nor"):
-        open_source(file).layer("model.layers.7.mlp.experts", GGUF_SHAPE)
-    file.write_bytes(whole[:-1000])
-    with pytest.raises(InputError, match=r"ffn_down_exps\.weight: given .* bytes in a\.gguf, .* not complete"):
-        open_source(file)
-    for end in (3, 20, 90, 200):
-        file.write_bytes(whole[:end])
-        with pytest.raises(InputError, match=r"a\.gguf: given a file that does not open"):
-            open_source(file)
-    file.write_bytes(whole)
-    write_gguf(tmp_path / "b.gguf", "qwen3moe", {}, tensors)
-    with pytest.raises(InputError, match=r"several models \(a\.gguf, b\.gguf\)"):
-        open_source(tmp_path)
-    write_gguf(tmp_path / "b.gguf", "unheard", {}, {"token_embd.weight": (numpy.zeros((2, 32), numpy.float32), "F32")})
-    with pytest.raises(InputError, match=r"architecture 'unheard', expected one of llama"):
-        open_source(tmp_path / "b.gguf").rest()
-    write_gguf(tmp_path / "b.gguf", "qwen3moe", {}, {"blk.0.odd.weight": (numpy.zeros((2, 32), numpy.float32), "F32")})
-    with pytest.raises(InputError, match=r"blk\.0\.odd\.weight: given a tensor without a known place"):
-        open_source(tmp_path / "b.gguf").rest()
-
-
-@pytest.mark.parametrize("method", ["INT8", "INT4"])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (160, 256), (96, 3840)])
-def test_tiles_of_kt_kernel(method: str, n: int, k: int) -> None:
-    from ktransformers.checkpoint.sources.kt_kernel import untile
-
-    limit = 127 if method == "INT8" else 7
-    codes = torch.randint(-limit, limit + 1, (n, k), generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    assert torch.equal(untile(kt_tiles(codes, method), n, k, method.lower()), codes)
-
-
-KT_SHAPE = ExpertShape(2, 256, 512)
-KT_SIZES = {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
-
-
-@pytest.mark.parametrize("form", ["tree", "merged"])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("method", ["INT8", "INT4"])
-def test_kt_kernel(method: str, parts: int, form: str, tmp_path: Path) -> None:
-    merged, expected = {}, {}
-    for role, (n, k) in KT_SIZES.items():
-        experts = [kt_parts(n, k, role, method, parts, expert + n) for expert in range(2)]
-        expected[role] = torch.stack([value for _, value in experts])
-        for expert, (cut, _) in enumerate(experts):
-            write_kt_tree(tmp_path / "tree", 0, expert, role, method, cut)
-            for part, (codes, scale) in enumerate(cut):
-                name = f"blk.0.ffn_{role}_exps.{expert}.numa.{part}"
-                merged |= {f"{name}.weight": codes.view(torch.int8), f"{name}.scale": scale}
-    others = {"blk.0.self_attn.q_proj.weight": torch.ones(2, 2), "embed_tokens.weight": torch.ones(2, 2)}
-    save(tmp_path / "merged", merged | others | {"lm_head.weight": torch.ones(2, 2)})
-    source = open_source(tmp_path / form)
-    layer = source.layer(MODULE, KT_SHAPE)
-    inner = "int8" if method == "INT8" else "int4:0:f32"
-    down = inner if parts == 1 else "bf16" if method == "INT8" else f"int4:{512 // parts}:f32"
-    assert layer.formats == {"gate": inner, "up": inner, "down": down}
-    same(numbers(layer), expected)
-    names = {"model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"}
-    assert {tensor.name for tensor in source.rest()} == (names if form == "merged" else set())
-    with pytest.raises(InputError, match="INT4"):
-        open_source(tmp_path / form).layer(MODULE, ExpertShape(2, 256, 768))
-    with pytest.raises(InputError, match=r"expected 1 experts"):
-        open_source(tmp_path / form).layer(MODULE, ExpertShape(1, 256, 512))
-    with pytest.raises(InputError, match=r"given no layer 5 in"):
-        open_source(tmp_path / form).layer("model.layers.5.mlp.experts", KT_SHAPE)
-
-
-def test_kt_tree_cut_short(tmp_path: Path) -> None:
-    for role, (n, k) in KT_SIZES.items():
-        for expert in range(2):
-            write_kt_tree(tmp_path, 0, expert, role, "INT8", kt_parts(n, k, role, "INT8", 2, 1)[0])
-    file = next((tmp_path / "_layer_0" / "_numa_1").glob("INT8_up_1_*_quant_.kt"))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-5])
-    with pytest.raises(InputError, match=r"_quant_\.kt: given 65531 bytes, expected 65536, as its name says"):
-        open_source(tmp_path)
-    file.unlink()
-    with pytest.raises(InputError, match=r"up of expert 1, NUMA part 1, quant: given nothing in"):
-        open_source(tmp_path).layer(MODULE, KT_SHAPE)
 
 
 def test_nothing_there(tmp_path: Path) -> None:

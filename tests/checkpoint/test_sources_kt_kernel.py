@@ -1,0 +1,74 @@
+"""Experts as kt-kernel writes them, as a tree of files and merged, written here and read back: the numbers of the
+source bit for bit, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktransformers.checkpoint import ExpertShape
+from ktransformers.checkpoint.sources import open_source
+from ktransformers.errors import InputError
+
+from .reading import MODULE, numbers, same, save
+from .releases import kt_parts, kt_tiles, write_kt_tree
+
+KT_SHAPE = ExpertShape(2, 256, 512)
+KT_SIZES = {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
+
+
+@pytest.mark.parametrize("method", ["INT8", "INT4"])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (160, 256), (96, 3840)])
+def test_tiles_of_kt_kernel(method: str, n: int, k: int) -> None:
+    from ktransformers.checkpoint.sources.kt_kernel import untile
+
+    limit = 127 if method == "INT8" else 7
+    codes = torch.randint(-limit, limit + 1, (n, k), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    assert torch.equal(untile(kt_tiles(codes, method), n, k, method.lower()), codes)
+
+
+@pytest.mark.parametrize("form", ["tree", "merged"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["INT8", "INT4"])
+def test_kt_kernel(method: str, parts: int, form: str, tmp_path: Path) -> None:
+    merged, expected = {}, {}
+    for role, (n, k) in KT_SIZES.items():
+        experts = [kt_parts(n, k, role, method, parts, expert + n) for expert in range(2)]
+        expected[role] = torch.stack([value for _, value in experts])
+        for expert, (cut, _) in enumerate(experts):
+            write_kt_tree(tmp_path / "tree", 0, expert, role, method, cut)
+            for part, (codes, scale) in enumerate(cut):
+                name = f"blk.0.ffn_{role}_exps.{expert}.numa.{part}"
+                merged |= {f"{name}.weight": codes.view(torch.int8), f"{name}.scale": scale}
+    others = {"blk.0.self_attn.q_proj.weight": torch.ones(2, 2), "embed_tokens.weight": torch.ones(2, 2)}
+    save(tmp_path / "merged", merged | others | {"lm_head.weight": torch.ones(2, 2)})
+    source = open_source(tmp_path / form)
+    layer = source.layer(MODULE, KT_SHAPE)
+    inner = "int8" if method == "INT8" else "int4:0:f32"
+    down = inner if parts == 1 else "bf16" if method == "INT8" else f"int4:{512 // parts}:f32"
+    assert layer.formats == {"gate": inner, "up": inner, "down": down}
+    same(numbers(layer), expected)
+    names = {"model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"}
+    assert {tensor.name for tensor in source.rest()} == (names if form == "merged" else set())
+    with pytest.raises(InputError, match="INT4"):
+        open_source(tmp_path / form).layer(MODULE, ExpertShape(2, 256, 768))
+    with pytest.raises(InputError, match=r"expected 1 experts"):
+        open_source(tmp_path / form).layer(MODULE, ExpertShape(1, 256, 512))
+    with pytest.raises(InputError, match=r"given no layer 5 in"):
+        open_source(tmp_path / form).layer("model.layers.5.mlp.experts", KT_SHAPE)
+
+
+def test_kt_tree_cut_short(tmp_path: Path) -> None:
+    for role, (n, k) in KT_SIZES.items():
+        for expert in range(2):
+            write_kt_tree(tmp_path, 0, expert, role, "INT8", kt_parts(n, k, role, "INT8", 2, 1)[0])
+    file = next((tmp_path / "_layer_0" / "_numa_1").glob("INT8_up_1_*_quant_.kt"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    with pytest.raises(InputError, match=r"_quant_\.kt: given 65531 bytes, expected 65536, as its name says"):
+        open_source(tmp_path)
+    file.unlink()
+    with pytest.raises(InputError, match=r"up of expert 1, NUMA part 1, quant: given nothing in"):
+        open_source(tmp_path).layer(MODULE, KT_SHAPE)
