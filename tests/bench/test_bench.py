@@ -7,27 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+Run = Callable[..., tuple[list[str], dict[str, Any]]]
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 CELL = {"shape": str, "tokens": int, "isa": str, "format": str, "mode": str, "ms": float, "roof_ms": float}
 STAND_IN = Path(__file__).resolve().parent / "stand_in"  # for kt-kernel
 SHORT = ["--shapes", "tiny", "--layers", "2", "--seconds-per-cell", "0.03"]
-
-
-def run_moe(*options: str, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[str], dict[str, Any]]:
-    """Lines of the table, and the document of the last line."""
-    command = [sys.executable, str(BENCH / "moe.py"), *SHORT, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    *table, last = done.stdout.splitlines()
-    return table, json.loads(last)
 
 
 def check(document: dict[str, Any], cells: list[tuple[int, str]]) -> None:
@@ -43,8 +34,8 @@ def check(document: dict[str, Any], cells: list[tuple[int, str]]) -> None:
         assert cell["speedup"].keys() == cell["peers"].keys()
 
 
-def test_table_and_document(tmp_path: Path) -> None:
-    table, document = run_moe("--tokens", "1,5", "--json", str(tmp_path / "moe.json"))
+def test_table_and_document(run_script: Run, tmp_path: Path) -> None:
+    table, document = run_script("moe", *SHORT, "--tokens", "1,5", "--json", str(tmp_path / "moe.json"))
     check(document, [(0, "pack"), (1, "forward"), (5, "forward")])
     assert document == json.loads((tmp_path / "moe.json").read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["moe.json"]
@@ -59,17 +50,18 @@ def test_table_and_document(tmp_path: Path) -> None:
     )
 
 
-def test_alternation() -> None:
-    table, document = run_moe("--tokens", "2", "--alternate")
+def test_alternation(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.OPERATOR_BYTES", 1 << 22)
+    table, document = run_bench("moe", *SHORT, "--tokens", "2", "--alternate")
     check(document, [(0, "pack"), (2, "forward"), (2, "alternate")])
     assert all(document["cells"][2][key] > 0 for key in ("alone_ms", "torch_ms", "torch_alone_ms"))
     assert any("in turns with torch" in line for line in table)
 
 
-def test_peers_do_the_same_work() -> None:
+def test_peers_do_the_same_work(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # The stand-in shadows no installed package: the peer finds it by PYTHONPATH alone.
-    env = {"KT_PEER_PYTHONPATH": str(STAND_IN)}
-    _, document = run_moe("--tokens", "1,3", "--peers", f"kt={sys.executable}", "torch", env=env)
+    monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
+    _, document = run_bench("moe", *SHORT, "--tokens", "1,3", "--peers", f"kt={sys.executable}", "torch")
     check(document, [(0, "pack"), (1, "forward"), (3, "forward")])
     assert "notes" not in document, document["notes"]
     assert document["machine"]["peers"]["kt"]["threads"] >= 1
@@ -78,10 +70,10 @@ def test_peers_do_the_same_work() -> None:
         assert all(cell["peers"][name] > 0 for name in ("kt", "torch"))
 
 
-def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_peer_that_fails_is_named(run_bench: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kt_kernel.py").write_text("raise ImportError('no wheel for this CPU')")
-    env = {"KT_PEER_PYTHONPATH": str(tmp_path)}
-    _, document = run_moe("--tokens", "1", "--peers", f"kt={sys.executable}", env=env, status=1)
+    monkeypatch.setenv("KT_PEER_PYTHONPATH", str(tmp_path))
+    _, document = run_bench("moe", *SHORT, "--tokens", "1", "--peers", f"kt={sys.executable}", status=1)
     check(document, [(0, "pack"), (1, "forward")])
     assert "no wheel for this CPU" in document["notes"][0]
 
@@ -95,10 +87,11 @@ def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
         (["--tokens", "0"], ["--tokens"]),
     ],
 )
-def test_wrong_options_are_explained(options: list[str], words: list[str]) -> None:
-    done = subprocess.run([sys.executable, str(BENCH / "moe.py"), *options], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert all(word in done.stderr for word in words)
+def test_wrong_options_are_explained(
+    options: list[str], words: list[str], refused: Callable[[str, list[str]], str]
+) -> None:
+    said = refused("moe", options)
+    assert all(word in said for word in words)
 
 
 def test_work_leaves_nothing_in_caches(monkeypatch: pytest.MonkeyPatch) -> None:

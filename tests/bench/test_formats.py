@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+Run = Callable[..., tuple[list[str], dict[str, Any]]]
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 STAND_IN = Path(__file__).resolve().parent / "stand_in"  # for kt-kernel
 SHORT = ["--shapes", "tiny", "--isa", "generic", "--layers", "2", "--seconds-per-cell", "0.02"]
@@ -32,18 +32,9 @@ BYTES = {
 ERRORS = {"int8": (0.004, 0.016), "int4:32": (0.05, 0.17), "bf16": (0.0002, 0.005)}
 
 
-def run_bench(*options: str, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[str], dict[str, Any]]:
-    """Lines of the table, and the document of the last line."""
-    command = [sys.executable, str(BENCH / "formats.py"), *SHORT, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    *table, last = done.stdout.splitlines()
-    return table, json.loads(last)
-
-
-def test_every_format_on_its_own_bytes(tmp_path: Path) -> None:
+def test_every_format_on_its_own_bytes(run_bench: Run, tmp_path: Path) -> None:
     options = ["--formats", ",".join(BYTES), "--tokens", "1", "--train-tokens", "5"]
-    table, document = run_bench(*options, "--json", str(tmp_path / "formats.json"))
+    table, document = run_bench("formats", *SHORT, *options, "--json", str(tmp_path / "formats.json"))
     assert document == json.loads((tmp_path / "formats.json").read_text())
     assert document["bench"] == "formats" and "notes" not in document
     modes = [(0, "pack"), (1, "forward"), (5, "forward_lora"), (5, "backward_lora")]
@@ -65,11 +56,11 @@ def test_every_format_on_its_own_bytes(tmp_path: Path) -> None:
         assert 1 <= memory["packed_over_released"] < 1.1
 
 
-def test_peers_stand_beside_their_format() -> None:
-    env = {"KT_PEER_PYTHONPATH": str(STAND_IN)}
+def test_peers_stand_beside_their_format(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     peers = [f"kt_int8={sys.executable}", f"kt_int4={sys.executable}"]
     options = ["--formats", "int8,int4:32", "--tokens", "2", "--train-tokens", "5"]
-    _, document = run_bench(*options, "--peers", *peers, env=env)
+    _, document = run_bench("formats", *SHORT, *options, "--peers", *peers)
     assert "notes" not in document, document["notes"]
     facts = document["machine"]["peers"]
     assert (facts["kt_int8"]["kind"], facts["kt_int4"]["kind"]) == ("int8", "int4")
@@ -107,7 +98,8 @@ def test_made_up_blocks_are_sane(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--train-tokens", "0"], ["--train-tokens"]),
     ],
 )
-def test_wrong_options_are_explained(options: list[str], words: list[str]) -> None:
-    done = subprocess.run([sys.executable, str(BENCH / "formats.py"), *options], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert all(word in done.stderr for word in words)
+def test_wrong_options_are_explained(
+    options: list[str], words: list[str], refused: Callable[[str, list[str]], str]
+) -> None:
+    said = refused("formats", options)
+    assert all(word in said for word in words)

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+Run = Callable[..., tuple[list[str], dict[str, Any]]]
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 PARTS = {"experts_forward", "experts_backward", "experts_again", "attention", "optimizer", "rest"}
-
-
-def run_bench(*options: str, status: int = 0) -> tuple[list[str], dict[str, Any]]:
-    """Lines of the table, and the document of the last line."""
-    command = [sys.executable, str(BENCH / "train_e2e.py"), "--seconds-per-cell", "0.05", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    *table, last = done.stdout.splitlines()
-    return table, json.loads(last)
+SHORT = ["--seconds-per-cell", "0.05"]
 
 
 def check(cell: dict[str, Any]) -> None:
@@ -39,8 +31,9 @@ def check(cell: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_variants_train_the_same_model(tmp_path: Path) -> None:
-    table, document = run_bench("--models", "tiny", "--tokens", "64", "--json", str(tmp_path / "e2e.json"))
+def test_variants_train_the_same_model(run_script: Run, tmp_path: Path) -> None:
+    options = ["--models", "tiny", "--tokens", "64", "--json", str(tmp_path / "e2e.json")]
+    table, document = run_script("train_e2e", *SHORT, *options)
     assert document == json.loads((tmp_path / "e2e.json").read_text())
     assert document["bench"] == "train_e2e" and "notes" not in document
     cells = {cell["variant"]: cell for cell in document["cells"]}
@@ -56,9 +49,9 @@ def test_variants_train_the_same_model(tmp_path: Path) -> None:
     assert [line.split()[1] for line in table if line.startswith("tiny ")] == list(cells)
 
 
-def test_the_headline_recipe_in_small() -> None:
+def test_the_headline_recipe_in_small(run_bench: Run) -> None:
     """Latent attention, dropout, a dense first layer, a loss in pieces, accumulation."""
-    table, document = run_bench("--models", "tiny-latent", "--activation", "recompute")
+    table, document = run_bench("train_e2e", *SHORT, "--models", "tiny-latent", "--activation", "recompute")
     assert [(cell["tokens"], cell["pieces"]) for cell in document["cells"]] == [(64, 2), (64, 1)]
     for cell in document["cells"]:
         check(cell)
@@ -94,7 +87,8 @@ def test_recipes_have_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tokens", "500"], ["multiples of 512"]),
     ],
 )
-def test_wrong_options_are_explained(options: list[str], words: list[str]) -> None:
-    done = subprocess.run([sys.executable, str(BENCH / "train_e2e.py"), *options], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert all(word in done.stderr for word in words)
+def test_wrong_options_are_explained(
+    options: list[str], words: list[str], refused: Callable[[str, list[str]], str]
+) -> None:
+    said = refused("train_e2e", options)
+    assert all(word in said for word in words)

@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+Run = Callable[..., tuple[list[str], dict[str, Any]]]
 MODES = ["forward", "forward_lora", "backward", "backward_lora", "backward_lora_recompute"]
 STAND_IN = Path(__file__).resolve().parent / "stand_in"  # for kt-kernel
 SHORT = ["--shapes", "tiny", "--isa", "generic", "--layers", "2", "--seconds-per-cell", "0.03"]
 EXPERT = 3 * 512 * 256  # parameters of one expert of the tiny shape
 FACTORS = 3 * 8 * (512 + 256)  # and of its LoRA
-
-
-def run_bench(*options: str, env: dict[str, str] | None = None, status: int = 0) -> tuple[list[str], dict[str, Any]]:
-    """Lines of the table, and the document of the last line."""
-    command = [sys.executable, str(BENCH / "train_step.py"), *SHORT, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    *table, last = done.stdout.splitlines()
-    return table, json.loads(last)
 
 
 def check(document: dict[str, Any], tokens: list[int]) -> dict[tuple[int, str], dict[str, Any]]:
@@ -49,8 +39,8 @@ def check(document: dict[str, Any], tokens: list[int]) -> dict[tuple[int, str], 
     return {(cell["tokens"], cell["mode"]): cell for cell in document["cells"]}
 
 
-def test_table_and_document(tmp_path: Path) -> None:
-    table, document = run_bench("--tokens", "3", "--json", str(tmp_path / "step.json"))
+def test_table_and_document(run_script: Run, tmp_path: Path) -> None:
+    table, document = run_script("train_step", *SHORT, "--tokens", "3", "--json", str(tmp_path / "step.json"))
     cells = check(document, [3])
     assert document == json.loads((tmp_path / "step.json").read_text())
     assert any("bytes per parameter" in line for line in table)
@@ -78,10 +68,10 @@ def test_table_and_document(tmp_path: Path) -> None:
     assert cells[3, "backward_lora"]["over_forward"] == pytest.approx(ratio, rel=1e-4)
 
 
-def test_peers_get_the_same_gradients() -> None:
-    env = {"KT_PEER_PYTHONPATH": str(STAND_IN)}
+def test_peers_get_the_same_gradients(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     peers = [f"kt={sys.executable}", f"kt_private={sys.executable}"]
-    _, document = run_bench("--tokens", "20", "--peers", *peers, env=env)
+    _, document = run_bench("train_step", *SHORT, "--tokens", "20", "--peers", *peers)
     cells = check(document, [20])
     assert "notes" not in document, document["notes"]
     facts = document["machine"]["peers"]
@@ -92,11 +82,12 @@ def test_peers_get_the_same_gradients() -> None:
     assert document["memory"][0]["peers"].keys() == {"kt", "kt_private"}
 
 
-def test_peers_that_fail_or_differ_are_told() -> None:
+def test_peers_that_fail_or_differ_are_told(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here `kt` gives LoRA gradients twice too large, and `kt_private` does not start."""
-    env = {"KT_PEER_PYTHONPATH": str(STAND_IN), "STAND_IN_BROKEN": "1"}
+    monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
+    monkeypatch.setenv("STAND_IN_BROKEN", "1")
     peers = [f"kt_private={sys.executable}", f"kt={sys.executable}"]
-    _, document = run_bench("--tokens", "20", "--peers", *peers, env=env, status=1)
+    _, document = run_bench("train_step", *SHORT, "--tokens", "20", "--peers", *peers, status=1)
     cells = check(document, [20])
     gone, *notes = document["notes"]
     assert gone.startswith("kt_private: ended early") and "no wheel for this CPU" in gone
@@ -115,7 +106,8 @@ def test_peers_that_fail_or_differ_are_told() -> None:
         (["--tokens", "0"], ["--tokens"]),
     ],
 )
-def test_wrong_options_are_explained(options: list[str], words: list[str]) -> None:
-    done = subprocess.run([sys.executable, str(BENCH / "train_step.py"), *options], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert all(word in done.stderr for word in words)
+def test_wrong_options_are_explained(
+    options: list[str], words: list[str], refused: Callable[[str, list[str]], str]
+) -> None:
+    said = refused("train_step", options)
+    assert all(word in said for word in words)

@@ -64,8 +64,9 @@ def test_every_call_gives_the_bits_of_the_decoded_numbers(isa: str, format: str)
     store, plain = stores(format, isa)
     for matrix in ("gate", "up", "down"):
         assert torch.equal(bits(store.decode(matrix, 1)), bits(plain.decode(matrix, 1))), matrix
-    for tokens in (1, 37):
+    for tokens in (1, 19):
         hidden, ids, weights = batch(tokens)
+        ids[:, 0], ids[:, 1] = 0, ids.amax(1)  # for the first expert more rows than a tile has, and few for the others
         assert torch.equal(store.forward(hidden, ids, weights), plain.forward(hidden, ids, weights))
         grad = torch.randn(tokens, HIDDEN).bfloat16()
         for found, expected in zip(

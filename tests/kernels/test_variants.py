@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
 
 from ktransformers import _core
 
@@ -20,9 +22,34 @@ print(_core.isa(), store.isa, y.std().item(), round(y.mean().item(), 2))
 """
 
 
-def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KT_")}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | variables)
+SERVER = multiprocessing.get_context("forkserver")  # has torch, and has chosen nothing yet
+SERVER.set_forkserver_preload(["torch", "ktransformers.nn"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def _run(code: str, variables: dict[str, str], folder: str) -> None:
+    for name in [name for name in os.environ if name.startswith("KT_")]:
+        del os.environ[name]
+    os.environ |= variables
+    for descriptor, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+    exec(code, {})
+
+
+def python(code: str, **variables: str) -> Ended:
+    """`code` in a process that ends as an interpreter's would, started at the cost of a fork."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = SERVER.Process(target=_run, args=(code, variables, folder))
+        process.start()
+        process.join()
+        said = [Path(folder, stream).read_text() for stream in ("out", "err")]
+        return Ended(process.exitcode, *said)
 
 
 def test_forced(isa: str) -> None:
