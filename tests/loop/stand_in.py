@@ -1,21 +1,18 @@
 """`kt` as a loop sees it, without models: each verb writes the files and prints the document that the real one would.
 
 Every call is noted in $CALLS. `train` stops half-way, after a checkpoint, for as long as $HALT exists. $BROKEN names
-what fails: eval, prove (it dies) or verdict (it says that nothing is proven).
+what fails: eval, prove (it dies) or verdict (it says that nothing is proven). Verbs import what they need themselves: a
+loop starts ten of them, the tests hundreds.
 """
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 
 def say(text: str) -> None:
@@ -28,6 +25,8 @@ def option(words: list[str], name: str) -> str:
 
 
 def train(words: list[str]) -> None:
+    import yaml
+
     keys: dict[str, Any] = yaml.safe_load(Path(words[0]).read_text())
     keys |= {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in words[1:] if "=" in word}
     if "--dry-run" in words:
@@ -66,6 +65,8 @@ def evaluate(words: list[str]) -> None:
         return
     name = "base"
     if words[0].startswith("http"):
+        import urllib.request
+
         with urllib.request.urlopen(f"{words[0]}/v1/models") as reply:
             assert reply.status == 200
         name = option(words, "--adapter").partition("=")[0]
@@ -78,6 +79,8 @@ def evaluate(words: list[str]) -> None:
 
 
 def serve(words: list[str]) -> None:
+    import http.server
+
     class Models(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
