@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from ktransformers.errors import InputError
 from ktransformers.nn import convert as run
 from ktransformers.nn import load_model
 from ktransformers.nn.store import LAYOUT_VERSION
+from tests.forked import Forked, python
 
 from .conversions import contents, edit, logits, pack, repack, tiny
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYER = "packed-00001.safetensors"
 
 
@@ -40,15 +41,13 @@ def copy(packed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packed, tmp_path / "copy"))
 
 
-# One interpreter imports everything and then forks a child for each attempt, so that an attempt costs no imports.
 KILLED = """
 import json, os, random, signal, sys, time
 import torch
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 from ktransformers.nn.convert import convert
 from ktransformers.nn.convertplan import make_plan, wanted
-source, out, generator, seen = Path(sys.argv[2]), Path(sys.argv[3]), random.Random(7), []
+source, out, generator, seen = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(7), []
 def attempt(slow):
     child = os.fork()
     if child == 0:
@@ -75,8 +74,7 @@ print(json.dumps({"seen": seen, "last": os.waitstatus_to_exitcode(status)}))
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=6), tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, str(ROOT), str(origin), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = python(KILLED, origin, out)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [code for code, _, _ in found["seen"]] == [-signal.SIGKILL] * 4
@@ -208,16 +206,20 @@ def test_training_on_mapped_experts(packed: Path) -> None:
 
 
 SHARED = """
-import sys
+import sys, time
 import torch
+from pathlib import Path
 from ktransformers.nn import load_model
+torch.set_num_threads(1)
 model = load_model(sys.argv[1])
 store = next(module.kt_store for module in model.modules() if hasattr(module, "kt_store"))
 tokens = torch.arange(96)[None] % model.config.vocab_size
 with torch.no_grad():
     model(tokens)
-print("ready", flush=True)
-sys.stdin.readline()
+sign = Path(sys.argv[2])
+sign.touch()
+while sign.exists():
+    time.sleep(0.01)
 """
 
 
@@ -237,19 +239,22 @@ def test_two_processes_share_one_copy(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_hidden_layers": 2}
     pack(tiny(tmp_path / "model", **sizes), tmp_path / "out", "bf16")
     packed = sum(file.stat().st_size for file in (tmp_path / "out").glob("packed-*"))
-    command = [sys.executable, "-c", SHARED, str(tmp_path / "out")]
-    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    signs = [tmp_path / f"sign-{number}" for number in range(2)]
+    both = [Forked(SHARED, tmp_path / "out", sign) for sign in signs]
     try:
-        for process in both:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        deadline = time.monotonic() + 120
+        while not all(sign.exists() for sign in signs) and time.monotonic() < deadline:
+            time.sleep(0.01)
         for process in both:
             whole, share = mapped_pages(process.pid, tmp_path / "out")
             # Every expert was visited, so nearly all pages are here; each belongs to both.
             assert 0.7 * packed < whole <= 1.01 * packed
             assert share < 0.55 * whole
     finally:
-        for process in both:
-            process.communicate("\n")
+        for sign in signs:
+            sign.unlink(missing_ok=True)
+        ended = [process.wait(30) for process in both]
+    assert [end.returncode for end in ended] == [0, 0], ended
 
 
 def test_locked_pages(packed: Path) -> None:
@@ -295,8 +300,7 @@ def test_memory_does_not_grow_with_the_layer(tmp_path: Path) -> None:
     small = tiny(tmp_path / "small")
     sizes = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 48, "num_hidden_layers": 1}
     large = save(build("qwen3_moe", **sizes).half(), tmp_path / "large")
-    arguments = [str(small), str(tmp_path / "out"), str(large), "int8"]
-    done = subprocess.run([sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, cwd=ROOT)
+    done = python(MEMORY, small, tmp_path / "out", large, "int8")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 48 * 3 * 512 * 1024 * 2 // 2
 
@@ -308,8 +312,7 @@ def test_memory_bound_on_a_large_layer(tmp_path: Path) -> None:
     small = tiny(tmp_path / "small")
     large = save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
     code = MEMORY.replace("8 << 20", str(run.STORE_BYTES))
-    arguments = [str(small), str(tmp_path / "out"), str(large), "int8"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    done = python(code, small, tmp_path / "out", large, "int8")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2 * 2048 * 2048 * 2 + (1 << 30), f"{int(done.stdout) / 1e6:.0f} MB"
 

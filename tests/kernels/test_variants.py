@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-
 from ktransformers import _core
+from tests.forked import python
 
 CODE = """
 import torch
@@ -20,36 +15,6 @@ store.pack(gate=ones, up=ones, down=ones.transpose(1, 2))
 y = store.forward(torch.full((3, 40), 2**-5), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
 print(_core.isa(), store.isa, y.std().item(), round(y.mean().item(), 2))
 """
-
-
-SERVER = multiprocessing.get_context("forkserver")  # has torch, and has chosen nothing yet
-SERVER.set_forkserver_preload(["torch", "ktransformers.nn"])
-
-
-@dataclass(frozen=True)
-class Ended:
-    returncode: int | None
-    stdout: str
-    stderr: str
-
-
-def _run(code: str, variables: dict[str, str], folder: str) -> None:
-    for name in [name for name in os.environ if name.startswith("KT_")]:
-        del os.environ[name]
-    os.environ |= variables
-    for descriptor, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
-    exec(code, {})
-
-
-def python(code: str, **variables: str) -> Ended:
-    """`code` in a process that ends as an interpreter's would, started at the cost of a fork."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = SERVER.Process(target=_run, args=(code, variables, folder))
-        process.start()
-        process.join()
-        said = [Path(folder, stream).read_text() for stream in ("out", "err")]
-        return Ended(process.exitcode, *said)
 
 
 def test_forced(isa: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, KTConfig, load_model
 from ktransformers.nn.ghost import Ghost
+from tests.forked import python
 
 from .families import COMMON, FAMILIES, build, round_weights, save, tokens
 
@@ -272,8 +271,8 @@ def test_memory(tmp_path: Path) -> None:
     save(build("qwen3_moe"), tmp_path / "small")
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 24, "num_hidden_layers": 4}
     save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
-    arguments = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    done = python(MEMORY, tmp_path / "small", tmp_path / "large")
+    assert done.returncode == 0, done.stderr
     highest, packed, one = map(int, done.stdout.split())
     # Blocks of 16 k tiles lie one tile further apart than they are long (csrc/moe/weights.cpp).
     assert packed == 4 * one == 4 * 24 * 3 * 512 * 512 * 2 * 33 // 32

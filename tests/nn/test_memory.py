@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+
+from tests.forked import python
 
 SCRIPT = """
 import json, torch
@@ -36,8 +36,9 @@ print(json.dumps({"packed": packed, "grown": after - before, "parameters": param
 
 
 def test_a_gigabyte_of_experts() -> None:
-    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    found = json.loads(result.stdout)
+    done = python(SCRIPT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["packed"] > 1 << 30
     assert found["grown"] < 1.1 * found["packed"]
     assert 2.0 <= found["grown"] / found["parameters"] < 2.2

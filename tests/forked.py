@@ -1,0 +1,63 @@
+"""Python code in a process of its own for the price of a fork, where `python -c` would first import torch for seconds.
+
+One process has imported what most of it needs and has computed nothing: no variant is chosen, no thread runs, no pool
+exists. Every piece of code runs in a fork of that one, with words, variables, output and exit code as an interpreter
+has them. Not for what is to be told about imports or about the end of an interpreter.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch", "ktransformers.nn", "ktransformers.nn.convert", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def _run(code: str, words: tuple[str, ...], variables: dict[str, str], folder: str) -> None:
+    for name in [name for name in os.environ if name.startswith("KT_")]:
+        del os.environ[name]
+    os.environ |= variables
+    for descriptor, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv = ["-c", *words]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+class Forked:
+    """A piece of code that has been started; `KT_` variables of the tests do not reach it."""
+
+    def __init__(self, code: str, *words: object, **variables: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        arguments = (code, tuple(map(str, words)), variables, self._folder.name)
+        self._process = SERVER.Process(target=_run, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float = 300) -> Ended:
+        """Its end, or after so many seconds that of both."""
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        said = [Path(self._folder.name, stream).read_text() for stream in ("out", "err")]
+        self._folder.cleanup()
+        return Ended(self._process.exitcode, *said)
+
+
+def python(code: str, *words: object, **variables: str) -> Ended:
+    return Forked(code, *words, **variables).wait()
