@@ -98,6 +98,7 @@ def test_a_threshold_parts_batches_by_size(device: str) -> None:
     hidden, ids, weights = (tensor.detach() for tensor in (given.hidden, given.ids, given.weights))
     want = store.forward(hidden.cpu(), ids.cpu(), weights.cpu())
     place = served(store, device, "auto", residents=(1, 6), threshold=10)
+    place.engine.few.unasked = False  # who computes without asking for the ids knows of no split
     with torch.no_grad():
         assert error(place(hidden, ids, weights, None, NO_DROPOUT, False), want) < TOLERANCE
         assert not place.layer.last["forward"].cpu
@@ -120,8 +121,10 @@ def test_residents_follow_the_routing(device: str) -> None:
         many = place(hidden[:20], ids.to(device), weights[:20], None, NO_DROPOUT, False)
         assert place.residents() == {3, 5} and room.copied_bytes == 4 * room.expert_bytes
         again = place(hidden[:4], ids[:4].to(device), weights[:4], None, NO_DROPOUT, False)
+        place.engine.few.unasked = False
+        asked = place(hidden[:4], ids[:4].to(device), weights[:4], None, NO_DROPOUT, False)
     assert set(place.layer.last["forward"].there) == {3, 5}
-    for got, part in ((few, want[:4]), (many, want), (again, want[:4])):
+    for got, part in ((few, want[:4]), (many, want), (again, want[:4]), (asked, want[:4])):
         assert error(got, part) < TOLERANCE
     assert place.renew(np.array([0, 0, 0, 1, 0, 0, 0, 0])) == 0, "of equals those that are there stay"
 

@@ -28,6 +28,7 @@ from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed,
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import Descent, start_down, start_up
+from ktransformers.place.few import FEW, Few
 from ktransformers.place.gpu.factors import to_host
 from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
@@ -38,7 +39,6 @@ Result = TypeVar("Result")
 SETTLE = 0.2  # weight of the newest measurement in the correction of the CPU's costs
 MOST = 3.0  # the correction, or one over it
 WORTH = 1e-3  # seconds that a share of the CPU must be expected to take to tell something about its costs
-FEW = 4  # tokens: fetching an expert for less than a row takes longer than computing it here
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 
 
@@ -87,6 +87,7 @@ class Engine:
     def __init__(self, device: torch.device, policy: str, slots: Slots) -> None:
         self.device, self.policy, self.slots = device, policy, slots
         self.side = Side(device, slots)
+        self.few = Few(device, self.side)
         self.layers: dict[int, Layer] = {}
         self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
         weakref.finalize(self, self._worker.shutdown, wait=False)
@@ -131,6 +132,13 @@ class Engine:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock:
             return self._forward(layer, batch, retain)
+
+    def infer(self, layer: Layer, batch: Batch) -> Tensor:
+        """The result alone; nothing is kept, so few tokens need nobody to wait for their ids."""
+        with self._lock:
+            if self.few.takes(layer.packed, batch, self.policy):
+                return self.few.forward(layer.packed, layer.store, batch)
+            return self.forward(layer, batch, False)[0]
 
     def _forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         phase = phase_of("forward")

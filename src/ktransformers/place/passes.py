@@ -43,6 +43,11 @@ class ThresholdEngine(Engine):
             self.policy = self.policy_of(batch.ids.shape[0])
             return super().forward(layer, batch, retain)
 
+    def infer(self, layer: Layer, batch: Batch) -> Tensor:
+        with self._lock:
+            self.policy = self.policy_of(batch.ids.shape[0])
+            return super().infer(layer, batch)
+
     def backward(
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -137,7 +142,7 @@ class ServedStore(PlacedStore):
             self.deferral.begin()
         before = self.layer.counts.copy() if self.renews and whole else None
         if self.deferral is None or self.following is None or whole:
-            out = self.engine.forward(self.layer, batch, False)[0]
+            out = self.engine.infer(self.layer, batch)
         else:
             out = self._without_the_late(self.deferral, self.following, batch)
         if before is not None:
@@ -178,6 +183,7 @@ class ServedStore(PlacedStore):
             return 0
         order = sorted(range(len(counts)), key=lambda expert: (-int(counts[expert]), expert not in there, expert))
         wanted = frozenset(order[: room.count])
+        self.engine.few.retire(index)
         room.retain(index, wanted)
         room.fetch(index, self.layer.packed.source, sorted(wanted))
         return len(wanted - there)

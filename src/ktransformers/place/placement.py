@@ -63,6 +63,8 @@ class Placement:
 
     def counts(self) -> list[chosen.Row]:
         """Rows of each expert so far, by layer."""
+        for placed in self._placed:
+            placed.engine.few.tally(placed.layer.packed.index, placed.layer.counts)
         return [layer.counts for layer in self.layers]
 
     def save_statistics(self, path: str | Path) -> None:
@@ -125,6 +127,7 @@ class Placement:
 
     def _settle(self, placed: ServedStore, experts: tuple[int, ...]) -> None:
         engine, packed = placed.engine, placed.layer.packed
+        engine.few.retire(packed.index)
         room = engine.side.residents.pop(packed.index, None)
         if room is not None and experts and room.count == len(experts):
             room.retain(packed.index, frozenset(experts))  # an update: only what is new crosses

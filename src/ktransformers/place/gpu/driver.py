@@ -1,5 +1,6 @@
-"""Copies to the device by the driver's own call. A layer takes a hundred of them, and torch spends ten times as long on
-each, in the thread that everything else waits for."""
+"""The driver's own calls, found in its library when they are first wanted: copies to the device and host functions. A
+layer takes a hundred copies, and torch spends ten times as long on each, in the thread that everything else waits for;
+host functions torch does not offer at all."""
 
 from __future__ import annotations
 
@@ -16,6 +17,23 @@ def _copy() -> Any:
     call.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     call.restype = ctypes.c_int
     return call
+
+
+@functools.cache
+def _host_function() -> Any:
+    call = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
+    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    call.restype = ctypes.c_int
+    return call
+
+
+def call_on_host(stream: int, function: int, argument: int) -> None:
+    """The C function `void(void*)` at this address is called by a thread of the driver's, behind everything on the
+    stream and before anything queued later; in a stream that is captured, at every replay. The current context must be
+    the stream's. What `argument` points to must live until then."""
+    code = _host_function()(stream, function, argument)
+    if code:
+        raise RuntimeError(f"the driver refused a host function: error {code}")
 
 
 class Lane:

@@ -1,0 +1,225 @@
+"""Decoding through experts on the CPU and on the GPU: who waits for whom, with and without a CUDA graph.
+
+    python bench/graph.py --tokens 1,4,16 --shares 0,0.25,0.5 --json graph.json
+
+A step sends a few tokens through 8 layers: a router on the GPU, experts under policy `resident`, a residual sum. Three
+ways take turns within a round. `asked`: the thread waits for every layer's ids and decides in Python. `callbacks`: the
+stream starts the CPU by host functions, and Python only queues. `graph`: the same, captured once and replayed. The time
+is per layer; tokens/s are those of the 8 layers and nothing else. `cpu ms` is the core alone, on the experts that are
+not resident, hidden states in host memory: what no way can go below. `apart` is the largest difference between the
+results of two ways, relative to their norm. Needs CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shapes import SHAPES, Shape, make_weights
+from timing import Table, describe_machine, print_last_line, save
+
+if TYPE_CHECKING:
+    import torch
+
+    from ktransformers.nn import ExpertStore
+
+LAYERS = 8
+BATCHES = 12  # hidden states that a cell walks through, so that the routing differs from step to step
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b")
+    parser.add_argument("--formats", type=words, default=["bf16"])
+    parser.add_argument("--tokens", type=words, default=["1", "4", "16"])
+    parser.add_argument("--shares", type=words, default=["0", "0.25", "0.5"])
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a cell")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
+    return parser.parse_args(argv)
+
+
+class Step:
+    """Tokens through all layers, from a static input."""
+
+    def __init__(self, shape: Shape, stores: list[ExpertStore], device: torch.device, spec: str) -> None:
+        import torch
+
+        from ktransformers.nn.gate import Gate
+        from ktransformers.place.gpu.slots import Slots
+        from ktransformers.place.passes import ServedStore, ThresholdEngine
+        from ktransformers.place.placement import geometry_of, new_layer
+
+        self.shape, self.stores, sizes = shape, stores, geometry_of(stores[0])
+        self.engine = ThresholdEngine(device, "resident", Slots(sizes, 4, device, None))
+        self.layers: list[ServedStore] = []
+        for index, store in enumerate(stores):
+            self.engine.layers[index] = new_layer(self.engine, index, store, Gate("silu"), sizes)
+            self.layers.append(ServedStore(self.engine, self.engine.layers[index], index))
+        generator = torch.Generator().manual_seed(3)
+        routers = torch.randn(len(stores), shape.experts, shape.hidden, generator=generator) / shape.hidden**0.5
+        self.routers = list(routers.bfloat16().to(device))
+
+    def settle(self, share: float) -> None:
+        """The first experts of every layer are its residents."""
+        from ktransformers.place.gpu.slots import Slots
+
+        count = round(share * self.shape.experts)
+        for placed in self.layers:
+            packed = placed.layer.packed
+            self.engine.few.retire(packed.index)
+            self.engine.side.residents.pop(packed.index, None)
+            if count:
+                room = Slots(packed.geometry, count, self.engine.device, None)
+                room.fetch(packed.index, packed.source, range(count))
+                self.engine.side.residents[packed.index] = room
+
+    def route(self, at: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = (x @ self.routers[at].t()).float().softmax(-1)
+        weights, ids = logits.topk(self.shape.top_k)
+        return ids, weights / weights.sum(-1, keepdim=True)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        from ktransformers.nn.store import NO_DROPOUT
+
+        for at, placed in enumerate(self.layers):
+            ids, weights = self.route(at, x)
+            x = x + 0.1 * placed(x, ids, weights, None, NO_DROPOUT, False)
+        return x
+
+    def alone(self, x: torch.Tensor, share: float) -> float:
+        """Seconds per layer of the core on the experts that are not resident."""
+        import torch
+
+        skip = torch.zeros(self.shape.experts, dtype=torch.bool)
+        skip[: round(share * self.shape.experts)] = True
+        inputs = [tuple(t.cpu() for t in (x, *self.route(at, x))) for at in range(len(self.stores))]
+        taken = []
+        for _ in range(8):
+            begun = time.perf_counter()
+            for store, (hidden, ids, weights) in zip(self.stores, inputs, strict=True):
+                store.forward(hidden, ids, weights, skip=skip)
+            taken.append((time.perf_counter() - begun) / len(self.stores))
+        return statistics.median(taken[2:])
+
+
+def packed_layers(shape: Shape, spec: str) -> list[ExpertStore]:
+    from ktransformers.checkpoint.encoded import encode
+    from ktransformers.nn import ExpertStore
+
+    found = []
+    for seed in range(LAYERS):
+        weights = make_weights(shape, seed)
+        matrices: dict[str, Any] = {"gate": weights.gate, "up": weights.up, "down": weights.down}
+        if spec != "bf16":
+            matrices = {name: encode(matrix, spec) for name, matrix in matrices.items()}
+        store = ExpertStore(shape.experts, shape.hidden, shape.intermediate, formats=spec)
+        store.pack(**matrices)
+        found.append(store)
+    return found
+
+
+def ways(step: Step, static: torch.Tensor, out: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
+    """Each computes from `static` into `out`; a way that this format has not is left out."""
+    import torch
+
+    from ktransformers.errors import InputError
+
+    def queued(asked: bool) -> None:
+        step.engine.few.unasked = not asked
+        out["asked" if asked else "callbacks"] = step.run(static)
+
+    found: dict[str, Callable[[], None]] = {"asked": lambda: queued(True), "callbacks": lambda: queued(False)}
+    for way in found.values():  # kernels are loaded, buffers made
+        way()
+        way()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            out["graph"] = step.run(static)
+    except InputError as error:
+        print(f"graph.py: {error}", file=sys.stderr)
+        del found["callbacks"]
+        return found
+    found["graph"] = graph.replay
+    return found
+
+
+def cell(step: Step, tokens: int, seconds: float, share: float) -> dict[str, Any]:
+    import torch
+
+    device = step.engine.device
+    generator = torch.Generator().manual_seed(tokens)
+    inputs = torch.randn(BATCHES, tokens, step.shape.hidden, generator=generator).bfloat16().to(device)
+    static = inputs[0].clone()
+    out: dict[str, torch.Tensor] = {}
+    found = ways(step, static, out)
+    taken: dict[str, list[float]] = {name: [] for name in found}
+    apart, turn, begun = 0.0, 0, time.perf_counter()
+    while turn < 4 or time.perf_counter() - begun < seconds:
+        results = []
+        for name, way in found.items():
+            static.copy_(inputs[turn % BATCHES])
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            way()
+            torch.cuda.synchronize()
+            taken[name].append((time.perf_counter() - start) / LAYERS)
+            results.append(out[name].float())
+        first = results[0]
+        apart = max(apart, *(float((one - first).norm() / first.norm()) for one in results))
+        turn += 1
+    row: dict[str, Any] = {name: statistics.median(times[1:]) for name, times in taken.items()}
+    return row | {"steps": turn, "apart": apart, "cpu": step.alone(inputs[1], share)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    import torch
+
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        print("graph.py: no CUDA device", file=sys.stderr)
+        return 1
+    device, shape = torch.device("cuda:0"), SHAPES[args.shape]
+    document: dict[str, Any] = {
+        "bench": "graph",
+        "command": shlex.join(["python", "bench/graph.py", *(sys.argv[1:] if argv is None else argv)]),
+        "machine": describe_machine() | {"gpu": torch.cuda.get_device_name(device)},
+        "shape": shape.name,
+        "layers": LAYERS,
+        "cells": [],
+    }
+    names = ("asked", "callbacks", "graph")
+    heads = ["format", "tokens", "share", *(f"{name} ms" for name in names), "cpu ms", *(f"{n} t/s" for n in names)]
+    table = Table([*heads, "apart"], [8, 6, 5, 8, 12, 8, 7, 9, 13, 9, 8])
+    for spec in args.formats:
+        step = Step(shape, packed_layers(shape, spec), device, spec)
+        for share in map(float, args.shares):
+            step.settle(share)
+            for tokens in map(int, args.tokens):
+                with torch.inference_mode():
+                    row = {"format": spec, "tokens": tokens, "share": share}
+                    row |= cell(step, tokens, args.seconds, share)
+                row["tokens_per_s"] = {name: tokens / (row[name] * LAYERS) for name in names if name in row}
+                document["cells"].append(row)
+                times = [f"{1e3 * row[name]:.3f}" if name in row else "" for name in names]
+                rates = [f"{row['tokens_per_s'][name]:.0f}" if name in row else "" for name in names]
+                numbers = [*times, f"{1e3 * row['cpu']:.3f}", *rates, f"{row['apart']:.1e}"]
+                table.row([spec, str(tokens), f"{share:.2f}", *numbers])
+                if args.json:
+                    save(document, args.json)
+        torch.cuda.synchronize()
+    print_last_line(document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""A few tokens through a layer without Python between the device and the CPU: what can be captured in a CUDA graph.
+
+Hidden `[T, H]`, ids and routing weights `[T, k]` are copied into pinned buffers on a stream of its own; a host function
+then has the core compute every expert that is no resident (`skip`), a second one waits for it, and the result is copied
+up. Meanwhile the current stream computes the residents from the ids on the device (`gpu/routes.py`); then both are
+added. The thread that queues this waits for nothing, so the host never learns who was asked for: rows are counted on
+the device and fetched when somebody asks (`tally`). Where nothing is resident all of it is on the current stream.
+
+Who owns what: buffers belong to a size of batch and are shared by all layers, whose calls follow each other on the
+stream; prepared calls and the tables of residents belong to a layer. A host function holds bare addresses, so none of
+these may go while work is queued: whoever drops them waits for the device first, and what a graph has captured is kept,
+its store included, as long as this object. When residents change, tables of captured calls are set to "nobody is
+resident" (the core reads `skip` anew at every call): a graph from before computes the right numbers, all of that layer
+on the CPU, until it is captured again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ktransformers import _core
+from ktransformers.errors import InputError
+from ktransformers.nn.store import ExpertCall, ExpertStore
+from ktransformers.place.gpu import routes
+from ktransformers.place.gpu.driver import call_on_host
+from ktransformers.place.gpu.side import Batch, Packed, Side
+from ktransformers.place.gpu.slots import Slots
+
+MOST = 32  # tokens
+FEW = 4  # tokens: fetching an expert for less than a row takes longer than computing it here
+
+Size = tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]  # of hidden; k; dtypes of hidden, ids and weights
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """For batches of one size: pinned, but for the last."""
+
+    hidden: Tensor
+    ids: Tensor
+    weights: Tensor
+    out: Tensor
+    share: Tensor  # what the CPU has computed, on the device
+
+
+@dataclass(frozen=True)
+class Residents:
+    room: Slots
+    place: Tensor  # int32 [E] on the device: an expert's slot, or -1
+    skip: Tensor  # bool [E] in host memory: whom the core leaves out
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One layer's call over the buffers of a size."""
+
+    call: ExpertCall
+    buffers: Buffers
+    residents: Residents | None
+
+
+class Few:
+    def __init__(self, device: torch.device, side: Side) -> None:
+        self.device, self.side = device, side
+        self.unasked = True  # also outside of a capture
+        self._cuda = device.type == "cuda"
+        self._buffers: dict[Size, Buffers] = {}
+        self._residents: dict[int, Residents | None] = {}  # by layer
+        self._ready: dict[tuple[int, Size], Ready] = {}
+        self._counts: dict[int, Tensor] = {}
+        self._captured: dict[int, list[tuple[Ready, ExpertStore]]] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._last_stream = -1
+        _living.add(self)
+
+    # Who is taken.
+
+    def takes(self, layer: Packed, batch: Batch, policy: str) -> bool:
+        capturing = self._capturing()
+        most = FEW if policy == "auto" and not capturing else MOST
+        tokens, reason = batch.ids.shape[0], ""
+        if batch.factors is not None or batch.several is not None:
+            reason = "LoRA on experts"
+        elif policy == "stream":
+            reason = "experts that are streamed"
+        elif not 0 < tokens <= most:
+            reason = f"a batch of {tokens} tokens"
+        elif not routes.runs_on(self.device):
+            reason = "no Triton"
+        elif layer.index in self.side.residents and not routes.knows(layer.geometry):
+            reason = f"residents in {layer.geometry.first.formats[1].spec}"
+        if reason and capturing:
+            expected = f"experts without LoRA, bf16 or no residents, 1 to {MOST} tokens, any policy but stream"
+            raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
+        return not reason and (capturing or self.unasked)
+
+    def _capturing(self) -> bool:
+        return self._cuda and torch.cuda.is_current_stream_capturing()
+
+    # One batch.
+
+    def forward(self, layer: Packed, store: ExpertStore, batch: Batch) -> Tensor:
+        """In hidden's dtype, on the device, in the order of the current stream."""
+        given = tuple(tensor.detach().contiguous() for tensor in (batch.hidden, batch.ids, batch.weights))
+        if not self._cuda:
+            return self._forward(layer, self._find(layer, store, given), given)
+        with torch.cuda.device(self.device):  # host functions want the stream's context
+            ready = self._find(layer, store, given)
+            if self._capturing():
+                self._captured.setdefault(layer.index, []).append((ready, store))
+            return self._forward(layer, ready, given)
+
+    def _forward(self, layer: Packed, ready: Ready, given: tuple[Tensor, ...]) -> Tensor:
+        hidden, ids, weights = given
+        residents, share = ready.residents, ready.buffers.share
+        if residents is None:
+            out = torch.empty_like(hidden)
+            self._cpu(ready, given, out)
+            routes.count(ids, self._counts[layer.index])
+            return out
+        arrived = self._beside(ready, given) if self._cuda else None
+        routes.count(ids, self._counts[layer.index])
+        part = routes.forward(layer, residents.room, residents.place, hidden, ids, weights)
+        if arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+        else:
+            self._cpu(ready, given, share)
+        return torch.add(part, share, out=torch.empty_like(hidden))
+
+    def _beside(self, ready: Ready, given: tuple[Tensor, ...]) -> torch.cuda.Event:
+        """The CPU's share on a stream of its own. The current one waits for the event before it goes on, so inputs and
+        buffers are in its order, as if there were one stream."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            self._cpu(ready, given, ready.buffers.share)
+            arrived: torch.cuda.Event = self._stream.record_event()
+        return arrived
+
+    def _cpu(self, ready: Ready, given: tuple[Tensor, ...], target: Tensor) -> None:
+        buffers = ready.buffers
+        for source, pinned in zip(given, (buffers.hidden, buffers.ids, buffers.weights), strict=True):
+            pinned.copy_(source, non_blocking=True)
+        if self._cuda:
+            stream, callbacks = torch.cuda.current_stream(self.device).cuda_stream, _core.host_callbacks()
+            call_on_host(stream, callbacks["submit"], ready.call.address)
+            call_on_host(stream, callbacks["wait"], ready.call.address)
+        else:
+            ready.call.submit()
+            ready.call.wait()
+        target.copy_(buffers.out, non_blocking=True)
+
+    # What is made once.
+
+    def _find(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...]) -> Ready:
+        hidden, ids, weights = given
+        size = (tuple(hidden.shape), ids.shape[1], (hidden.dtype, ids.dtype, weights.dtype))
+        found = self._ready.get((layer.index, size))
+        capturing = self._capturing()
+        if found is not None and self._is_current(layer.index):
+            if not capturing:
+                self._settle(found)
+            return found
+        if capturing:
+            words = f"a batch of {hidden.shape[0]} tokens that was not computed before"
+            raise InputError("CUDA graph", words, "a first call outside of it", "run the step once, then capture it")
+        if not self._is_current(layer.index):
+            self.retire(layer.index)
+        with torch.inference_mode(False):  # what is made here is written to in other modes too
+            return self._make(layer, store, given, size)
+
+    def _is_current(self, index: int) -> bool:
+        held = self._residents.get(index)
+        return self.side.residents.get(index) is (None if held is None else held.room)
+
+    def _settle(self, ready: Ready) -> None:
+        """Buffers follow one stream: another one begins when the last is through. An error of a host function is told
+        here, at the next call of its layer."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
+        if stream != self._last_stream:
+            _synchronize(self.device)
+            self._last_stream = stream
+        if ready.call.done:
+            ready.call.wait()
+
+    def _make(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], size: Size) -> Ready:
+        buffers = self._buffers.get(size)
+        if buffers is None:
+            hidden, ids, weights, out = (
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda) for tensor in (*given, given[0])
+            )
+            buffers = Buffers(hidden, ids, weights, out, torch.empty_like(out, device=self.device, pin_memory=False))
+            self._buffers[size] = buffers
+        if layer.index not in self._residents:
+            self._residents[layer.index] = self._bind(layer)
+        if layer.index not in self._counts:
+            self._counts[layer.index] = torch.zeros(layer.geometry.experts, dtype=torch.int32, device=self.device)
+            # Nobody may free a layer's weights under a call that is queued.
+            weakref.finalize(store, _synchronize, self.device).atexit = False
+        residents = self._residents[layer.index]
+        skip = None if residents is None else residents.skip
+        call = store.prepare(buffers.hidden, buffers.ids, buffers.weights, out=buffers.out, skip=skip)
+        ready = self._ready[layer.index, size] = Ready(call, buffers, residents)
+        _synchronize(self.device)  # tables and residents are there for whatever stream comes
+        return ready
+
+    def _bind(self, layer: Packed) -> Residents | None:
+        room = self.side.residents.get(layer.index)
+        if room is None:
+            return None
+        experts = sorted(room.present(layer.index))
+        place = torch.full((layer.geometry.experts,), -1, dtype=torch.int32)
+        place[experts] = torch.tensor(room.fetch(layer.index, layer.source, experts), dtype=torch.int32)
+        room.await_ready(range(room.count))
+        return Residents(room, place.to(self.device), place >= 0)
+
+    def retire(self, index: int) -> None:
+        """Before a layer's residents change. Its calls are made anew; those in graphs leave nobody out from now on."""
+        held = self._residents.pop(index, None)
+        mine = [key for key in self._ready if key[0] == index]
+        if not mine:
+            return
+        _synchronize(self.device)
+        for key in mine:
+            del self._ready[key]
+        if held is not None and index in self._captured:
+            held.skip.zero_()
+            held.place.fill_(-1)
+            _synchronize(self.device)
+
+    def tally(self, index: int, counts: NDArray[np.int64]) -> None:
+        """Adds a layer's rows of each expert since the last time."""
+        here = self._counts.get(index)
+        if here is not None:
+            _synchronize(self.device)
+            seen = here.to("cpu", copy=True)
+            here -= seen.to(self.device)
+            counts += seen.numpy()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
+
+
+_living: weakref.WeakSet[Few] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    """A host function that is still queued must find the threads: this is registered later than the pool's farewell
+    (`nn/pool.py`, which `nn/store.py` imports), so it comes before."""
+    for few in list(_living):
+        _synchronize(few.device)

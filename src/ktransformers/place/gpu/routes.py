@@ -1,0 +1,96 @@
+"""A layer's residents for a few tokens, chosen on the device: `place` int32 `[E]` says in which slot an expert lies, or
+-1, and the ids of the batch are read where they are. Shapes depend on the batch's alone, never on who was asked for, so
+a CUDA graph can hold it.
+
+On a GPU `gemv.py` computes from packed bf16. Everywhere else, for tests, torch does, with the same address of every
+weight: expert, block, pair along K, half, output, number of the pair. Gate and up stay in float32 up to the activation,
+which is rounded to bf16; outputs are weighted and added in float32. That is how the CPU rounds too.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.reference import ACTIVATIONS
+from ktransformers.place.gpu.layout import Geometry, Matrix
+from ktransformers.place.gpu.side import Packed
+from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.gpu.steps import SILU
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        from ktransformers.place.gpu import gemv
+    except ImportError:  # no Triton
+        return None
+    return gemv
+
+
+def runs_on(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and _kernels() is not None)
+
+
+def knows(geometry: Geometry) -> bool:
+    """Whether residents of these formats are computed here."""
+    return geometry.first.plain and geometry.down.plain
+
+
+def count(ids: Tensor, counts: Tensor) -> None:
+    """Adds the rows of each expert to int32 `[E]`; ids outside count nowhere."""
+    if ids.is_cuda and (kernels := _kernels()) is not None:
+        kernels.count(ids, counts)
+        return
+    inside = ids[(ids >= 0) & (ids < counts.shape[0])]
+    counts += torch.bincount(inside.reshape(-1), minlength=counts.shape[0]).to(counts.dtype)
+
+
+def forward(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """float32 `[T, H]`, what the residents add; contiguous `[T, H]`, `[T, k]`, `[T, k]` on the device of the slots."""
+    geometry, (first_bias, down_bias) = layer.geometry, layer.biases
+    kernels = _kernels() if hidden.is_cuda else None
+    if kernels is None:
+        return _plain(layer, room, place, hidden, ids, weights)
+    fused = geometry.gated and layer.gate == SILU
+    h: Tensor = kernels.first(hidden, ids, place, room.first, first_bias, geometry.first, fused)
+    if not fused:
+        h = _activate(h, layer.gate, geometry.gated)
+    found: Tensor = kernels.down(h, ids, weights, place, room.down, down_bias, geometry.down)
+    return found
+
+
+def _activate(wide: Tensor, gate: Gate, gated: bool) -> Tensor:
+    return (gate(*wide.chunk(2, dim=1)) if gated else ACTIVATIONS[gate.activation](wide)).to(torch.bfloat16)
+
+
+def address(matrix: Matrix) -> Tensor:
+    """int64 `[out_rows, columns]`: where a weight lies among the bf16 numbers of its expert."""
+    row, k = torch.arange(matrix.out_rows)[:, None], torch.arange(matrix.columns)[None]
+    half = row // matrix.rows if matrix.paired else row // 16 % 2
+    line = row % matrix.rows if matrix.paired else row
+    block, pair = line // (16 if matrix.paired else 32), k // 2
+    return block * (matrix.block_bytes // 2) + pair // 16 * 1024 + half * 512 + pair % 16 * 32 + line % 16 * 2 + k % 2
+
+
+def _plain(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros(hidden.shape, dtype=torch.float32)
+    first_at, down_at = address(layer.geometry.first), address(layer.geometry.down)
+    for token, choice in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])).tolist():
+        expert = int(ids[token, choice])
+        slot = int(place[expert]) if 0 <= expert < place.shape[0] else -1
+        if slot < 0:
+            continue
+        first, down = (
+            packed[slot].view(torch.bfloat16)[at].float()
+            for packed, at in ((room.first, first_at), (room.down, down_at))
+        )
+        first_bias, down_bias = (0.0 if bias is None else bias[expert] for bias in layer.biases)
+        wide = hidden[token].bfloat16().float() @ first.T + first_bias
+        h = _activate(wide[None], layer.gate, layer.geometry.gated)[0]
+        out[token] += weights[token, choice].float() * (h.float() @ down.T + down_bias)
+    return out

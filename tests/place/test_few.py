@@ -1,0 +1,218 @@
+"""A few tokens without the host asking who goes where: addresses of weights, masks, buffers, counts, and what happens
+when residents change. On torch's CPU device the same calls are submitted by the thread instead of by a stream, and
+torch stands in for Triton; on a GPU both are the real thing. Against the CPU's own store: both sides keep gate and up
+in float32, so results differ by the order of sums and the rounding of the CPU's share to bf16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ktransformers.nn import ExpertStore
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.store import NO_DROPOUT
+from ktransformers.place.few import FEW, MOST, Few, Residents
+from ktransformers.place.gpu import routes
+from ktransformers.place.gpu.decode import decode_plain
+from ktransformers.place.gpu.layout import Matrix, format_of
+from ktransformers.place.gpu.side import Batch, Packed
+from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.placement import geometry_of
+from tests.place.test_gpu_engine import SMALL, Size, devices, error, make_store
+from tests.place.test_passes import ADAPTERS, served
+
+CLOSE = 6e-3  # of a result's norm
+ODD = Size(6, 80, 48, 3, 5, 4)  # half blocks that are not full
+pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
+
+
+def batch(size: Size, tokens: int, device: str, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, size.experts, generator=generator).topk(size.top_k).indices
+    ids[0, 0] = -1
+    if tokens > 1:
+        ids[1, 1] = size.experts
+    hidden = torch.randn(tokens, size.hidden, generator=generator).bfloat16()
+    weights = torch.rand(tokens, size.top_k, generator=generator)
+    return Batch(hidden.to(device), ids.to(device), weights.to(device), None, NO_DROPOUT)
+
+
+def expected(store: ExpertStore, given: Batch) -> Tensor:
+    return store.forward(given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(32, 64), (48, 80), (80, 48), (33, 256)])
+def test_addresses_are_those_of_the_layout(rows: int, columns: int, paired: bool) -> None:
+    matrix = Matrix(rows, columns, (format_of("bf16"), format_of("bf16")), paired)
+    numbers = torch.arange(matrix.expert_bytes // 2, dtype=torch.int16)  # bits that decoding must not change
+    want = torch.empty(matrix.out_rows, columns, dtype=torch.bfloat16)
+    decode_plain(numbers.view(torch.uint8), matrix, want)
+    assert torch.equal(numbers[routes.address(matrix)], want.view(torch.int16))
+
+
+@devices
+@pytest.mark.parametrize("residents", [(), (1, 4), tuple(range(6))], ids=["none", "some", "all"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
+    store = make_store(ODD, biased=biased)
+    place = served(store, device, "resident", residents=residents)
+    for tokens in (1, 5, 2, 5):
+        given = batch(ODD, tokens, device, seed=tokens)
+        got = place.engine.infer(place.layer, given)
+        assert got.dtype == torch.bfloat16 and got.device == given.hidden.device
+        want = expected(store, given)
+        assert torch.equal(got.cpu(), want) if not residents else error(got, want) < CLOSE
+    assert not place.layer.counts.any() and not place.layer.last, "the host was told nothing"
+    asked = place.engine.forward(place.layer, given, False)[0]
+    assert error(got, asked.cpu()) < 0.01
+
+
+@devices
+@pytest.mark.parametrize("gate", [Gate("gelu"), Gate("silu", limit=0.5), Gate("swiglu_oai", limit=7.0, alpha=1.702)])
+def test_gates_and_dtypes(gate: Gate, device: str) -> None:
+    """Of hidden states, routing weights and ids; and gates that no kernel has."""
+    e, h, i = ODD.experts, ODD.hidden, ODD.intermediate
+    plain = make_store(ODD)
+    store = ExpertStore(e, h, i, activation=gate.activation, limit=gate.limit, alpha=gate.alpha)
+    store.pack(**{name: torch.stack([plain.decode(name, at) for at in range(e)]) for name in ("gate", "up", "down")})
+    place = served(store, device, "resident", residents=(0, 2, 3))
+    place.layer.packed = replace(place.layer.packed, gate=gate)
+    given = batch(ODD, 4, device)
+    for hidden, weights, ids in (
+        (torch.bfloat16, torch.bfloat16, torch.int64),
+        (torch.float32, torch.float32, torch.int32),
+    ):
+        cast = replace(given, hidden=given.hidden.to(hidden), weights=given.weights.to(weights), ids=given.ids.to(ids))
+        got = place.engine.infer(place.layer, cast)
+        assert got.dtype == hidden and error(got, expected(store, cast)) < CLOSE
+
+
+@devices
+def test_experts_without_a_gate(device: str) -> None:
+    e, h, i = ODD.experts, ODD.hidden, ODD.intermediate
+    plain = make_store(ODD)
+    store = ExpertStore(e, h, i, gated=False, activation="relu2")
+    store.pack(**{name: torch.stack([plain.decode(name, at) for at in range(e)]) for name in ("up", "down")})
+    place = served(store, device, "resident", residents=(0, 2, 3, 5))
+    place.layer.packed = replace(place.layer.packed, gate=Gate("relu2"))
+    given = batch(ODD, 4, device)
+    assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
+
+
+@devices
+def test_who_is_taken(device: str) -> None:
+    """Others go the way that asks for the ids."""
+    store = make_store(SMALL)
+    place = served(store, device, "resident", residents=(1,))
+    few, layer = place.engine.few, place.layer.packed
+    assert few.takes(layer, batch(SMALL, MOST, device), "resident")
+    assert not few.takes(layer, batch(SMALL, MOST + 1, device), "resident")
+    assert few.takes(layer, batch(SMALL, FEW, device), "auto") and not few.takes(layer, batch(SMALL, 5, device), "auto")
+    assert not few.takes(layer, batch(SMALL, 1, device), "stream")
+    assert not few.takes(layer, replace(batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
+    assert not few.takes(layer, empty(device), "resident")
+    few.unasked = False
+    assert not few.takes(layer, batch(SMALL, 1, device), "resident")
+    store = make_store(SMALL, "int8")
+    packed = served(store, device, "resident", residents=(1,))
+    assert not packed.engine.few.takes(packed.layer.packed, batch(SMALL, 1, device), "resident")
+    given = batch(SMALL, 3, device)
+    assert error(packed.engine.infer(packed.layer, given), expected(store, given)) < 0.01
+
+
+def empty(device: str) -> Batch:
+    return Batch(
+        torch.empty(0, SMALL.hidden, dtype=torch.bfloat16, device=device),
+        torch.empty(0, SMALL.top_k, dtype=torch.int64, device=device),
+        torch.empty(0, SMALL.top_k, device=device),
+        None,
+        NO_DROPOUT,
+    )
+
+
+@devices
+def test_formats_without_residents(device: str) -> None:
+    store = make_store(SMALL, "int4:32")
+    place = served(store, device, "resident")
+    given = batch(SMALL, 3, device)
+    assert torch.equal(place.engine.infer(place.layer, given).cpu(), expected(store, given))
+    assert not place.layer.last
+
+
+@devices
+def test_counts_come_when_asked_for(device: str) -> None:
+    store = make_store(SMALL)
+    place = served(store, device, "resident", residents=(0, 3))
+    counts = np.zeros(SMALL.experts, np.int64)
+    place.engine.few.tally(0, counts)
+    assert not counts.any()
+    seen = []
+    for turn in range(3):
+        given = batch(SMALL, 4, device, seed=turn)
+        place.engine.infer(place.layer, given)
+        seen.append(given.ids.cpu())
+        if turn:
+            place.engine.few.tally(0, counts)
+    ids = torch.cat(seen)
+    assert np.array_equal(counts, torch.bincount(ids[(ids >= 0) & (ids < SMALL.experts)], minlength=SMALL.experts))
+
+
+@devices
+def test_residents_that_change(device: str) -> None:
+    """Renewed in place, and put into another room."""
+    store, given = make_store(SMALL), batch(SMALL, 4, device)
+    place, want = served(store, device, "resident", residents=(1, 6)), expected(store, given)
+    few, sizes = place.engine.few, geometry_of(store)
+    with torch.inference_mode():
+        assert error(place.engine.infer(place.layer, given), want) < CLOSE
+    held = residents_of(few, 0)
+    assert held.skip.nonzero().flatten().tolist() == [1, 6] and held.place.cpu()[[1, 6]].tolist() == [0, 1]
+    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    assert error(place.engine.infer(place.layer, given), want) < CLOSE
+    assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [2, 5]
+    room = place.engine.side.residents[0] = Slots(sizes, 3, torch.device(device), None)
+    room.fetch(0, place.layer.packed.source, (0, 1, 7))
+    assert error(place.engine.infer(place.layer, given), want) < CLOSE
+    assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [0, 1, 7]
+    del place.engine.side.residents[0]
+    assert torch.equal(place.engine.infer(place.layer, given).cpu(), want)
+
+
+def residents_of(few: Few, index: int) -> Residents:
+    found = few._residents[index]
+    assert found is not None
+    return found
+
+
+def test_a_graph_from_before_leaves_nobody_out() -> None:
+    """What a capture has noted is not dropped when residents change: its tables say that nobody is resident."""
+    store, given = make_store(SMALL), batch(SMALL, 4, "cpu")
+    place = served(store, "cpu", "resident", residents=(1, 6))
+    few, packed = place.engine.few, place.layer.packed
+    place.engine.infer(place.layer, given)
+    (ready,) = few._ready.values()
+    few._captured[0] = [(ready, store)]
+    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    again = few._forward(packed, ready, (given.hidden, given.ids, given.weights))
+    assert torch.equal(again, expected(store, given))
+    assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
+
+
+def test_buffers_are_shared_by_layers_of_a_size() -> None:
+    store, other = make_store(SMALL), make_store(SMALL, seed=1)
+    place = served(store, "cpu", "resident")
+    few = place.engine.few
+    packed: Packed = replace(place.layer.packed, index=1)
+    given = batch(SMALL, 2, "cpu")
+    first, second = few.forward(place.layer.packed, store, given), few.forward(packed, other, given)
+    assert torch.equal(first, expected(store, given)) and torch.equal(second, expected(other, given))
+    assert len(few._buffers) == 1 and len(few._ready) == 2
+    with torch.inference_mode():
+        few.forward(packed, other, batch(SMALL, 1, "cpu"))
+    few.forward(packed, other, batch(SMALL, 1, "cpu"))  # buffers made in inference mode are written to outside of it
+    assert len(few._buffers) == 2

@@ -1,0 +1,182 @@
+"""Decoding in a CUDA graph: experts on the CPU and on the GPU, captured once and replayed without Python, against the
+same calls outside of it. Host functions are nodes of the graph; a replay with other inputs is another batch."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from ktransformers.errors import InputError
+from ktransformers.place import attach
+from ktransformers.place.gpu.side import Batch
+from ktransformers.place.passes import ServedStore
+from tests.place.test_few import CLOSE, batch, expected
+from tests.place.test_gpu_engine import QWEN, SMALL, Size, error, make_store
+from tests.place.test_passes import ADAPTERS, served
+from tests.place.test_residents import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*bf16.*")]
+GPU = "cuda:0"
+LENGTH = 32  # of the static cache
+
+
+def capture(place: ServedStore, given: Batch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    with torch.no_grad():
+        place.engine.infer(place.layer, given)  # what is made once is made outside
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = place.engine.infer(place.layer, given)
+    return graph, out
+
+
+def replay(graph: torch.cuda.CUDAGraph, static: Batch, given: Batch) -> None:
+    for name in ("hidden", "ids", "weights"):
+        getattr(static, name).copy_(getattr(given, name))
+    graph.replay()
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(SMALL, 1), (SMALL, 7), (QWEN, 1), (QWEN, 16)])
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_replays(share: float, size: Size, tokens: int) -> None:
+    store = make_store(size)
+    place = served(store, GPU, "resident", residents=tuple(range(int(share * size.experts))))
+    static = batch(size, tokens, GPU)
+    graph, out = capture(place, static)
+    for seed in range(1, 5):
+        given = batch(size, tokens, GPU, seed=seed)
+        replay(graph, static, given)
+        got, want = out.cpu(), expected(store, given)
+        assert torch.equal(got, want) if not share else error(got, want) < CLOSE
+        assert torch.equal(got, place.engine.infer(place.layer, given).cpu()), "captured or not, the same bits"
+        assert error(place.engine.forward(place.layer, given, False)[0], want) < 0.01
+    counts = np.zeros(size.experts, np.int64)
+    place.engine.few.tally(0, counts)
+    seen = [batch(size, tokens, "cpu", seed=seed).ids for seed in (0, 1, 1, 2, 2, 3, 3, 4, 4)]
+    ids = torch.cat(seen)
+    ids = ids[(ids >= 0) & (ids < size.experts)]
+    assert np.array_equal(counts, torch.bincount(ids, minlength=size.experts)), "replays are counted too"
+
+
+def test_replays_one_behind_the_other() -> None:
+    """Many are queued before the first has ended; each sees the buffers in the order of the stream."""
+    store = make_store(QWEN)
+    place = served(store, GPU, "resident", residents=tuple(range(32)))
+    static = batch(QWEN, 2, GPU)
+    graph, out = capture(place, static)
+    batches = [batch(QWEN, 2, GPU, seed=seed) for seed in range(20)]
+    found = []
+    for given in batches:
+        replay(graph, static, given)
+        found.append(out.clone())
+    for given, got in zip(batches, found, strict=True):
+        assert error(got, expected(store, given)) < CLOSE
+
+
+def test_a_graph_outlives_its_residents() -> None:
+    """They change; the graph computes the same numbers, with that layer on the CPU."""
+    store = make_store(SMALL)
+    place = served(store, GPU, "resident", residents=(1, 6))
+    static = batch(SMALL, 4, GPU)
+    graph, out = capture(place, static)
+    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    given = batch(SMALL, 4, GPU, seed=3)
+    replay(graph, static, given)
+    assert torch.equal(out.cpu(), expected(store, given))
+    graph, out = capture(place, static)
+    replay(graph, static, given)
+    assert error(out, expected(store, given)) < CLOSE
+
+
+def test_another_stream() -> None:
+    store = make_store(SMALL)
+    place = served(store, GPU, "resident", residents=(1, 6))
+    first, second = batch(SMALL, 4, GPU), batch(SMALL, 4, GPU, seed=1)
+    place.engine.infer(place.layer, first)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for _ in range(10):
+        one = place.engine.infer(place.layer, first)
+        with torch.cuda.stream(stream):
+            two = place.engine.infer(place.layer, second)
+        torch.cuda.synchronize()
+        assert error(one, expected(store, first)) < CLOSE and error(two, expected(store, second)) < CLOSE
+
+
+def test_what_cannot_be_captured_is_said() -> None:
+    store = make_store(SMALL)
+    place = served(store, GPU, "resident", residents=(1, 6))
+    static = batch(SMALL, 4, GPU)
+
+    def attempt(given: Batch) -> None:
+        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=GPU)  # torch warns of empty graphs
+            place.engine.infer(place.layer, given)
+
+    with pytest.raises(InputError, match="not computed before"):
+        attempt(static)
+    place.engine.infer(place.layer, static)
+    with pytest.raises(InputError, match="LoRA"):
+        attempt(replace(static, factors=ADAPTERS[0]))
+    with pytest.raises(InputError, match="33 tokens"):
+        attempt(batch(SMALL, 33, GPU))
+    graph, out = capture(place, static)  # nothing is left of the attempts
+    graph.replay()
+    assert error(out, expected(store, static)) < CLOSE
+
+
+def positions(model: Any, at: Tensor) -> dict[str, Tensor]:
+    """With a mask that is ready: what transformers makes of none differs by its version."""
+    visible = torch.arange(LENGTH, device=GPU)[None] <= at[:, None]
+    found = {"position_ids": at[None], "attention_mask": visible[None, None]}
+    if "cache_position" in inspect.signature(type(model).forward).parameters:
+        found["cache_position"] = at
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_model_decodes_from_a_graph(share: float) -> None:
+    """Stock transformers with a static cache: the whole step, attention, router, experts and head, captured once."""
+    model: Any = tiny().eval().to(GPU)
+    placement = attach(model, policy="resident")
+    assert placement is not None and not placement.left
+    placement.place_residents(ratio=share)
+    prompt = torch.randint(64, (1, 9), generator=torch.Generator().manual_seed(1)).to(GPU)
+    steps, cache = 12, StaticCache(config=model.config, max_cache_len=LENGTH)
+
+    def prefill(cache: StaticCache) -> Tensor:
+        at = torch.arange(prompt.shape[1], device=GPU)
+        logits: Tensor = model(prompt, past_key_values=cache, use_cache=True, **positions(model, at)).logits
+        return logits[:, -1:].argmax(-1)
+
+    def step(token: Tensor, at: Tensor, cache: StaticCache) -> Tensor:
+        logits: Tensor = model(token, past_key_values=cache, use_cache=True, **positions(model, at)).logits
+        return logits
+
+    with torch.inference_mode():
+        token, want, scores = prefill(cache), [], []
+        for at in range(9, 9 + steps):
+            logits = step(token, torch.tensor([at], device=GPU), cache)
+            token = logits[:, -1:].argmax(-1)
+            want.append(int(token))
+            scores.append(logits.float().cpu())
+        cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+        token, at_static = prefill(cache), torch.tensor([9], device=GPU)
+        static = token.clone()
+        got = [int(step(static, at_static, cache)[:, -1:].argmax(-1))]  # the first step is the warm-up, and counts
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step(static, at_static, cache)
+        for at in range(10, 9 + steps):
+            static.fill_(got[-1])
+            at_static.fill_(at)
+            graph.replay()
+            got.append(int(logits[:, -1:].argmax(-1)))
+            assert error(logits.float(), scores[at - 9]) < 0.02
+    assert got == want
