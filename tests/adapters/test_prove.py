@@ -133,13 +133,14 @@ def test_without_a_manifest_the_numbers_name_the_layer(
     output: Path, edit: Callable[[dict[str, torch.Tensor]], None], culprit: str
 ) -> None:
     from ktransformers.serve.prove import against_record, check_tensors, trainer_graph
+    from ktransformers.serve.target import resolve
 
     change(output, edit, manifest=False)
     record, base = prove_record.read_record(output), json.loads((output / "adapter_config.json").read_text())
     assert record is not None
     folder, content = Path(base["base_model_name_or_path"]), open_content(output)
     assert check_tensors(content, str(folder))[0].passed is None
-    graph = trainer_graph(folder, output, content, record.rows, torch.float32, "cpu")
+    graph = trainer_graph(resolve(str(output)), content, record.rows, torch.float32, "cpu")
     found = against_record(record, graph)
     assert found.passed is False and found.culprit == culprit
 
@@ -166,6 +167,26 @@ def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
         from ktransformers.serve.client import Client
 
         assert Client(url, None).models() == ["base"]
+
+
+def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Trained on int8 experts beside the base: the proof and the server find them, and stock PEFT is not asked."""
+    from ktransformers.nn.convert import convert
+    from ktransformers.nn.convertplan import make_plan, wanted
+    from tests.train.conftest import Quiet, recipe
+    from tests.train.runs import run as train
+
+    base, packed = trained[0].parent / "base", tmp_path / "int8"
+    convert(make_plan(base, wanted("int8"), 2), packed)
+    train(recipe(base, tmp_path / "out", val_size=3, learning_rate=2e-2, kt_weight_path=str(packed)), Quiet())
+    done = run(tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
+    for what in ("as trained", "server, adapter", "server, base"):
+        assert checks[what]["passed"] and checks[what]["difference"]["max"] < 2e-5, what
+    assert checks["stock PEFT"]["passed"] is None and str(packed) in checks["stock PEFT"]["said"]
+    packed.rename(tmp_path / "gone")
+    assert "pass --kt-weight-path" in str(run(tmp_path / "out").exception)
 
 
 def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], output: Path) -> None:

@@ -25,6 +25,7 @@ from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VA
 from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve
 from ktransformers.serve.training import TrainingLog, Watch
+from tests.forked import python
 from tests.serve.conftest import Bench, Served
 
 # The launch lines of the guides for SGLang with kt-kernel, whole.
@@ -148,6 +149,12 @@ def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Pat
         "template: qwen3\ninfer_backend: ktransformers\nuse_kt: true\n"
     )
     assert [name for name, _ in resolve(str(inference)).adapters] == ["one", "two"]
+    assert resolve(str(training)).experts is None
+    training.write_text(training.read_text() + f"kt_config:\n  kt_weight_path: {tmp_path}/packed\n")
+    trained = resolve(str(training))
+    with pytest.raises(InputError, match=r"experts of the training.*--kt-weight-path"):
+        trained.experts_of(None)
+    assert trained.experts_of(Path("W")) == Path("W") and trained.experts_of(model_directory) is None
     unfinished = tmp_path / "unfinished.yaml"
     unfinished.write_text(f"model_name_or_path: {model_directory}\ndo_train: true\noutput_dir: {tmp_path}/none\n")
     for given, words in (
@@ -236,8 +243,11 @@ def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp
         Registry("tiny", bench.places, str(bench.directory), lambda _: None, always=adapters["one"])
 
 
+KT = "from ktransformers.cli.main import main; main()"
+
+
 def kt(*words: str) -> list[str]:
-    return [sys.executable, "-c", "from ktransformers.cli.main import main; main()", *words]
+    return [sys.executable, "-c", KT, *words]
 
 
 @contextmanager
@@ -305,14 +315,10 @@ def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
-    done = subprocess.run(
-        kt("run", str(adapters["one"]), "Hello", "--max-tokens", "4", "--temperature", "0"),
-        capture_output=True,
-        text=True,
-    )
+    done = python(KT, "run", adapters["one"], "Hello", "--max-tokens", "4", "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "tiny:one" in done.stderr
-    wrong = subprocess.run(kt("run", str(adapters["one"]), "Hi", "--adapter", "x"), capture_output=True, text=True)
+    wrong = python(KT, "run", adapters["one"], "Hi", "--adapter", "x")
     assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
 
 

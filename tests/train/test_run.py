@@ -83,6 +83,7 @@ def test_the_manifest_tells_what_was_trained(finished: tuple[Path, Result, Quiet
     assert manifest["base"]["hash"].startswith("sha256:") and manifest["seed"] == 42
     assert manifest["versions"]["trl"] and manifest["experts"]["isa"] and manifest["steps"] == 8
     assert manifest["lora_dropout"] == 0.05
+    assert manifest["experts"]["path"] is None and manifest["experts"]["format"] == "bf16"
     read_adapter(output, model=str(tiny))  # every tensor is checked against the manifest
 
 
@@ -227,5 +228,7 @@ def test_experts_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "run", max_steps=2, kt_weight_path=str(packed), kt_expert_weight_format="int8")
     assert run(keys).output == tmp_path / "run"
     assert any("experts" in name for name in adapter(tmp_path / "run"))
+    told = read_manifest(tmp_path / "run")["experts"]
+    assert (told["path"], told["format"], told["precision"]) == (str(packed), "int8", "bf16")
     with pytest.raises(InputError, match="kt_expert_weight_format: given fp8, where"):
         run(keys | {"kt_expert_weight_format": "fp8", "output_dir": str(tmp_path / "other")})

@@ -105,6 +105,12 @@ def take_quantisation(words: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return left, taken
 
 
+def is_ours(directory: Path) -> bool:
+    """Prepared or packed: its experts are read by ktransformers alone."""
+    _, taken = take_quantisation(read_config(directory))
+    return taken is not None and taken.get("quant_method") == METHOD
+
+
 def prepare(source: str | Path, directory: str | Path, experts: str | Path | None = None) -> Prepared:
     """Write `directory`, which must not exist; whole or not at all. `experts` as in `load_model`."""
     origin, target = Path(source).absolute(), Path(directory).absolute()

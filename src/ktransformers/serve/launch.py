@@ -13,7 +13,6 @@ import math
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ktransformers import env, settings, system
@@ -108,7 +107,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     wish = wish_of(launch, target)
     spreads = device != "cpu" and wants_several(wish, launch, plan)
-    model = _open_model(launch, target.model, dtype, "cpu" if spreads else device, say)
+    model = _open_model(launch, target, dtype, "cpu" if spreads else device, say)
     homes = spread_model(model, wish, launch, plan, say) if spreads else None
     forward = open_forward(model)
     per_token = forward.check()
@@ -132,11 +131,12 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     return service
 
 
-def _open_model(launch: Launch, directory: Path, dtype: Any, device: str, say: Say) -> Any:
+def _open_model(launch: Launch, target: Target, dtype: Any, device: str, say: Say) -> Any:
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
+    directory = target.model
     if not find_experts(Shards.of_directory(directory).names):  # a dense model: nothing of it is ours
         from transformers import AutoModelForCausalLM
 
@@ -146,8 +146,9 @@ def _open_model(launch: Launch, directory: Path, dtype: Any, device: str, say: S
     from ktransformers.nn import load_model
 
     pool = _core.Pool(launch.threads or 0, launch.groups or 0) if launch.threads or launch.groups else None
-    given = launch.experts  # guides for kt-kernel name the model's own directory here, too
-    experts = None if given is None or given.resolve() == Path(directory).resolve() else given
+    experts = target.experts_of(launch.experts)
+    if experts is not None:
+        say(f"experts from {experts}")
     if launch.pages != "lazy" and not is_packed(experts or directory):
         say(
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"

@@ -36,6 +36,7 @@ from ktransformers.adapters.prove import (
 )
 from ktransformers.adapters.prove_record import Record, read_record
 from ktransformers.errors import InputError, KTError
+from ktransformers.nn.prepare import is_ours
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import Say, check_packages, dtype_of
@@ -145,7 +146,7 @@ def prove(
     kind = dtype_of(word, device)
     rows, sample = _rows(record, target)
     say(f"the trainer's graph: {target.model} in {_spelled(kind)}, {len(rows)} rows")
-    graph = trainer_graph(target.model, folder, content, rows, kind, device)
+    graph = trainer_graph(target, content, rows, kind, device)
     floor = graph.floor.logprobs
     checks = [tensors[0], _consumed(graph, content)]
     if record is not None:
@@ -156,7 +157,7 @@ def prove(
     checks += against_server(server, api_key, launch, target, rows, graph, tensors[1]["matrices"], say)
     gc.collect()
     say("stock transformers and PEFT")
-    checks.append(against_stock(target.model, folder, rows, kind, device, graph))
+    checks.append(against_stock(target, rows, kind, device, graph))
     counts = tensors[1] | {"consumed": graph.consumed}
     effect = difference(graph.adapter, graph.base)
     return Proof(
@@ -211,15 +212,16 @@ def check_tensors(content: Content, model: str) -> tuple[Check, dict[str, int]]:
 
 
 def trainer_graph(
-    model_folder: Path, folder: Path, content: Content, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str
+    target: Target, content: Content, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str
 ) -> Graph:
     from peft import PeftModel
 
     from ktransformers.nn import load_model
 
-    stock = load_model(model_folder, dtype=dtype, device=None if device == "cpu" else device)
+    where = None if device == "cpu" else device
+    stock = load_model(target.model, experts=target.experts_of(None), dtype=dtype, device=where)
     base = measure(stock, rows)
-    model: Any = PeftModel.from_pretrained(stock, str(folder))
+    model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     consumed = _read_back(model, content)
     modules = adapted_modules(model)
     adapter = measure(model, rows, modules)
@@ -336,24 +338,27 @@ def _placed(client: Client, adapter: str, matrices: int) -> Check:
 
 
 def against_stock(
-    model_folder: Path, folder: Path, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, graph: Graph
+    target: Target, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, graph: Graph
 ) -> Check:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     from ktransformers.checkpoint import Shards
 
-    shards = Shards.of_directory(model_folder)
+    packed = target.experts_of(None) or (target.model if is_ours(target.model) else None)
+    if packed is not None:  # this process has taught transformers to read them, which proves nothing
+        return Check("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
+    shards = Shards.of_directory(target.model)
     numbers = sum(torch.Size(shards.shape(name)).numel() for name in shards.names)
     needed = int(numbers * dtype.itemsize * STOCK_ROOM)
     free = system.memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed > free * FREE:
         said = f"left out: it needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
         return Check("stock PEFT", None, said)
-    stock: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
+    stock: Any = AutoModelForCausalLM.from_pretrained(target.model, dtype=dtype)
     stock = stock.to(device)
     base = measure(stock, rows)
-    model: Any = PeftModel.from_pretrained(stock, str(folder))
+    model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     adapter = measure(model, rows, graph.modules)
     _round_experts(model)
     rounded = measure(model, rows)

@@ -2,7 +2,8 @@
 
 A training output is an adapter and names its base; a training YAML names both; an inference YAML (`infer_backend:
 ktransformers`) has adapter_name_or_path. In each case the base is served and the adapter beside it, under the name of
-its directory. A model may be a directory, a name of `kt model list`, a hub id, or one of the short names below.
+its directory. Experts that the training had from elsewhere (`kt_weight_path`) are those to serve, or its numbers would
+be others. A model may be a directory, a name of `kt model list`, a hub id, or one of the short names below.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers import library
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError
 
 SHORT = {
@@ -33,6 +35,18 @@ class Target:
     adapters: tuple[tuple[str, str], ...] = ()
     name: str = ""  # what to call the base
     keys: Mapping[str, Any] = field(default_factory=dict)  # of the YAML file, where it is one
+    experts: Path | None = None  # where they came from in training, if not from the model
+
+    def experts_of(self, given: Path | None) -> Path | None:
+        """`given` on the launch line, else those of the training; None: the model's own."""
+        found = given or self.experts
+        if found is None or found.resolve() == self.model.resolve():  # guides for kt-kernel name the model itself, too
+            return None
+        if given is None and not found.exists():
+            raise InputError(
+                "experts of the training", f"{found}, which does not exist", "that directory", "pass --kt-weight-path"
+            )
+        return found
 
 
 def resolve(given: str) -> Target:
@@ -80,7 +94,10 @@ def _of_adapter(path: Path) -> Target:
         raise InputError(str(path / "adapter_config.json"), f"no JSON object ({error})", "PEFT's") from error
     if not base:
         raise InputError(str(path), "an adapter that names no base", "base_model_name_or_path in adapter_config.json")
-    return Target(locate(str(base)), ((_short(path.name), str(path)),), _name(str(base)))
+    document = read_manifest(path) or {}
+    experts = (document.get("experts") or {}).get("path")
+    adapters = ((_short(path.name), str(path)),)
+    return Target(locate(str(base)), adapters, _name(str(base)), experts=Path(experts) if experts else None)
 
 
 def _of_yaml(path: Path) -> Target:
@@ -106,7 +123,9 @@ def _of_yaml(path: Path) -> Target:
     if not places and keys.get("do_train"):
         raise InputError(f"{path}: output_dir", output, "a finished training", f"run `kt train {path}` first")
     adapters = tuple((_short(Path(place).name), place) for place in places)
-    return Target(locate(str(base)), adapters, _name(str(base)), keys)
+    within = keys.get("kt_config")
+    experts = keys.get("kt_weight_path") or (within.get("kt_weight_path") if isinstance(within, dict) else None)
+    return Target(locate(str(base)), adapters, _name(str(base)), keys, Path(experts) if experts else None)
 
 
 def _short(name: str) -> str:

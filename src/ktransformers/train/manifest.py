@@ -2,7 +2,8 @@
 
 The form is that of `adapters.manifest`, so that whatever reads the adapter checks every tensor against it. Besides
 shape, dtype, norm and sha256 each tensor says whether it got a gradient; the base by a hash of its config and of the
-headers and sizes of its shards (hundreds of gigabytes are not read for it); template, data, seed, versions, ISA.
+headers, sizes and a few pages of its shards (hundreds of gigabytes are not read for it); the experts by their formats
+and, where they did not come from the base, by their own path; template, data, seed, versions, ISA.
 """
 
 from __future__ import annotations
@@ -23,18 +24,38 @@ from ktransformers.errors import KTError
 from ktransformers.train.settings import Settings
 from ktransformers.train.watch import Witness
 
+PAGES = 8  # of a shard that its hash reads
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
 
 
 def base_hash(directory: Path) -> str:
-    """Of config.json and of every shard's name, size and header."""
+    """Of config.json, and of every shard's name, size, header and some pages: two tunings of one model differ there."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for shard in sorted(directory.glob("*.safetensors")):
-        digest.update(f"{shard.name} {shard.stat().st_size}".encode())
+        size = shard.stat().st_size
+        digest.update(f"{shard.name} {size}".encode())
         with shard.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             digest.update(stream.read(min(length, 2**28)))
+            for part in range(1, PAGES + 1):
+                stream.seek(part * size // (PAGES + 1))
+                digest.update(stream.read(4096))
     return f"sha256:{digest.hexdigest()}"
+
+
+def experts_source(settings: Settings, directory: Path) -> str | None:
+    """Where the experts came from, if not from the base."""
+    given = settings.experts.kt_weight_path
+    return None if given is None or Path(given).resolve() == directory.resolve() else str(Path(given).absolute())
+
+
+def formats_of(model: nn.Module) -> str:
+    """What the experts are stored in; layers and matrices may differ."""
+    found: set[str] = set()
+    for module in model.modules():
+        store = getattr(module, "kt_store", None)
+        found |= set(store.formats.values()) if store is not None else set()
+    return ", ".join(sorted(found))
 
 
 def trained_tensors(model: nn.Module, witness: Witness) -> dict[str, dict[str, Any]]:
@@ -100,7 +121,12 @@ def make_manifest(
         "version": VERSION,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "base": {"path": settings.model.model_name_or_path, "hash": base_hash(directory)},
-        "experts": {"format": "bf16", "isa": _core.isa()},
+        "experts": {
+            "path": experts_source(settings, directory),
+            "format": formats_of(model),
+            "precision": settings.experts.precision,
+            "isa": _core.isa(),
+        },
         "lora_dropout": settings.lora.lora_dropout,
         "seed": int(settings.trainer.get("seed", 42)),
         "stage": settings.data.stage,

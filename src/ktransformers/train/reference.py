@@ -1,8 +1,8 @@
 """The reference of preference training: log-probabilities of every answer under the base, computed once and kept.
 
 The base is the model with its adapter off, so nothing is copied. The numbers are kept in the output directory under a
-hash of what they depend on (base, dtype, tokens): a run that goes on reads them, another dataset or base computes its
-own. Rows are taken by length, so that the experts see large batches.
+hash of what they depend on (base and experts, dtype, tokens): a run that goes on reads them, another dataset or base
+computes its own. Rows are taken by length, so that the experts see large batches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ktransformers.files import sync
 from ktransformers.train.batches import budget_parts
 from ktransformers.train.trainers import answer_logps
 
@@ -79,6 +80,7 @@ def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, i
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.tmp")
             save_file(kept, temporary, metadata={"key": key})
+            sync(temporary)
             temporary.replace(path)
         trainer.accelerator.wait_for_everyone()
     for name, dataset in datasets.items():

@@ -15,7 +15,14 @@ from ktransformers.place import Comparison, Meter, compare, refuse
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
 from ktransformers.train.data.render import PairTokens
 from ktransformers.train.homes import Placing
-from ktransformers.train.manifest import base_hash, check_gradients, make_manifest, text_hash
+from ktransformers.train.manifest import (
+    base_hash,
+    check_gradients,
+    experts_source,
+    formats_of,
+    make_manifest,
+    text_hash,
+)
 from ktransformers.train.model import checkpoint_activations, finish_adapter, lora_config, open_model, read_config
 from ktransformers.train.output import begin_output, finish_output
 from ktransformers.train.plan import Plan, Prepared, make_plan, sequences
@@ -123,7 +130,8 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
         from ktransformers.train.reference import add_reference
 
         budget = max(4 * settings.data.cutoff_len, settings.experts.kt_tokens_per_batch or 0)
-        if not add_reference(trainer, base_hash(directory), budget, watcher.referring):
+        computed_by = (base_hash(directory), str(experts_source(settings, directory)), formats_of(model))
+        if not add_reference(trainer, " ".join(computed_by), budget, watcher.referring):
             watcher.noted("the reference's log-probabilities are those of the earlier run")
     if checkpoint is not None:
         trainer.witness.restore(checkpoint)
