@@ -14,6 +14,7 @@ import pytest
 import ktransformers
 from ktransformers import env, log, system
 from ktransformers.errors import InputError, KTError
+from tests.forked import Ended, python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,6 +23,11 @@ def kt(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KT_")}
     program = [str(Path(sys.executable).with_name("kt"))]
     return subprocess.run([*program, *words], capture_output=True, text=True, env=clean | variables)
+
+
+def forked(*words: str, **variables: str) -> Ended:
+    """As `kt`, where the verb would import torch."""
+    return python("from ktransformers.cli.main import main; main()", *words, **variables)
 
 
 def test_version() -> None:
@@ -48,7 +54,7 @@ def test_no_arguments_and_unknown_verb() -> None:
 
 
 def test_doctor_json() -> None:
-    done = kt("doctor", "--json")
+    done = forked("doctor", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"] and "error" not in {finding["level"] for finding in report["findings"]}
@@ -62,14 +68,14 @@ def test_doctor_json() -> None:
 
 
 def test_doctor_text() -> None:
-    done = kt("doctor", KT_ISA="generic")
+    done = forked("doctor", KT_ISA="generic")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^variant generic +in use: asked for by KT_ISA$", done.stdout, re.MULTILINE)
     assert re.search(r"^KT_ISA +generic$", done.stdout, re.MULTILINE)
 
 
 def test_doctor_with_an_unknown_variant() -> None:
-    done = kt("doctor", "--json", KT_ISA="sse9")
+    done = forked("doctor", "--json", KT_ISA="sse9")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     (error,) = [finding for finding in report["findings"] if finding["level"] == "error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from ktransformers.nn import attach
 from ktransformers.nn.adapter import lora_parameters
 from ktransformers.nn.distributed import PREFIXES
 from ktransformers.nn.ghost import Ghost
+from tests.forked import Forked
 
 from .families import build
 
@@ -130,8 +132,15 @@ def run(tmp_path: Path, processes: int, backend: str, device: str) -> None:
     assert done.stdout.strip().endswith("fine")
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    run(tmp_path, 2, "gloo", "cpu")
+def test_two_processes() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [Forked(RANK, "gloo", "cpu", **where, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+    first, second = (rank.wait() for rank in ranks)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr[-4000:] + second.stderr[-4000:]
+    assert first.stdout.strip() == "fine"
 
 
 @pytest.mark.gpu

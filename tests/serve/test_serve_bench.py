@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked import python
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 SHORT = ["--shape", "tiny", "--layers", "1", "--prompt", "8", "--new", "3", "--repetitions", "1", "--rank", "2"]
 
 
 def bench(*words: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, BENCH / "serve.py", *SHORT, *words], capture_output=True, text=True)
+    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import serve; sys.exit(serve.main())"
+    done = python(code, *SHORT, *words)
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document
