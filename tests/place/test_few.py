@@ -118,11 +118,6 @@ def test_who_is_taken(device: str) -> None:
     assert not few.takes(layer, empty(device), "resident")
     few.unasked = False
     assert not few.takes(layer, batch(SMALL, 1, device), "resident")
-    store = make_store(SMALL, "int8")
-    packed = served(store, device, "resident", residents=(1,))
-    assert not packed.engine.few.takes(packed.layer.packed, batch(SMALL, 1, device), "resident")
-    given = batch(SMALL, 3, device)
-    assert error(packed.engine.infer(packed.layer, given), expected(store, given)) < 0.01
 
 
 def empty(device: str) -> Batch:
@@ -136,12 +131,18 @@ def empty(device: str) -> Batch:
 
 
 @devices
-def test_formats_without_residents(device: str) -> None:
-    store = make_store(SMALL, "int4:32")
-    place = served(store, device, "resident")
-    given = batch(SMALL, 3, device)
-    assert torch.equal(place.engine.infer(place.layer, given).cpu(), expected(store, given))
-    assert not place.layer.last
+@pytest.mark.parametrize("residents", [(), (1, 4, 6)], ids=["none", "some"])
+@pytest.mark.parametrize("spec", ["int8", "int4:32", "mxfp4", "nvfp4", "q4_0", "q5_0"])
+def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(SMALL, spec)
+    place = served(store, device, "resident", residents=residents)
+    given = batch(SMALL, 5, device)
+    got, want = place.engine.infer(place.layer, given), expected(store, given)
+    assert not place.layer.last, "somebody asked"
+    assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
+    monkeypatch.setattr(routes, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
+    assert place.engine.few.takes(place.layer.packed, given, "resident") is not bool(residents)
+    assert place.engine.few.takes(place.layer.packed, batch(SMALL, 4, device), "resident")
 
 
 @devices

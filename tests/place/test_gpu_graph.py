@@ -64,6 +64,19 @@ def test_replays(share: float, size: Size, tokens: int) -> None:
     assert np.array_equal(counts, torch.bincount(ids, minlength=size.experts)), "replays are counted too"
 
 
+@pytest.mark.parametrize("spec", ["int4:32", "q4_k"])
+def test_residents_that_are_decoded_in_a_graph(spec: str) -> None:
+    size = replace(SMALL, hidden=512, intermediate=256)  # q4_k has blocks of 256
+    store = make_store(size, spec)
+    place = served(store, GPU, "resident", residents=(0, 2, 3, 7))
+    static = batch(size, 5, GPU)
+    graph, out = capture(place, static)
+    for seed in range(1, 4):
+        given = batch(size, 5, GPU, seed=seed)
+        replay(graph, static, given)
+        assert error(out, expected(store, given)) < CLOSE
+
+
 def test_replays_one_behind_the_other() -> None:
     """Many are queued before the first has ended; each sees the buffers in the order of the stream."""
     store = make_store(QWEN)

@@ -94,10 +94,10 @@ class Few:
             reason = f"a batch of {tokens} tokens"
         elif not routes.runs_on(self.device):
             reason = "no Triton"
-        elif layer.index in self.side.residents and not routes.knows(layer.geometry):
-            reason = f"residents in {layer.geometry.first.formats[1].spec}"
+        elif layer.index in self.side.residents and not routes.knows(layer.geometry, batch.ids.numel(), self.device):
+            reason = f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
         if reason and capturing:
-            expected = f"experts without LoRA, bf16 or no residents, 1 to {MOST} tokens, any policy but stream"
+            expected = f"experts without LoRA, 1 to {MOST} tokens (fewer with encoded residents), no policy stream"
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
         return not reason and (capturing or self.unasked)
 

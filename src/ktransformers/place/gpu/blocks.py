@@ -77,6 +77,8 @@ def _decode(
 ):
     place, block, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     slot = tl.load(slots + place).to(tl.int64)
+    if slot < 0:  # nobody wants anything in this place
+        return
     base = slot * expert_bytes + block.to(tl.int64) * block_bytes + strip_at
     n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (k < columns) & (n < 16)

@@ -1,11 +1,12 @@
 """Residents times few tokens in Triton, told by ids in device memory who computes what: nothing here asks the host.
 
 Weights are read as they lie, bf16 in tiles of 16 outputs by 32 of K (`layout.py`): 16 pairs along K, each with its two
-numbers for 16 outputs side by side, so `[pairs, 32]` of a tile is a kilobyte in one piece. The first kernel has a
-program for each (token, slot) and block of gate and up, or of up alone; the second one for each token and half block of
-down, which adds up the token's residents in the order of its slots: no atomic operation, the same bits every time. A
-program whose expert is no resident (`place[expert]` is -1) ends at once. The surprising decision: tokens that share an
-expert each read it; there are so few that the second reading comes from L2, or is far cheaper than the CPU beside it.
+numbers for 16 outputs side by side, so `[pairs, 32]` of a tile is a kilobyte in one piece. What was released in fewer
+bits is decoded first, a plain matrix for each (token, slot). The first kernel has a program for each (token, slot) and
+block of gate and up, or of up alone; the second one for each token and half block of down, which adds up the token's
+residents in the order of its slots: no atomic operation, the same bits every time. A program whose expert is no
+resident (`place[expert]` is -1) ends at once. The surprising decision: tokens that share an expert each read it; there
+are so few that the second reading comes from L2, or is far cheaper than the CPU beside it.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -18,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktransformers.place.gpu import kernels
 from ktransformers.place.gpu.layout import Matrix
 
-PAIRS = 128  # along K that a program takes at a time
+PAIRS = 128  # along K that a program takes at a time; of a plain matrix as many single numbers
 
 
 @triton.jit
@@ -67,11 +69,24 @@ def _half(words, x, columns, pairs, Q: tl.constexpr):
 
 
 @triton.jit
+def _dense(matrix, x, row, inside, columns, K: tl.constexpr):
+    """16 rows of a plain matrix."""
+    total = tl.zeros((16, K), tl.float32)
+    for start in range(0, columns, K):
+        k = start + tl.arange(0, K)
+        value = tl.load(x + k, mask=k < columns, other=0.0).to(tl.bfloat16).to(tl.float32)
+        at = row[:, None] * columns + k[None, :]
+        weight = tl.load(matrix + at, mask=inside[:, None] & (k < columns)[None, :], other=0.0)
+        total += weight.to(tl.float32) * value[None, :]
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
 def _first(
     hidden,  # [T, columns]
     ids,  # [T, k]
     place,  # int32 [E]
-    words,  # the slots as bf16
+    words,  # bf16: the slots; where DENSE a matrix for each (token, slot)
     bias,  # float32 [E, outputs], or anything
     out,  # bf16 [T * k, rows] where SILU, else float32 [T * k, outputs]
     experts,
@@ -81,6 +96,7 @@ def _first(
     pairs,
     expert_words,
     block_words,
+    DENSE: tl.constexpr,
     PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -91,7 +107,6 @@ def _first(
     slot = tl.load(place + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
     if slot >= 0:
         x = hidden + (route // top_k).to(tl.int64) * columns
-        one, two = _block(words + slot * expert_words + block.to(tl.int64) * block_words, x, columns, pairs, Q)
         n = tl.arange(0, 16)
         if PAIRED:
             low, inside, outputs = block * 16 + n, block * 16 + n < rows, 2 * rows
@@ -99,6 +114,12 @@ def _first(
         else:
             low, inside, outputs = block * 32 + n, block * 32 + n < rows, rows
             high, inside_too = low + 16, low + 16 < rows
+        if DENSE:
+            matrix = words + route.to(tl.int64) * outputs * columns
+            one = _dense(matrix, x, low, inside, columns, Q)
+            two = _dense(matrix, x, high, inside_too, columns, Q)
+        else:
+            one, two = _block(words + slot * expert_words + block.to(tl.int64) * block_words, x, columns, pairs, Q)
         if BIAS:
             one += tl.load(bias + expert * outputs + low, mask=inside, other=0.0)
             two += tl.load(bias + expert * outputs + high, mask=inside_too, other=0.0)
@@ -125,6 +146,7 @@ def _down(
     pairs,
     expert_words,
     block_words,
+    DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     Q: tl.constexpr,
 ):
@@ -137,7 +159,11 @@ def _down(
         expert = tl.load(ids + route).to(tl.int64)
         slot = tl.load(place + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
         if slot >= 0:
-            y = _half(words + slot * expert_words + at, h + route.to(tl.int64) * columns, columns, pairs, Q)
+            x = h + route.to(tl.int64) * columns
+            if DENSE:
+                y = _dense(words + route.to(tl.int64) * rows * columns, x, row, row < rows, columns, Q)
+            else:
+                y = _half(words + slot * expert_words + at, x, columns, pairs, Q)
             if BIAS:
                 y += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)
             total += y * tl.load(weights + route).to(tl.float32)
@@ -151,9 +177,25 @@ def _count(ids, counts, routes, experts, BLOCK: tl.constexpr):
     tl.atomic_add(counts + expert, tl.full((BLOCK,), 1, tl.int32), mask=(expert >= 0) & (expert < experts))
 
 
-def _sizes(matrix: Matrix, experts: int, top_k: int) -> tuple[int, ...]:
+def _weights(
+    packed: Tensor, ids: Tensor, place: Tensor, bias: Tensor | None, matrix: Matrix
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
+    """The weights and biases as both kernels take them: tensors, sizes, and what is known when they are compiled."""
+    words = packed.view(torch.bfloat16) if matrix.plain else _decoded(packed, ids, place, matrix)
     pairs = -(-matrix.columns // 2)
-    return experts, top_k, matrix.rows, matrix.columns, pairs, matrix.expert_bytes // 2, matrix.block_bytes // 2
+    sizes = (matrix.rows, matrix.columns, pairs, matrix.expert_bytes // 2, matrix.block_bytes // 2)
+    known = {"DENSE": not matrix.plain, "BIAS": bias is not None, "Q": PAIRS}
+    return (words, place if bias is None else bias), (place.shape[0], ids.shape[1], *sizes), known
+
+
+def _decoded(packed: Tensor, ids: Tensor, place: Tensor, matrix: Matrix) -> Tensor:
+    """bf16 `[T * k, out_rows, columns]`, filled where the expert is here."""
+    experts = place.shape[0]
+    flat = ids.reshape(-1)
+    slots = place[flat.clamp(0, experts - 1)].masked_fill((flat < 0) | (flat >= experts), -1)
+    out = torch.empty(flat.shape[0], matrix.out_rows, matrix.columns, dtype=torch.bfloat16, device=packed.device)
+    kernels.decode(packed, slots, matrix, out)
+    return out
 
 
 def first(
@@ -164,20 +206,9 @@ def first(
     routes = ids.numel()
     shape, dtype = ((routes, matrix.rows), torch.bfloat16) if silu else ((routes, matrix.out_rows), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=hidden.device)
+    tensors, sizes, known = _weights(packed, ids, place, bias, matrix)
     launch: Any = _first[(routes, matrix.blocks)]
-    launch(
-        hidden,
-        ids,
-        place,
-        packed.view(torch.bfloat16),
-        place if bias is None else bias,
-        out,
-        *_sizes(matrix, place.shape[0], ids.shape[1]),
-        PAIRED=matrix.paired,
-        BIAS=bias is not None,
-        SILU=silu,
-        Q=PAIRS,
-    )
+    launch(hidden, ids, place, *tensors, out, *sizes, PAIRED=matrix.paired, SILU=silu, **known)
     return out
 
 
@@ -186,19 +217,9 @@ def down(
 ) -> Tensor:
     """float32 `[T, rows]`: the weighted sum over the experts that are here."""
     out = torch.empty(ids.shape[0], matrix.rows, dtype=torch.float32, device=h.device)
+    tensors, sizes, known = _weights(packed, ids, place, bias, matrix)
     launch: Any = _down[(ids.shape[0], 2 * matrix.blocks)]
-    launch(
-        h,
-        ids,
-        weights,
-        place,
-        packed.view(torch.bfloat16),
-        place if bias is None else bias,
-        out,
-        *_sizes(matrix, place.shape[0], ids.shape[1]),
-        BIAS=bias is not None,
-        Q=PAIRS,
-    )
+    launch(h, ids, weights, place, *tensors, out, *sizes, **known)
     return out
 
 
@@ -206,4 +227,4 @@ def count(ids: Tensor, counts: Tensor) -> None:
     """Adds the rows of each expert to int32 `[E]`."""
     routes = ids.numel()
     launch: Any = _count[(1,)]
-    launch(ids, counts, routes, counts.shape[0], BLOCK=1 << (routes - 1).bit_length())
+    launch(ids, counts, routes, counts.shape[0], BLOCK=max(32, 1 << (routes - 1).bit_length()))

@@ -2,9 +2,11 @@
 -1, and the ids of the batch are read where they are. Shapes depend on the batch's alone, never on who was asked for, so
 a CUDA graph can hold it.
 
-On a GPU `gemv.py` computes from packed bf16. Everywhere else, for tests, torch does, with the same address of every
-weight: expert, block, pair along K, half, output, number of the pair. Gate and up stay in float32 up to the activation,
-which is rounded to bf16; outputs are weighted and added in float32. That is how the CPU rounds too.
+On a GPU `gemv.py` computes from packed bf16, or from what the formats that Triton can decode are decoded into for this
+batch, a matrix for each (token, slot): so much memory that there is a bound. Everywhere else, for tests, torch does,
+with the same address of every bf16 weight: expert, block, pair along K, half, output, number of the pair. Gate and up
+stay in float32 up to the activation, which is rounded to bf16; outputs are weighted and added in float32. That is how
+the CPU rounds too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
+from ktransformers.place.gpu.decode import decode_plain
 from ktransformers.place.gpu.layout import Geometry, Matrix
 from ktransformers.place.gpu.side import Packed
 from ktransformers.place.gpu.slots import Slots
@@ -32,13 +35,21 @@ def _kernels() -> ModuleType | None:
     return gemv
 
 
+DECODED_BYTES = 640 << 20  # of matrices at a time, as in `side.py`
+
+
 def runs_on(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and _kernels() is not None)
 
 
-def knows(geometry: Geometry) -> bool:
-    """Whether residents of these formats are computed here."""
-    return geometry.first.plain and geometry.down.plain
+def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
+    """Whether residents of these formats are computed here for so many pairs of token and slot."""
+    if geometry.first.plain and geometry.down.plain:
+        return True
+    if rows * geometry.decoded_bytes > DECODED_BYTES:
+        return False
+    kernels = _kernels() if device.type == "cuda" else None
+    return kernels is None or all(kernels.kernels.knows(matrix) for matrix in (geometry.first, geometry.down))
 
 
 def count(ids: Tensor, counts: Tensor) -> None:
@@ -77,17 +88,24 @@ def address(matrix: Matrix) -> Tensor:
     return block * (matrix.block_bytes // 2) + pair // 16 * 1024 + half * 512 + pair % 16 * 32 + line % 16 * 2 + k % 2
 
 
+def _matrix(packed: Tensor, matrix: Matrix) -> Tensor:
+    if matrix.plain:
+        return packed.view(torch.bfloat16)[address(matrix)]
+    out = torch.empty(matrix.out_rows, matrix.columns, dtype=torch.bfloat16)
+    decode_plain(packed, matrix, out)
+    return out
+
+
 def _plain(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros(hidden.shape, dtype=torch.float32)
-    first_at, down_at = address(layer.geometry.first), address(layer.geometry.down)
     for token, choice in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])).tolist():
         expert = int(ids[token, choice])
         slot = int(place[expert]) if 0 <= expert < place.shape[0] else -1
         if slot < 0:
             continue
         first, down = (
-            packed[slot].view(torch.bfloat16)[at].float()
-            for packed, at in ((room.first, first_at), (room.down, down_at))
+            _matrix(packed[slot], matrix).float()
+            for packed, matrix in ((room.first, layer.geometry.first), (room.down, layer.geometry.down))
         )
         first_bias, down_bias = (0.0 if bias is None else bias[expert] for bias in layer.biases)
         wide = hidden[token].bfloat16().float() @ first.T + first_bias
