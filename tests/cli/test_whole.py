@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import pty
@@ -155,7 +156,10 @@ def test_an_interrupted_download_ends_with_130(kt: Call, tmp_path: Path) -> None
     files = model_files() | {"model-00001-of-00002.safetensors": bytes(1 << 20)}
     with Hub(files, cut=1000, cuts=10**6) as hub:
         words = [PROGRAM, "model", "download", hub.repo, "--json"]
-        running = subprocess.Popen(words, env=os.environ | {"HF_ENDPOINT": hub.url}, stdout=subprocess.PIPE)
+        environment = os.environ | {"HF_ENDPOINT": hub.url}
+        # Tests that a shell has put into the background ignore interrupts, and so would what they start.
+        heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        running = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, preexec_fn=heed)
         end = time.monotonic() + 60
         while time.monotonic() < end and not hub.asked:
             time.sleep(0.01)
