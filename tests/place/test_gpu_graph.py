@@ -64,15 +64,14 @@ def test_replays(share: float, size: Size, tokens: int) -> None:
     assert np.array_equal(counts, torch.bincount(ids, minlength=size.experts)), "replays are counted too"
 
 
-@pytest.mark.parametrize("spec", ["int4:32", "q4_k"])
+@pytest.mark.parametrize("spec", ["int4:32", "nvfp4", "q5_1"])
 def test_residents_that_are_decoded_in_a_graph(spec: str) -> None:
-    size = replace(SMALL, hidden=512, intermediate=256)  # q4_k has blocks of 256
-    store = make_store(size, spec)
+    store = make_store(SMALL, spec)
     place = served(store, GPU, "resident", residents=(0, 2, 3, 7))
-    static = batch(size, 5, GPU)
+    static = batch(SMALL, 5, GPU)
     graph, out = capture(place, static)
     for seed in range(1, 4):
-        given = batch(size, 5, GPU, seed=seed)
+        given = batch(SMALL, 5, GPU, seed=seed)
         replay(graph, static, given)
         assert error(out, expected(store, given)) < CLOSE
 
@@ -120,6 +119,14 @@ def test_another_stream() -> None:
             two = place.engine.infer(place.layer, second)
         torch.cuda.synchronize()
         assert error(one, expected(store, first)) < CLOSE and error(two, expected(store, second)) < CLOSE
+
+
+def test_formats_that_triton_cannot_decode_are_asked_for() -> None:
+    store = make_store(Size(8, 256, 256, 2, 41, 4), "tq1_0")
+    place = served(store, GPU, "resident", residents=(1, 6))
+    given = batch(Size(8, 256, 256, 2, 41, 4), 4, GPU)
+    assert error(place.engine.infer(place.layer, given), expected(store, given)) < 0.01
+    assert place.layer.last["forward"].there or place.layer.last["forward"].cpu
 
 
 def test_what_cannot_be_captured_is_said() -> None:
