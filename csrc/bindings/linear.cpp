@@ -1,4 +1,4 @@
-// Plain matrices from Python: a linear layer for a few rows, and transposing.
+// Plain matrices from Python: a linear layer and a norm for a few rows, and transposing.
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
@@ -50,6 +50,28 @@ void PyPool::linear(nb::handle x, nb::handle weight, nb::handle out) const {
            (int32_t)tokens};
   nb::gil_scoped_release released;
   multiply(engine->pool, kernels(), l);
+}
+
+void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
+  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), w = array_of("weight", weight, 1, {kBFloat16, kFloat32});
+  Array to = array_of("out", out, 2, {kBFloat16, kFloat32});
+  int64_t count = (int64_t)rows.shape(0), size = (int64_t)rows.shape(1);
+  check_shape("weight", w, {size}, "columns of x");
+  check_shape("out", to, {count, size}, "like x");
+  check_writable("out", out);
+  auto whole = [&](const char* name, const Array& a) {
+    check_dense(name, a);
+    if (a.ndim() == 2 && count > 1 && a.stride(0) != size)
+      refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
+    if (a.dtype() != rows.dtype()) refuse_type(name, "another dtype", "that of x");
+  };
+  whole("x", rows);
+  whole("weight", w);
+  whole("out", to);
+  if (!size) return;
+  nb::gil_scoped_release released;
+  kernels().norm({(const char*)rows.data(), (const char*)w.data(), (char*)const_cast<void*>(to.data()), dtype_of(rows),
+                  count, size, (float)epsilon});
 }
 
 }  // namespace kt

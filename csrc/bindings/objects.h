@@ -21,6 +21,10 @@ struct PyPool {
 
   PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin);
   void linear(nb::handle x, nb::handle weight, nb::handle out) const;  // out = x weight^T for a few rows
+  // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of
+  // `places`, (row, start, end, keys, values): the row's key and value become the slot's at end - 1, then its query
+  // meets start to end of keys [groups, capacity, d] and values [groups, capacity, dv].
+  void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale) const;
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
 };
 
@@ -108,6 +112,9 @@ Format format_of(const char* name, const std::string& text);
 nb::tuple describe_grid(const std::string& format);
 SourceMatrix released_of(const char* name, nb::handle three, const Format& format, int64_t experts, int64_t rows,
                          int64_t columns, std::vector<Array>& alive);
+
+// out = x / sqrt(mean(x^2) + epsilon), rounded, times weight; on the calling thread.
+void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon);
 
 const KernelTable& table_for(const std::string& isa, Precision precision = Precision::bf16);
 

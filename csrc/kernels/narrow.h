@@ -49,9 +49,8 @@ inline void narrow_tokens(const Narrow& n) {
   for (; row < n.rows; row++) narrow_rows<W, 1, T>(n, row);
 }
 
-template <class Isa>
+template <int W>
 void run_narrow(const Narrow& n) {
-  constexpr int W = Isa::width;
   static_assert(kNarrowTokens == 8);
   switch (n.tokens) {
     case 1:

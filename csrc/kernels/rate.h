@@ -5,8 +5,10 @@
 
 #include <time.h>
 
+#include "kernels/attend.h"
 #include "kernels/back.h"
 #include "kernels/narrow.h"
+#include "kernels/norm.h"
 
 namespace kt {
 namespace {
@@ -157,13 +159,10 @@ void decode_any(const Decode& d) {
   decode_block<Isa>(*d.how, d.block, d.k0, d.count, d.out);
 }
 
-template <class Isa>
-constexpr void (*narrow_of())(const Narrow&) {
-  if constexpr (kPairs<Isa>) {
-    return &run_narrow<Isa>;
-  } else {
-    return nullptr;
-  }
+// What decoding asks for beside experts exists once for each variant, with the bf16 kernels.
+template <class Isa, class Argument>
+constexpr auto beside_experts(void (*kernel)(const Argument&)) {
+  return kPairs<Isa> ? kernel : nullptr;
 }
 
 template <class Isa>
@@ -188,7 +187,9 @@ constexpr KernelTable table_of(const char* name) {
           &run_back<Isa>,
           &Isa::outer,
           &thin_panel<Isa>,
-          narrow_of<Isa>(),
+          beside_experts<Isa>(&run_narrow<Isa::width>),
+          beside_experts<Isa>(&run_attend<Isa::width>),
+          beside_experts<Isa>(&run_norm<Isa::width>),
           &measure_rate<Isa>};
 }
 

@@ -239,6 +239,29 @@ struct Narrow {
   int64_t out_stride;
 };
 
+// One query of each head of a group against a stretch of keys and values. Sizes are multiples of kAttendSize.
+constexpr int32_t kStretch = 512, kAttendSize = 16;
+struct Attend {
+  const float* query;  // [heads][key_size], scaled
+  const char *keys, *values;
+  int64_t key_stride, value_stride;  // bytes from token to token
+  DType type;                        // bf16 or f32, of both
+  int32_t heads, key_size, value_size;
+  int32_t count;        // of keys, 1 to kStretch
+  float* scores;        // [heads][kStretch], scratch
+  float *most, *total;  // [heads]: the largest score; the sum of e^(score - most)
+  float* out;           // [heads][value_size]: the sum of e^(score - most) v
+};
+
+// Rows divided by their root mean square, rounded, times a weight: x, weight and out of one type, bf16 or f32.
+struct Norm {
+  const char *x, *weight;
+  char* out;
+  DType type;
+  int64_t rows, size;
+  float epsilon;
+};
+
 struct KernelTable {
   const char* name;  // of the variant
   Precision precision;
@@ -256,6 +279,8 @@ struct KernelTable {
   void (*outer)(const Outer&);
   void (*thin)(const Thin&);
   void (*narrow)(const Narrow&);  // null: not in this precision
+  void (*attend)(const Attend&);  // likewise
+  void (*norm)(const Norm&);      // likewise
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };

@@ -38,6 +38,10 @@ def grid(format: str) -> tuple[Any, Any]:
     eight codes, those of even columns from bit 0 up and those of odd ones from bit 16 up, four bits each; and the 16
     float32 levels that codes stand for."""
 
+def rms_norm(x: Any, weight: Any, out: Any, epsilon: float) -> None:
+    """out [n, d] = x [n, d] over its root mean square, rounded, times weight [d]; all bfloat16 or all float32, on the
+    calling thread."""
+
 def lend(bytes: int) -> Any:
     """A numpy array of uint8, not cleared, whose memory is used again once nobody holds it."""
 
@@ -60,6 +64,20 @@ class Pool:
     def cpus(self) -> list[int]: ...
     def linear(self, x: Any, weight: Any, out: Any) -> None:
         """out [T, N] = x [T, K] times weight [N, K] transposed, for up to 8 rows; the weight in bfloat16."""
+
+    def attend(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        places: list[tuple[int, int, int, Any, Any]],
+        scale: float,
+    ) -> None:
+        """Attention of single new tokens, in bfloat16 or float32: rows of query [heads, T, d], key [groups, T, d] and
+        value [groups, T, dv] -> rows of out [T, heads, dv]. For each of places, (row, start, end, keys, values): the
+        row's key and value are written to end - 1 of keys [groups, capacity, d] and values [groups, capacity, dv],
+        then its query meets start to end of them. Sizes are multiples of 16."""
 
     def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count

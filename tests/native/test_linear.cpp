@@ -1,4 +1,5 @@
-// Products of few rows on every variant against double, each row's bits the same whoever is beside it; and transposing.
+// Products and norms of few rows on every variant against double, each row's bits the same whoever is beside it; and
+// transposing.
 #include "check.h"
 #include "moe/linear.h"
 #include "moe/transpose.h"
@@ -36,6 +37,31 @@ TEST(linear_every_variant) {
       if (tokens == 1) first = out;
       CHECK(std::equal(first.begin(), first.end(), out.begin()));
     }
+  }
+}
+
+TEST(norm_every_variant) {
+  std::mt19937 random(6);
+  for (const KernelTable* kernels : all_kernels()) {
+    CHECK((kernels->precision == Precision::bf16) == (kernels->norm != nullptr));
+    if (!kernels->norm) continue;
+    for (DType type : {DType::f32, DType::bf16})
+      for (int64_t size : {1, 16, 67, 128}) {
+        constexpr int64_t rows = 3;
+        Numbers x((size_t)(rows * size), 1.0, type, random), weight((size_t)size, 1.0, type, random);
+        std::vector<char> out(x.bytes.size());
+        kernels->norm({x.bytes.data(), weight.bytes.data(), out.data(), type, rows, size, 1e-6f});
+        for (int64_t r = 0; r < rows; r++) {
+          double squares = 0;
+          for (int64_t i = 0; i < size; i++) squares += std::pow(x.values[(size_t)(r * size + i)], 2);
+          for (int64_t i = 0; i < size; i++) {
+            double want = x.values[(size_t)(r * size + i)] / std::sqrt(squares / (double)size + 1e-6);
+            want *= weight.values[(size_t)i];
+            double found = element_of<double>(out.data(), r * size + i, type);
+            CHECK(std::abs(found - want) <= (type == DType::f32 ? 2e-6 : 1e-2) * std::max(1.0, std::abs(want)));
+          }
+        }
+      }
   }
 }
 

@@ -18,7 +18,7 @@ from ktransformers import _core
 from ktransformers.nn.pool import default_pool
 
 ROWS = 8
-LEAST = 1 << 18  # weights: a smaller layer is not worth waking threads for
+LEAST = 1 << 15  # weights: a smaller layer is not worth waking threads for
 COLUMNS = 32  # K is a multiple of
 
 

@@ -6,6 +6,9 @@ sequence's keys and values are written into its slot and its queries meet that s
 exists, chunks of prompts and single new tokens share a batch, and a sequence's attention is the same bit for bit
 whoever else is in the batch. Models are called without a cache: their own would know nothing of slots.
 
+On the CPU new tokens are the core's, all sequences in one call: torch would be asked for each of them, and takes longer
+to set its threads to work than they take. Pieces of prompts, and what caps scores or has sinks, are torch's.
+
 query `[1, heads, T, d]`, key `[1, kv_heads, T, d]`, value `[1, kv_heads, T, dv]` -> `[1, T, heads, dv]`.
 """
 
@@ -24,9 +27,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from ktransformers.errors import InputError, KTError
+from ktransformers.nn.pool import default_pool
 from ktransformers.serve.slots import Slot
 
 NAME = "kt_slots"
+TYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core attends to
+MULTIPLE = 16  # of the sizes of heads
 # What models pass along that changes nothing here. Anything else that is set would be computed wrongly, so it is
 # refused.
 HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
@@ -75,7 +81,12 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = _layer(module)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    for span in rows:
+    single = [span for span in rows if span.last - span.first == 1] if _native(query, value, softcap, s_aux) else []
+    if single:
+        _decode(layer, single, query[0], key[0], value[0], out, scale, sliding_window)
+    for span in rows if len(single) < len(rows) else []:
+        if single and span.last - span.first == 1:
+            continue
         part = slice(span.first, span.last)
         keys, values = span.slot.write(layer, span.position, key[0, :, part], value[0, :, part])
         start = 0
@@ -89,6 +100,30 @@ def attend(
             found = _spelled_out(query[0, :, part], keys, values, scale, *window, softcap, s_aux)
         out[part] = found.transpose(0, 1)
     return out[None], None
+
+
+def _native(query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Whether the core computes new tokens."""
+    fits = query.shape[-1] % MULTIPLE == 0 and value.shape[-1] % MULTIPLE == 0
+    return fits and query.device.type == "cpu" and query.dtype in TYPES and not softcap and sinks is None
+
+
+def _decode(
+    layer: int,
+    rows: Sequence[Span],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    places: list[tuple[int, int, int, Tensor, Tensor]] = []
+    for span in rows:
+        end = span.position + 1
+        start = 0 if window is None else max(0, end - window)
+        places.append((span.first, start, end, *span.slot.room(layer, key, value)))
+    default_pool().attend(query, key, value, out, places, scale)
 
 
 def _layer(module: nn.Module) -> int:

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ktransformers.errors import InputError
 from ktransformers.nn.linear import hasten
 from ktransformers.nn.mixed import mixed
+from ktransformers.nn.norm import hasten_norms
 from ktransformers.serve.attention import NAME, Span, spans
 from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
 from ktransformers.serve.slots import Slot
@@ -158,6 +159,7 @@ class Alone:
 def open_forward(model: PreTrainedModel) -> Forward | Alone:
     """The way that fits the family, by what its configuration says; `check` has the last word."""
     hasten(model)
+    hasten_norms(model)
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "index_topk", None) is not None:
         kind = model.config.model_type

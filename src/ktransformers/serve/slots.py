@@ -36,13 +36,17 @@ class Slot:
     def length(self) -> int:
         return len(self.tokens)
 
-    def write(self, layer: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put `[heads, n, d]` at `position`; all keys and values up to their end."""
+    def room(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All places for keys and values like these `[heads, n, d]`."""
         if layer not in self.keys:
             self.keys[layer] = key.new_empty(key.shape[0], self.capacity, key.shape[2])
             self.values[layer] = value.new_empty(value.shape[0], self.capacity, value.shape[2])
+        return self.keys[layer], self.values[layer]
+
+    def write(self, layer: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put `[heads, n, d]` at `position`; all keys and values up to their end."""
+        keys, values = self.room(layer, key, value)
         end = position + key.shape[1]
-        keys, values = self.keys[layer], self.values[layer]
         keys[:, position:end] = key
         values[:, position:end] = value
         return keys[:, :end], values[:, :end]

@@ -1,0 +1,86 @@
+// One new token's attention over keys and values as a slot holds them: what decoding asks for beside experts and linear
+// layers. Heads of a group ask the same keys, so a group is computed together and each key is read once.
+//
+// A stretch of keys gives the largest score, the sum of exponentials and the weighted sum of values; stretches are
+// joined in order (moe/attention.cpp), so that a long past is the work of several threads. All in f32.
+#pragma once
+
+#include "kernels/elementwise.h"
+
+namespace kt {
+namespace {
+
+template <int W>
+inline F32<W> value_at(const char* row, int64_t i, DType type) {
+  return type == DType::bf16 ? from_bf16<W>(row + i * 2) : load<F32<W>>(row + i * 4);
+}
+
+template <int W>
+inline float sum_of(F32<W> v) {
+  float sum = 0;
+  for (int i = 0; i < W; i++) sum += v[i];
+  return sum;
+}
+
+// Scores of G heads for all keys of the stretch.
+template <int W, int G>
+inline void score_heads(const Attend& a, int32_t head) {
+  const char* key = a.keys;
+  for (int32_t j = 0; j < a.count; j++, key += a.key_stride) {
+    F32<W> sums[G] = {};
+    for (int32_t i = 0; i < a.key_size; i += W) {
+      F32<W> k = value_at<W>(key, i, a.type);
+      for (int g = 0; g < G; g++) sums[g] = sums[g] + k * load<F32<W>>(a.query + (head + g) * a.key_size + i);
+    }
+    for (int g = 0; g < G; g++) a.scores[(head + g) * kStretch + j] = sum_of<W>(sums[g]);
+  }
+}
+
+// C vectors of the values of G heads.
+template <int W, int G, int C>
+inline void add_values(const Attend& a, int32_t head, int32_t column) {
+  F32<W> sums[G][C] = {};
+  const char* value = a.values;
+  for (int32_t j = 0; j < a.count; j++, value += a.value_stride) {
+    F32<W> v[C];
+    for (int c = 0; c < C; c++) v[c] = value_at<W>(value, column + c * W, a.type);
+    for (int g = 0; g < G; g++)
+      for (int c = 0; c < C; c++) sums[g][c] = sums[g][c] + v[c] * splat<F32<W>>(a.scores[(head + g) * kStretch + j]);
+  }
+  for (int g = 0; g < G; g++)
+    for (int c = 0; c < C; c++) store(a.out + (head + g) * a.value_size + column + c * W, sums[g][c]);
+}
+
+template <int W, int G>
+inline void attend_heads(const Attend& a, int32_t head) {
+  score_heads<W, G>(a, head);
+  for (int g = 0; g < G; g++) {
+    float *scores = a.scores + (head + g) * kStretch, most = scores[0], total = 0;
+    for (int32_t j = 1; j < a.count; j++) most = scores[j] > most ? scores[j] : most;
+    for (int32_t j = a.count; j % W; j++) scores[j] = most;
+    F32<W> sums = {};
+    for (int32_t j = 0; j < a.count; j += W) {
+      F32<W> e = vexp<F32<W>>(load<F32<W>>(scores + j) - splat<F32<W>>(most));
+      store(scores + j, e);
+      if (j + W <= a.count) sums = sums + e;
+    }
+    for (int32_t j = a.count / W * W; j < a.count; j++) total += scores[j];
+    a.most[head + g] = most;
+    a.total[head + g] = total + sum_of<W>(sums);
+  }
+  int32_t column = 0;
+  for (; column + 2 * W <= a.value_size; column += 2 * W) add_values<W, G, 2>(a, head, column);
+  for (; column < a.value_size; column += W) add_values<W, G, 1>(a, head, column);
+}
+
+// A head's numbers are the same whichever heads are computed beside it.
+template <int W>
+void run_attend(const Attend& a) {
+  constexpr int most = 4;
+  int32_t head = 0;
+  for (; head + most <= a.heads; head += most) attend_heads<W, most>(a, head);
+  for (; head < a.heads; head++) attend_heads<W, 1>(a, head);
+}
+
+}  // namespace
+}  // namespace kt

@@ -1,0 +1,76 @@
+"""Norms of few rows by the core: those of stock families are known by what they compute, others are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRMSNorm
+
+from ktransformers import _core
+from ktransformers.nn.norm import MOST, hasten_norms
+
+
+class Doubled(nn.Module):
+    """Looks like a norm and is something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x * self.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_stock_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = Qwen3MoeRMSNorm(96).to(dtype)
+    norm.weight.data = torch.rand(96).to(dtype)
+    weight = norm.weight.clone()
+    x = torch.randn(2, 5, 96).to(dtype)
+    wanted = norm(x)
+    assert hasten_norms(norm) == 1 and hasten_norms(norm) == 0
+    assert torch.equal(norm.weight, weight)
+    with torch.no_grad():
+        found = norm(x)
+        many = torch.randn(MOST // 96 + 1, 96).to(dtype)
+        assert norm(many).shape == many.shape
+    assert found.dtype == dtype
+    apart = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+    assert apart < (2**-7 if dtype == torch.bfloat16 else 1e-6)
+    assert norm(x.requires_grad_()).requires_grad
+
+
+def test_others_stay() -> None:
+    gemma = Gemma3RMSNorm(32)
+    gemma.weight.data.fill_(0.25)
+    assert hasten_norms(nn.ModuleList([gemma, Doubled(), nn.LayerNorm(32)])) == 0
+
+
+def test_all_of_a_model() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    assert hasten_norms(Qwen3MoeModel(config)) == 2 * 4 + 1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight = torch.zeros(2, 32), torch.zeros(32)
+    with pytest.raises(ValueError, match="weight"):
+        _core.rms_norm(x, weight[:16], torch.zeros(2, 32), 1e-6)
+    with pytest.raises(TypeError, match="out"):
+        _core.rms_norm(x, weight, torch.zeros(2, 32).bfloat16(), 1e-6)
+    with pytest.raises(ValueError, match="rows apart"):
+        _core.rms_norm(torch.zeros(2, 64)[:, :32], weight, torch.zeros(2, 32), 1e-6)
