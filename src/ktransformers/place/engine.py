@@ -96,7 +96,7 @@ class Engine:
         self._before: tuple[int, str] | None = None
         self._packing = 0.0  # seconds that an adapter takes when it has changed
         self._left = 0.0  # when copies for the next layer were queued
-        self._gaps: dict[str, float] = {}  # seconds from then on until it asks, by phase
+        self._gaps: dict[tuple[int, str], float] = {}  # seconds from then on until it asks, by layer and phase
 
     def decide(
         self, layer: Layer, counts: NDArray[np.int64], tokens: int, phase: Phase, factors: Factors | None = None
@@ -107,9 +107,10 @@ class Engine:
         if self.policy != "resident":
             coming = self.slots.coming(index)
             there |= self.slots.present(index) - frozenset(coming)
-        if self._left and self._after.get(self._before or (-1, "")) == (index, phase.name):
+        here = (index, phase.name)
+        if self._left and self._after.get(self._before or (-1, "")) == here:
             gap = max(0.0, time.perf_counter() - self._left)
-            self._gaps[phase.name] = gap + (1 - SETTLE) * (self._gaps.get(phase.name, gap) - gap)
+            self._gaps[here] = gap + (1 - SETTLE) * (self._gaps.get(here, gap) - gap)
         costs, backlog = self._costs(layer, phase.direction), self.slots.backlog()
         if factors is not None and not is_packed(layer.store, factors):
             costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
@@ -330,7 +331,7 @@ class Engine:
         index, resident = target.packed.index, self._resident(target.packed.index)
         direction = "backward" if following[1] == "backward" else "forward"
         costs = self._costs(target, direction)
-        lead = self.slots.backlog() - self._gaps.get(following[1], 0.0)
+        lead = self.slots.backlog() - self._gaps.get(following, 0.0)
         likely = split(*before, costs, there=resident, backlog=lead, policy=self.policy).streamed[: self.slots.count]
         self.slots.fetch(index, target.packed.source, sorted(likely))
 

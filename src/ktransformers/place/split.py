@@ -41,7 +41,7 @@ class Costs:
     def slowed(self) -> float:
         """How much longer the CPU reads while the link does."""
         share = self.memory_expert / self.link_expert if self.link_expert else 1.0
-        return self.crowding / max(LEAST, 1 - share)
+        return 1 / max(LEAST, 1 - share)
 
     def cpu(self, experts: float, rows: float, tokens: float, beside: bool = False) -> float:
         """`beside`: experts are streamed at the same time."""
@@ -49,7 +49,7 @@ class Costs:
             return 0.0
         reading, multiplying = experts * self.cpu_expert * (self.slowed if beside else 1), rows * self.cpu_row
         together: float = (reading**self.sum + multiplying**self.sum) ** (1 / self.sum)
-        return self.cpu_call + tokens * self.cpu_token + together
+        return self.cpu_call + tokens * self.cpu_token + together * (self.crowding if beside else 1)
 
     def gpu(self, streamed: float, there: float, rows: float, backlog: float = 0.0) -> float:
         if not streamed and not there:
@@ -116,6 +116,7 @@ def _best(costs: Costs, hottest: NDArray[np.int64], here: int, here_rows: float,
     left, left_rows = count - streamed, moved[-1] - moved
     reading = left * costs.cpu_expert * np.where(streamed > 0, costs.slowed, 1.0)
     together = (reading**costs.sum + (left_rows * costs.cpu_row) ** costs.sum) ** (1 / costs.sum)
+    together = together * np.where(streamed > 0, costs.crowding, 1.0)
     cpu = np.where(left > 0, costs.cpu_call + tokens * costs.cpu_token + together, 0.0)
     crossing = np.where(streamed > 0, np.maximum(0.0, backlog + streamed * costs.link_expert), 0.0)
     work = (streamed + here) * costs.gpu_expert + (moved + here_rows) * costs.gpu_row
