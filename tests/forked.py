@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["torch", "ktransformers.nn", "ktransformers.nn.convert", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
-)
+WARM = ["torch", "ktransformers.nn", "ktransformers.nn.convert", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+WARM += ["ktransformers.train.run", "ktransformers.train.trainers", "trl.trainer.sft_trainer"]
+SERVER.set_forkserver_preload(WARM)  # what is not installed is left out
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,13 @@ class Forked:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def wait(self, seconds: float = 300) -> Ended:
         """Its end, or after so many seconds that of both."""

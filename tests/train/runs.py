@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from ktransformers.train.model import open_model
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import Result, build_trainer, train
+from tests.forked import Forked
 
 from .conftest import Quiet
 
@@ -73,8 +72,6 @@ def first_gradients(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
 SCRIPT = "import typer; from ktransformers.cli.train import train; typer.run(train)"
 
 
-def start_run(keys: dict[str, Any], file: Path) -> subprocess.Popen[str]:
+def start_run(keys: dict[str, Any], file: Path) -> Forked:
     file.write_text(json.dumps(keys))  # JSON is YAML
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(file)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    return Forked(SCRIPT, file)

@@ -68,12 +68,12 @@ def test_kill_9_leaves_only_whole_checkpoints(tiny: Path, tmp_path: Path) -> Non
     keys = recipe(tiny, tmp_path / "x", max_steps=200, save_strategy="steps", save_steps=1, save_total_limit=3)
     process = start_run(keys, tmp_path / "x.yaml")
     limit = time.monotonic() + 120
-    while len(list((tmp_path / "x").glob("checkpoint-*"))) < 2 and time.monotonic() < limit and process.poll() is None:
+    while len(list((tmp_path / "x").glob("checkpoint-*"))) < 2 and time.monotonic() < limit and process.alive:
         time.sleep(0.02)
     process.kill()
-    _, errors = process.communicate()
+    ended = process.wait()
     there = sorted((tmp_path / "x").glob("checkpoint-*"))
-    assert there, errors
+    assert ended.returncode == -signal.SIGKILL and there, ended.stderr
     for checkpoint in there:
         adapter(checkpoint)
         assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == int(checkpoint.name[11:])
@@ -100,11 +100,11 @@ def test_kill_9_at_twenty_random_moments(tiny: Path, tmp_path: Path) -> None:
     killed = 0
     while killed < 20:
         before, process, limit = last(), start_run(keys, tmp_path / "x.yaml"), time.monotonic() + 120
-        while last() == before and time.monotonic() < limit and process.poll() is None:
+        while last() == before and time.monotonic() < limit and process.alive:
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 1))
         process.kill()
-        process.communicate()
+        process.wait()
         killed += 1
         assert last() > before or last() == 240
     watcher = Quiet()
