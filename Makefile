@@ -71,7 +71,7 @@ $(FACTORY)/.built: $(FACTORY)/.installed pyproject.toml CMakeLists.txt src/ktran
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(FACTORY_PIP) --no-build-isolation --no-deps -C build-dir=$(FACTORY)/native -e .
 	@touch $@
 
-test-llamafactory: $(FACTORY)/.built  ## stock LLaMA-Factory on packed experts, in a venv of its own
+test-llamafactory: build $(FACTORY)/.built  ## stock LLaMA-Factory on packed experts, in a venv of its own
 	$(FACTORY_PY) -m pytest -q tests/llamafactory
 
 soak: build  ## the tests marked soak
