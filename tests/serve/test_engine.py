@@ -12,7 +12,7 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.serve.engine import QueueFull, Stopped
-from ktransformers.serve.sampling import Sampling
+from ktransformers.serve.sampling import Sampling, Score
 from tests.serve.conftest import VOCABULARY, Bench, Heard
 
 # Sums of a matrix product depend in their last bits on how many rows there are; nothing else may differ.
@@ -167,6 +167,32 @@ def test_scores_of_a_prompt(bench: Bench, stock: dict[str | None, object]) -> No
     for place, score in enumerate(told[1:]):
         assert score.logprob == pytest.approx(float(logs[place, prompt[place + 1]]), abs=2e-2)
         assert [token for token, _ in score.top] == logs[place].topk(3).indices.tolist()
+
+
+def test_scores_of_a_common_beginning_are_computed_once(bench: Bench) -> None:
+    """Endings of one question, a plain answer in between, more and fewer of the most likely: told as if alone."""
+
+    def told(heard: Heard) -> list[Score]:
+        (found,) = [event.prompt_scores for event in heard.events if event.prompt_scores]
+        return list(found)
+
+    question, engine = text(31, 40), bench.engine(chunk=16)
+    endings = [[5], [6, 7, 8], [5, 9], text(32, 20)]
+    for at, (ending, top) in enumerate([*((ending, 2) for ending in endings), ([6, 7], 0), ([6, 7, 9], 3)]):
+        prompt = question + ending
+        asked = {"max_tokens": 1, "prompt_logprobs": True, "logprobs": top}
+        one, heard = bench.sequence(prompt, **asked)
+        bench.run(engine, one)
+        alone = told(bench.alone(prompt, **asked))
+        assert [score.token for score in told(heard)] == prompt and told(heard)[0].logprob is None
+        for found, wanted in zip(told(heard)[1:], alone[1:], strict=True):
+            assert found.logprob == pytest.approx(wanted.logprob, abs=SAME)
+            assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
+        if at in (1, 2, 3, 4):
+            assert one.cached >= len(question) - 1
+        if at == 2:
+            bench.run(engine, bench.sequence([*question[:20], 11, 12], max_tokens=3)[0])
+    assert not one.cached  # slots know two of the most likely, not three
 
 
 def test_a_seed_repeats_whoever_else_is_served(bench: Bench) -> None:

@@ -81,16 +81,16 @@ def test_scores_are_the_models_own() -> None:
 
 def test_slots_keep_to_their_room() -> None:
     slots = Slots(256)
-    one = slots.take(None, range(100), reuse=True)
-    two = slots.take(("a", 1), range(100), reuse=True)
+    one = slots.take(None, range(100))
+    two = slots.take(("a", 1), range(100))
     assert one is not None and two is not None and one is not two and slots.room_used == 256
-    assert slots.take(None, range(10), reuse=True) is None
+    assert slots.take(None, range(10)) is None
     one.tokens = list(range(100))
     slots.release(one)
-    again = slots.take(None, [*range(50), 7, 7], reuse=True)
+    again = slots.take(None, [*range(50), 7, 7])
     assert again is one and again.length == 50
     slots.release(again)
-    assert slots.take(("b", 1), range(120), reuse=True) is not None  # the idle one gave way
+    assert slots.take(("b", 1), range(120)) is not None  # the idle one gave way
     assert one not in slots.slots and slots.room_used <= 256
 
 

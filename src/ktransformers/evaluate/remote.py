@@ -78,10 +78,15 @@ class RemoteBackend:
             return list(pool.map(answer, prompts))
 
     def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:
-        pairs = [(question.prompt, text) for question in questions for text in question.continuations]
+        # First one continuation of every prompt, then the others: a server that keeps prompts has them by then.
+        places = [(at, nth) for at, one in enumerate(questions) for nth in range(len(one.continuations))]
+        places.sort(key=lambda place: place[1])
         with ThreadPoolExecutor(self._parallel) as pool:
-            scores = iter(list(pool.map(lambda pair: self._likelihood(*pair), pairs)))
-        return [[next(scores) for _ in question.continuations] for question in questions]
+            found = pool.map(
+                lambda at: self._likelihood(questions[at[0]].prompt, questions[at[0]].continuations[at[1]]), places
+            )
+            scores = dict(zip(places, found, strict=True))
+        return [[scores[at, nth] for nth in range(len(one.continuations))] for at, one in enumerate(questions)]
 
     def _likelihood(self, prompt: Prompt, continuation: str) -> Likelihood:
         body: dict[str, Any] = {"model": self._model, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}

@@ -185,11 +185,13 @@ class Engine:
                 held.append(one)
                 continue
             owner = one.ask.adapter.owner if one.ask.adapter else None
-            slot = self.slots.take(owner, one.tokens, reuse=not one.ask.prompt_logprobs)
+            slot = self.slots.take(owner, one.tokens, (one.ask.logprobs or 0) if one.ask.prompt_logprobs else None)
             if slot is None:
                 held.append(one)
                 break
             one.slot = slot
+            if one.ask.prompt_logprobs and slot.length:
+                one.prompt_scores = [score.with_top(one.ask.logprobs or 0) for score in slot.scores]
             one.cached = min(slot.length, len(one.ask.prompt))
             self.running.append(one)
         self.waiting.extendleft(reversed(held))
@@ -253,6 +255,7 @@ class Engine:
             following = prompt[piece.position + 1 : piece.position + 1 + count]
             one.prompt_scores += scores(logits[:count], following, one.ask.logprobs or 0)
         if piece.position + len(piece.tokens) >= len(prompt):
+            piece.slot.scores, piece.slot.top = list(one.prompt_scores), one.ask.logprobs or 0
             one.prompt_told = True
             one.deliver(Event(prompt_scores=tuple(one.prompt_scores), cached=one.cached))
 

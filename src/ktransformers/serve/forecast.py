@@ -55,5 +55,5 @@ def at_end(plan: Plan, service: Service) -> Comparison:
     host = plan.nearest.memory.host
     expected = sum(size for name, size in host.items() if name != "KV cache")
     if "KV cache" in host:
-        expected += service.engine.slots.room_used * service.per_token
+        expected += service.engine.slots.most * service.per_token
     return Comparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")

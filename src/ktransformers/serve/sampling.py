@@ -50,6 +50,9 @@ class Score:
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
+    def with_top(self, count: int) -> Score:
+        return self if len(self.top) == count else Score(self.token, self.logprob, self.top[:count])
+
 
 def generator(sampling: Sampling, index: int) -> torch.Generator:
     """`index` tells the answers to one request apart."""
@@ -116,7 +119,7 @@ def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:
     chosen = logs.gather(-1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
     if not top:
         return [Score(token, value) for token, value in zip(tokens, chosen, strict=True)]
-    values, ids = logs.topk(top)
+    values, ids = logs.topk(top) if top > 1 else logs.max(-1, keepdim=True)  # which reads a row once
     return [
         Score(token, value, tuple(zip(row_ids, row, strict=True)))
         for token, value, row_ids, row in zip(tokens, chosen, ids.tolist(), values.tolist(), strict=True)

@@ -3,9 +3,11 @@ there.
 
 A slot holds for every layer keys `[heads, capacity, d]` and values `[heads, capacity, dv]`, where the first `length`
 places belong to `tokens` under `owner`, the name and version of an adapter (None: the base): the same text under
-another adapter has other keys. The surprising decision: no pages. A sequence's keys lie in one piece, so attention
-reads them as they are; what pages would share, a common beginning, is copied, which costs a small part of computing it.
-Room is counted in tokens, over all slots together; idle slots give theirs back, the longest unused first.
+another adapter has other keys. Where a prompt's log-probabilities were asked for, the slot remembers them too, so that
+the four answers to one question are one prompt and four endings. The surprising decision: no pages. A sequence's keys
+lie in one piece, so attention reads them as they are; what pages would share, a common beginning, is copied, which
+costs a small part of computing it. Room is counted in tokens, over all slots together; idle slots give theirs back, the
+longest unused first.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+from ktransformers.serve.sampling import Score
 
 BLOCK = 64  # capacities are multiples of it
 
@@ -28,6 +32,8 @@ class Slot:
     capacity: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)
+    scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were asked for
+    top: int = 0  # how many of the most likely each of them has
     cache: Any = None  # transformers' own, for families that need it; then keys and values are empty
     busy: bool = True
     last_use: int = 0
@@ -60,6 +66,7 @@ class Slots:
         self._whole = whole_prefixes  # slots are continued where they end, not cut back or copied
         self.limit = -(-tokens // BLOCK) * BLOCK  # room of all slots together
         self.slots: list[Slot] = []
+        self.most = 0  # room that was used at the same time
         self.reused = 0  # tokens that did not have to be computed
         self._clock = 0
 
@@ -71,15 +78,17 @@ class Slots:
     def room_busy(self) -> int:
         return sum(slot.capacity for slot in self.slots if slot.busy)
 
-    def take(self, owner: Owner, tokens: Sequence[int], reuse: bool) -> Slot | None:
+    def take(self, owner: Owner, tokens: Sequence[int], top: int | None = None) -> Slot | None:
         """A slot with room for the tokens and as much of their beginning in it as is known; None: no room now.
 
-        At least one token is left to compute, because its output is wanted."""
-        source, shared = (None, 0) if not reuse else self._longest(owner, tokens)
+        At least one token is left to compute, because its output is wanted. With `top` scores of the tokens are wanted,
+        so many of the most likely with each: then the slot has those of its tokens and of the one behind them."""
+        source, shared = self._longest(owner, tokens, top)
+        known = shared if top is None else shared + 1
         idle = source is not None and not source.busy
         if source is not None and idle:
             source.busy = True
-            del source.tokens[shared:]
+            del source.tokens[shared:], source.scores[known:]
             if self.grow(source, len(tokens)):
                 self.reused += shared
                 return source
@@ -93,7 +102,7 @@ class Slots:
         if source is not None and shared:
             for layer, keys in source.keys.items():
                 slot.write(layer, 0, keys[:, :shared], source.values[layer][:, :shared])
-            slot.tokens = list(tokens[:shared])
+            slot.tokens, slot.scores, slot.top = list(tokens[:shared]), source.scores[:known], source.top
             self.reused += shared
         return slot
 
@@ -111,6 +120,7 @@ class Slots:
                 held[layer] = old.new_empty(old.shape[0], wanted, old.shape[2])
                 held[layer][:, : slot.length] = old[:, : slot.length]
         slot.capacity = wanted
+        self.most = max(self.most, self.room_used)
         return True
 
     def release(self, slot: Slot) -> None:
@@ -135,12 +145,14 @@ class Slots:
             self.slots.remove(idle.pop(0))
         return self.room_used + tokens <= self.limit
 
-    def _longest(self, owner: Owner, tokens: Sequence[int]) -> tuple[Slot | None, int]:
+    def _longest(self, owner: Owner, tokens: Sequence[int], top: int | None) -> tuple[Slot | None, int]:
         best, most = None, 0
         for slot in self.slots:
             if slot.owner != owner:
                 continue
             shared = _common(slot.tokens, tokens[:-1])
+            if top is not None:  # the row before a token tells its score
+                shared = max(0, min(shared, len(slot.scores)) - 1) if slot.top >= top else 0
             if self._whole and (slot.busy or shared < slot.length):
                 continue
             if shared > most or (shared == most and best is not None and best.busy and not slot.busy):
@@ -160,7 +172,9 @@ class _Copy(Slot):
 
     @classmethod
     def of(cls, slot: Slot, tokens: int) -> Slot:
-        return cls(slot.owner, slot.tokens[:tokens], slot.capacity, slot.keys, slot.values, busy=True)
+        found = cls(slot.owner, slot.tokens[:tokens], slot.capacity, slot.keys, slot.values, slot.scores, slot.top)
+        found.busy = True
+        return found
 
 
 def _common(one: Sequence[int], two: Sequence[int]) -> int:
