@@ -52,14 +52,28 @@ struct MadeUpBytes {
 
   // GGUF's scales of 16 bits, wherever they are in a block.
   void put_halves(const Format& f, int64_t blocks) {
-    std::vector<int> at = {0};
-    if (f.codec == Codec::q2_k) at = {80, 82};
-    if (f.codec == Codec::q3_k) at = {108};
-    if (f.codec == Codec::q6_k) at = {208};
-    if (f.codec == Codec::tq1_0) at = {52};
-    if (f.codec == Codec::tq2_0) at = {64};
-    if (f.codec == Codec::q4_1 || f.codec == Codec::q5_1 || f.codec == Codec::q4_k || f.codec == Codec::q5_k)
-      at = {0, 2};
+    auto places = [](Codec codec) -> std::vector<int> {
+      switch (codec) {
+        case Codec::q2_k:
+          return {80, 82};
+        case Codec::q3_k:
+          return {108};
+        case Codec::q6_k:
+          return {208};
+        case Codec::tq1_0:
+          return {52};
+        case Codec::tq2_0:
+          return {64};
+        case Codec::q4_1:
+        case Codec::q5_1:
+        case Codec::q4_k:
+        case Codec::q5_k:
+          return {0, 2};
+        default:
+          return {0};
+      }
+    };
+    const std::vector<int> at = places(f.codec);
     for (int64_t b = 0; b < blocks; b++)
       for (int place : at) {
         uint16_t half = from_float(0.01f * (float)(1 + b % 5), DType::f16);
