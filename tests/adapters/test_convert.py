@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from ktransformers.adapters import convert, read_adapter, write_adapter
 from ktransformers.cli.main import main
 from tests.adapters.samples import Recipe, same_deltas, sample, write_model_config
+from tests.forked import python
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, EXPERTS, RANK = 40, 256, 1
@@ -89,11 +90,11 @@ def keys(directory: Path) -> set[str]:
 
 def test_every_tensor_of_qwen35(tmp_path: Path) -> None:
     qwen35(tmp_path, hidden=16, wide=8)
-    program = [sys.executable, str(ROOT / "scripts" / "convert_kt_to_sglang_adapter.py")]
+    program = ROOT / "scripts" / "convert_kt_to_sglang_adapter.py"
     flags = ["--base-model-name-or-path", tmp_path / "model", "--overwrite"]
     split = ["--expert-output-dir", tmp_path / "expert", "--nonexpert-output-dir", tmp_path / "rest"]
-    words = [*program, tmp_path / "kt", tmp_path / "merged", *flags, *split]
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    code = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = python(code, program, tmp_path / "kt", tmp_path / "merged", *flags, *split)
     assert done.returncode == 0, done.stderr
     attention = "q_proj, k_proj, v_proj, o_proj"
     assert done.stdout.splitlines() == [
