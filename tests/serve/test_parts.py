@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,34 @@ def test_a_changed_adapter_is_not_served(bench: Bench, adapters: dict[str, Path]
     save_file(tensors, copy / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=name):
         bench.places.open(copy, "copy", 1, str(bench.directory))
+
+
+def test_a_name_is_loaded_once_by_two_who_come_together(bench: Bench, adapters: dict[str, Path]) -> None:
+    """The second is told so, although nobody had the name when it came."""
+    from ktransformers.serve.registry import Registry
+
+    registry = Registry("tiny", bench.places, str(bench.directory), lambda owner: None)
+    barrier = threading.Barrier(2, timeout=60)
+    opened, refused = registry._open, []
+
+    def together(name: str, source: str | Path) -> Any:
+        made = opened(name, source)
+        barrier.wait()
+        return made
+
+    def load() -> None:
+        try:
+            registry.load("one", adapters["one"])
+        except InputError as error:
+            refused.append(str(error))
+
+    registry._open = together  # type: ignore[method-assign]
+    both = [threading.Thread(target=load) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert list(registry.loaded) == ["one"] and len(refused) == 1 and "not loaded yet" in refused[0]
 
 
 def test_openmp_rests_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

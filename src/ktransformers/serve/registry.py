@@ -65,16 +65,20 @@ class Registry:
         """Read, check and pack; known when it returns. An adapter that was replaced serves its requests to the end."""
         if name in ("", self.served) or ":" in name or "/" in name:
             raise InputError("lora_name", repr(name), "a short name that is not the model's")
-        if name in self._loaded and not replacing:
-            remedy = "unload it first, or pass load_inplace"
-            raise InputError("lora_name", repr(name), "a name that is not loaded yet", remedy)
+        self._check_new(name, replacing)
         made = self._open(name, source)
         with self._lock:
+            self._check_new(name, replacing)  # somebody else may have loaded it meanwhile
             before = self._loaded.get(name)
             self._loaded[name] = Loaded(made, int(time.time()))
         if before is not None:
             self._forget(before.resident.owner)
         return made
+
+    def _check_new(self, name: str, replacing: bool) -> None:
+        if name in self._loaded and not replacing:
+            remedy = "unload it first, or pass load_inplace"
+            raise InputError("lora_name", repr(name), "a name that is not loaded yet", remedy)
 
     def unload(self, name: str) -> None:
         with self._lock:
