@@ -100,14 +100,15 @@ def start_up(tensors: Sequence[Tensor], device: torch.device) -> Ascent:
     """From host memory. A tensor that is pinned goes as it lies and must not be written to any more."""
     if device.type != "cuda":
         return Ascent(tuple(tensor.detach().to(device, copy=True) for tensor in tensors), None)
-    staged = [_pinned(tensor.detach()) for tensor in tensors]
+    staged = [pinned(tensor.detach()) for tensor in tensors]
     side = side_streams(device).up
     with torch.cuda.stream(side):
         targets = tuple(tensor.to(device, non_blocking=True) for tensor in staged)
         return Ascent(targets, side.record_event())
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def pinned(tensor: Tensor) -> Tensor:
+    """As it lies, or a copy in pinned memory."""
     if tensor.is_pinned() and tensor.is_contiguous():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

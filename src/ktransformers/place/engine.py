@@ -27,9 +27,10 @@ from ktransformers import _core
 from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed, turned
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
-from ktransformers.nn.transfer import Descent, start_down, start_up
+from ktransformers.nn.transfer import Descent, start_down
 from ktransformers.place.few import FEW, Few
 from ktransformers.place.gpu.factors import to_host
+from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
@@ -87,6 +88,7 @@ class Engine:
     def __init__(self, device: torch.device, policy: str, slots: Slots) -> None:
         self.device, self.policy, self.slots = device, policy, slots
         self.side = Side(device, slots)
+        self._puller = Puller(device)
         self.few = Few(device, self.side)
         self.layers: dict[int, Layer] = {}
         self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
@@ -165,10 +167,10 @@ class Engine:
         self._prefetch(layer, phase, counts, batch.ids.shape[0])
         if whole is not None:
             if share is not None:
-                whole += start_up((share(),), self.device).finish()[0]
+                self._puller.add(share(), whole)
             result = whole.to(batch.hidden.dtype)
         elif share is not None:
-            result = start_up((share(),), self.device).finish()[0]
+            result = self._puller.pull(share())
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
         return result, Kept(ids, keep, cpu)
@@ -203,12 +205,15 @@ class Engine:
             grad_hidden, grad_weights, laid = self.side.backward(layer.packed, batch, grad_out, gpu, counts, wanted)
         self._prefetch(layer, phase, counts, batch.ids.shape[0])
         if share is not None:
-            lower = start_up(share(), self.device).finish()
-            grad_hidden = lower[0] if grad_hidden is None else grad_hidden.add_(lower[0])
-            grad_weights = lower[1] if grad_weights is None else grad_weights.add_(lower[1])
+            lower = share()
+            if grad_hidden is None or grad_weights is None:
+                grad_hidden, grad_weights = (self._puller.pull(one) for one in lower)
+            else:
+                self._puller.add(lower[0], grad_hidden)
+                self._puller.add(lower[1], grad_weights)
         if laid:
             for there, here in zip(laid, grads, strict=False):
-                there.add_(here.to(self.device, non_blocking=True))
+                self._puller.add(here, there)
             grads = to_host(laid)
         elif grads and batch.factors is not None:
             grads = turned(layer.store, batch.factors, grads)
@@ -331,8 +336,8 @@ class Engine:
         index, resident = target.packed.index, self._resident(target.packed.index)
         direction = "backward" if following[1] == "backward" else "forward"
         costs = self._costs(target, direction)
-        lead = self.slots.backlog() - self._gaps.get(following, 0.0)
-        likely = split(*before, costs, there=resident, backlog=lead, policy=self.policy).streamed[: self.slots.count]
+        lead = self._gaps.get(following, 0.0)  # of the link, over the layer that will ask
+        likely = split(*before, costs, there=resident, backlog=-lead, policy=self.policy).streamed[: self.slots.count]
         self.slots.fetch(index, target.packed.source, sorted(likely))
 
     def _resident(self, index: int) -> frozenset[int]:

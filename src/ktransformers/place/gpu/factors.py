@@ -79,7 +79,7 @@ def lay(factors: Factors, tensors: Sequence[Tensor], wide: int) -> dict[str, Pai
     return found
 
 
-def _order(tensor: Tensor) -> list[int]:
+def dims_in_memory(tensor: Tensor) -> list[int]:
     """Dimensions from the outermost to the innermost as they lie in memory."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
@@ -87,7 +87,7 @@ def _order(tensor: Tensor) -> list[int]:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The same strides up to gaps."""
-    order = _order(tensor)
+    order = dims_in_memory(tensor)
     laid = tensor.detach().permute(order)
     if not laid.is_contiguous():
         laid = laid.contiguous()
@@ -144,7 +144,7 @@ class Gradients:
         for (role, seat), tensor in zip(table.items(), self._factors.tensors, strict=True):
             whole = parts[seat.pair, seat.side]
             part = whole[:, seat.rank] if role.endswith("_a") else whole[:, seat.rows, seat.rank]
-            order = _order(tensor)
+            order = dims_in_memory(tensor)
             dense = torch.zeros([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=whole.device)
             laid = dense.permute([order.index(dim) for dim in range(tensor.dim())])
             values = part.to(tensor.dtype) if seat.scale == 1 else (part.float() * seat.scale).to(tensor.dtype)
@@ -156,7 +156,7 @@ def to_host(laid: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers with the same strides, pinned; waits for them."""
     found = []
     for tensor in laid:
-        order = _order(tensor)
+        order = dims_in_memory(tensor)
         dense = tensor.permute(order)
         there = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=dense.is_cuda)
         there.copy_(dense, non_blocking=dense.is_cuda)

@@ -96,6 +96,16 @@ def _thin(rows, seeds, out, columns, limit, scale, BLOCK: tl.constexpr):
     tl.store(out + row * columns + at, tl.where(x < limit, 0.0, value).to(tl.bfloat16), mask=inside)
 
 
+@triton.jit
+def _pull(source, out, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(source + at, mask=inside, other=0.0)
+    if ADD:
+        value = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
 def _block(columns: int) -> int:
     return min(WIDTH, 1 << (columns - 1).bit_length())
 
@@ -163,3 +173,11 @@ def thin(rows: Tensor, seeds: Tensor, limit: int, scale: float) -> Tensor:
         launch: Any = _thin[_grid(count, columns)]
         launch(rows, seeds, out, columns, limit, scale, BLOCK=_block(columns))
     return out
+
+
+def pull(source: Tensor, out: Tensor, add: bool) -> None:
+    """`source` in pinned host memory, read by the GPU as the kernel runs."""
+    if source.numel():
+        block = 4096
+        launch: Any = _pull[(-(-source.numel() // block),)]
+        launch(source, out, source.numel(), ADD=add, BLOCK=block, num_warps=8)

@@ -28,8 +28,8 @@ def _fused() -> ModuleType | None:
     return fused
 
 
-def _kernels(tensor: Tensor) -> ModuleType | None:
-    return _fused() if tensor.is_cuda else None
+def kernels_for(device: torch.device) -> ModuleType | None:
+    return _fused() if device.type == "cuda" else None
 
 
 def _halves(wide: Tensor, extra: Tensor | None, gated: bool) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ def _apply(gate: Gate, halves: tuple[Tensor, ...]) -> Tensor:
 
 def activate(wide: Tensor, extra: Tensor | None, gate: Gate, gated: bool) -> Tensor:
     """bf16 [R, 2I or I] and what is added to it -> bf16 [R, I]."""
-    if gated and gate == SILU and (kernels := _kernels(wide)) is not None:
+    if gated and gate == SILU and (kernels := kernels_for(wide.device)) is not None:
         found: Tensor = kernels.activate(wide, extra)
         return found
     return _apply(gate, _halves(wide, extra, gated)).to(torch.bfloat16)
@@ -56,7 +56,7 @@ def activate_back(
 
     `grad` and `more` are the parts of the activation's gradient before weighting.
     """
-    if gated and gate == SILU and (kernels := _kernels(wide)) is not None:
+    if gated and gate == SILU and (kernels := kernels_for(wide.device)) is not None:
         found: tuple[Tensor, Tensor, Tensor] = kernels.activate_back(wide, extra, grad, more, weight)
         return found
     halves = tuple(half.requires_grad_() for half in _halves(wide, extra, gated))
@@ -69,7 +69,7 @@ def activate_back(
 
 def scatter(rows: Tensor, extra: Tensor | None, token: Tensor, weight: Tensor | None, out: Tensor) -> None:
     """out[token] += weight * (rows + extra); float32 [T, H] from bf16 [R, H]."""
-    kernels = _kernels(rows)
+    kernels = kernels_for(rows.device)
     if kernels is not None and not torch.are_deterministic_algorithms_enabled():
         kernels.scatter(rows, extra, token, weight, out)
         return
@@ -91,7 +91,7 @@ class Thinning:
         if not self.share:
             return rows
         seeds = _mix(self.seed + _signed(0x9E3779B97F4A7C15) * (2 * self.place + which))
-        if (kernels := _kernels(rows)) is not None and rows.dtype == torch.bfloat16:
+        if (kernels := kernels_for(rows.device)) is not None and rows.dtype == torch.bfloat16:
             thinned: Tensor = kernels.thin(rows, seeds, int(self.share * 2**32), 1 / (1 - self.share))
             return thinned
         x = torch.arange(rows.shape[1], device=rows.device) * 0x9E3779B9 & 0xFFFFFFFF

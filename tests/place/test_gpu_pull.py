@@ -1,0 +1,57 @@
+"""Results of the CPU on the device: equal to a copy, whatever is queued before it, whoever owns the memory next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.place.gpu.pull import Puller
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_like_a_copy(device: str, dtype: torch.dtype, pinned: bool) -> None:
+    puller, on = Puller(torch.device(device)), torch.device(device)
+    pinned = pinned and on.type == "cuda"
+    torch.manual_seed(0)
+    for shape in ((3, 5), (70, 129), (0, 4)):
+        source = torch.randn(shape).to(dtype)
+        source = source.pin_memory() if pinned else source
+        assert torch.equal(puller.pull(source).cpu(), source)
+        out = torch.randn(shape, device=on)
+        wanted = out.cpu() + source.float()
+        puller.add(source, out)
+        assert torch.equal(out.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_orders_of_memory(device: str) -> None:
+    puller, on = Puller(torch.device(device)), torch.device(device)
+    torch.manual_seed(0)
+    source = torch.randn(4, 6, 5).permute(2, 0, 1)
+    found = puller.pull(source)
+    assert torch.equal(found.cpu(), source)
+    out = torch.zeros(5, 4, 6, device=on)
+    puller.add(source, out)
+    assert torch.equal(out.cpu(), source)
+    turned = torch.zeros(6, 5, 4, device=on).permute(1, 2, 0)
+    puller.add(source, turned)
+    assert torch.equal(turned.cpu(), source)
+
+
+@pytest.mark.gpu
+def test_memory_is_held_until_it_was_read() -> None:
+    """Pinned memory that was let go of is given out again; what it held must have been read by then."""
+    device = torch.device("cuda:0")
+    puller = Puller(device)
+    found = []
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # the kernels below run a tenth of a second from now
+    for value in range(8):
+        source = torch.full((1 << 16,), float(value), pin_memory=True)
+        found.append(puller.pull(source))
+        del source
+    for value, tensor in enumerate(found):
+        assert bool((tensor == value).all())
