@@ -1,4 +1,4 @@
-// Plain matrices from Python: a linear layer and a norm for a few rows, and transposing.
+// Plain matrices from Python: a linear layer, LoRA on one and a norm for a few rows, and transposing.
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
@@ -72,6 +72,30 @@ void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
   nb::gil_scoped_release released;
   kernels().norm({(const char*)rows.data(), (const char*)w.data(), (char*)const_cast<void*>(to.data()), dtype_of(rows),
                   count, size, (float)epsilon});
+}
+
+void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double scale) {
+  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), to = array_of("out", out, 2, {kBFloat16, kFloat32});
+  Array narrow = array_of("a", a, 2, {kFloat32}), wide = array_of("b", b, 2, {kFloat32});
+  int64_t count = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), rank = (int64_t)narrow.shape(0),
+          columns = (int64_t)to.shape(1);
+  check_shape("a", narrow, {rank, k}, "rank, columns of x");
+  check_shape("b", wide, {rank, columns}, "rank, columns of out");
+  check_shape("out", to, {count, columns}, "rows of x, its columns");
+  check_writable("out", out);
+  check_dense("x", rows);
+  check_dense("out", to);
+  for (auto [name, factor] : {std::pair{"a", &narrow}, {"b", &wide}}) {
+    check_dense(name, *factor);
+    if (rank > 1 && factor->stride(0) != (int64_t)factor->shape(1))
+      refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
+  }
+  if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
+  nb::gil_scoped_release released;
+  std::vector<float> scratch((size_t)rank);
+  kernels().adapt({(const char*)rows.data(), (char*)const_cast<void*>(to.data()), row_stride(rows), row_stride(to),
+                   dtype_of(rows), (const float*)narrow.data(), (const float*)wide.data(), count, k, rank, columns,
+                   (float)scale, scratch.data()});
 }
 
 }  // namespace kt

@@ -80,6 +80,7 @@ NB_MODULE(_core, m) {
   m.def("machine", &describe_machine);
   m.def("grid", &describe_grid, "format"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "epsilon"_a);
+  m.def("add_lora", &add_lora, "x"_a, "a"_a, "b"_a, "out"_a, "scale"_a);
   m.def("lend", &lend, "bytes"_a);
   m.def("lent_bytes", [] { return lender().held(); });
   m.def("host_callbacks", [] {

@@ -116,6 +116,9 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& forma
 // out = x / sqrt(mean(x^2) + epsilon), rounded, times weight; on the calling thread.
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon);
 
+// out += scale (x a^T) b for a few rows; on the calling thread.
+void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double scale);
+
 const KernelTable& table_for(const std::string& isa, Precision precision = Precision::bf16);
 
 }  // namespace kt

@@ -5,6 +5,7 @@
 
 #include <time.h>
 
+#include "kernels/adapt.h"
 #include "kernels/attend.h"
 #include "kernels/back.h"
 #include "kernels/narrow.h"
@@ -190,6 +191,7 @@ constexpr KernelTable table_of(const char* name) {
           beside_experts<Isa>(&run_narrow<Isa::width>),
           beside_experts<Isa>(&run_attend<Isa::width>),
           beside_experts<Isa>(&run_norm<Isa::width>),
+          beside_experts<Isa>(&run_adapt<Isa::width>),
           &measure_rate<Isa>};
 }
 

@@ -262,6 +262,19 @@ struct Norm {
   float epsilon;
 };
 
+// out [rows][columns] += scale * (x [rows][k] A^T) B with A [rank][k] and B [rank][columns] in f32; x and out of one
+// type, bf16 or f32.
+struct Adapt {
+  const char* x;
+  char* out;
+  int64_t x_stride, out_stride;  // elements from row to row
+  DType type;
+  const float *a, *b;
+  int64_t rows, k, rank, columns;
+  float scale;
+  float* narrow;  // [rank], scratch
+};
+
 struct KernelTable {
   const char* name;  // of the variant
   Precision precision;
@@ -281,6 +294,7 @@ struct KernelTable {
   void (*narrow)(const Narrow&);  // null: not in this precision
   void (*attend)(const Attend&);  // likewise
   void (*norm)(const Norm&);      // likewise
+  void (*adapt)(const Adapt&);    // likewise
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };

@@ -42,6 +42,10 @@ def rms_norm(x: Any, weight: Any, out: Any, epsilon: float) -> None:
     """out [n, d] = x [n, d] over its root mean square, rounded, times weight [d]; all bfloat16 or all float32, on the
     calling thread."""
 
+def add_lora(x: Any, a: Any, b: Any, out: Any, scale: float) -> None:
+    """out [n, m] += scale * (x [n, k] a [r, k]^T) b [r, m] for a few rows; x and out bfloat16 or float32, a and b
+    float32; on the calling thread."""
+
 def lend(bytes: int) -> Any:
     """A numpy array of uint8, not cleared, whose memory is used again once nobody holds it."""
 

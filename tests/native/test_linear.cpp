@@ -1,5 +1,5 @@
-// Products and norms of few rows on every variant against double, each row's bits the same whoever is beside it; and
-// transposing.
+// Products, norms and LoRA of few rows on every variant against double, each row's bits the same whoever is beside it;
+// and transposing.
 #include "check.h"
 #include "moe/linear.h"
 #include "moe/transpose.h"
@@ -62,6 +62,35 @@ TEST(norm_every_variant) {
           }
         }
       }
+  }
+}
+
+TEST(adapt_every_variant) {
+  std::mt19937 random(7);
+  constexpr int64_t rows = 2, rank = 3;
+  for (const KernelTable* kernels : all_kernels()) {
+    CHECK((kernels->precision == Precision::bf16) == (kernels->adapt != nullptr));
+    if (!kernels->adapt) continue;
+    for (DType type : {DType::f32, DType::bf16})
+      for (int64_t k : {5, 64})
+        for (int64_t columns : {1, 16, 37}) {
+          Numbers x((size_t)(rows * k), 1.0, type, random), out((size_t)(rows * columns), 1.0, type, random);
+          Numbers a((size_t)(rank * k), 1.0, DType::f32, random), b((size_t)(rank * columns), 1.0, DType::f32, random);
+          std::vector<float> scratch(rank);
+          kernels->adapt({x.bytes.data(), out.bytes.data(), k, columns, type, (const float*)a.bytes.data(),
+                          (const float*)b.bytes.data(), rows, k, rank, columns, 0.5f, scratch.data()});
+          for (int64_t row = 0; row < rows; row++)
+            for (int64_t column = 0; column < columns; column++) {
+              double want = out.values[(size_t)(row * columns + column)];
+              for (int64_t r = 0; r < rank; r++) {
+                double sum = 0;
+                for (int64_t i = 0; i < k; i++) sum += x.values[(size_t)(row * k + i)] * a.values[(size_t)(r * k + i)];
+                want += 0.5 * sum * b.values[(size_t)(r * columns + column)];
+              }
+              double found = element_of<double>(out.bytes.data(), row * columns + column, type);
+              CHECK(std::abs(found - want) <= (type == DType::f32 ? 1e-5 : 1e-2) * std::max(1.0, std::abs(want)));
+            }
+        }
   }
 }
 

@@ -32,10 +32,14 @@ from ktransformers.nn.operator import is_placed
 from ktransformers.serve.slots import Owner
 
 
+FEW = 8  # rows that the core adds to on the thread that asks: torch would wake all of its threads for them
+TYPES = (torch.bfloat16, torch.float32)
+
+
 @dataclass(frozen=True)
 class Linear:
     a: Tensor  # [r, in], float32
-    b: Tensor  # [out, r], float32
+    b: Tensor  # [r, out], float32
     scaling: float
 
 
@@ -153,7 +157,7 @@ class Places:
         if (pair.a.shape[1], pair.b.shape[0]) != (linear.in_features, linear.out_features):
             given = f"{pair.b.shape[0]} by {pair.a.shape[1]}"
             raise InputError(f"{source}: {name}", given, f"{linear.out_features} by {linear.in_features}")
-        a, b = (tensor.to(linear.weight.device, torch.float32).contiguous() for tensor in (pair.a, pair.b))
+        a, b = (one.to(linear.weight.device, torch.float32).contiguous() for one in (pair.a, pair.b.T))
         return Linear(a, b, pair.scaling)
 
 
@@ -220,5 +224,8 @@ def _add(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         raise InputError(type(module).__name__, given, "every token once", "LoRA on this layer cannot be served")
     for share in shares:
         part, linear = slice(share.first, share.last), share.adapter.linears[module]
-        delta = (entered[part].float() @ linear.a.T) @ linear.b.T
-        left[part] = (left[part].float() + delta * linear.scaling).to(left.dtype)
+        x, y = entered[part], left[part]
+        if x.device.type == "cpu" and x.shape[0] <= FEW and x.dtype == y.dtype and x.dtype in TYPES:
+            _core.add_lora(x, linear.a, linear.b, y, linear.scaling)
+        else:
+            y.copy_(y.float() + (x.float() @ linear.a.T) @ linear.b * linear.scaling)
