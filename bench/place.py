@@ -179,9 +179,11 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
             taken[policy].append(step(layers, load, factors, args.backward))
     found: dict[str, Any] = {policy: statistics.median(times) for policy, times in taken.items()}
     if "auto" in engines:
-        last = engines["auto"][0].layer.last.get("backward" if args.backward else "forward")
-        layer = engines["auto"][0].layer
-        found["split"] = None if last is None else [len(last.there), len(last.streamed), len(last.cpu)]
+        phase = "backward" if args.backward else "forward"
+        last = [one.layer.last.get(phase) for one in engines["auto"]]
+        found["splits"] = [None if one is None else [len(one.there), len(one.streamed), len(one.cpu)] for one in last]
+        found["split"] = found["splits"][LAYERS // 2]  # the first had a pause before it
+        layer = engines["auto"][LAYERS // 2].layer
         found["correction"] = {f"{key[0]}{' beside' * key[1]}": value for key, value in layer.correction.items()}
     return found
 

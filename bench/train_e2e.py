@@ -7,7 +7,8 @@ autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on
 on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. `kt` is measured for each of `--policies` (where
 experts are computed) and `--formats` (of their packed bytes). Each variant runs in a process of its own, so that no
 peak is another's. The seconds are the median of steps that nothing interrupts; where they go is told by one more step,
-in which the device is waited for at every border. Without a GPU everything runs on the CPU (for tests).
+in which the device is waited for at every border. `ideal` (`ideal.py`) is the best schedule that the machine's bare
+rates allow for ours. Without a GPU everything runs on the CPU (for tests).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from e2e_models import VARIANTS, Recipe, attention_layers, build, expert_layers, loss_of, recipes
+from ideal import ideal, measure
+from peaks import GIB, Peaks
 from timing import Table, Watch, describe_machine, print_last_line, save, spread
 
 if TYPE_CHECKING:
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
 POLICIES = ("cpu", "stream", "resident", "auto")
 PLACE = "KT_PLACE"  # how the child learns the policy
 PARTS = ("experts_forward", "experts_backward", "experts_again", "attention", "optimizer", "rest")
-GIB = 1 << 30
-PROBE = 64 << 20  # bytes of pinned memory, to see whether RSS counts them
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -77,55 +78,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if name not in POLICIES:
             parser.error(f"--policies: no policy {name!r}; there are {', '.join(POLICIES)}")
     return args
-
-
-def host_bytes(key: str) -> int:
-    """A line of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-class Peaks:
-    """Memory of this process since `reset`. The driver maps pinned memory in a way that RSS may not count; whether it
-    does is tried once, and where it does not, what torch's pinned allocator holds is added."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._gpu = device.type == "cuda"
-        self._uncounted = False
-        if self._gpu:
-            before = host_bytes("VmRSS")
-            probe = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True).fill_(1)
-            self._uncounted = host_bytes("VmRSS") - before < PROBE // 2
-            del probe  # the allocator keeps it for what is pinned later
-
-    def reset(self) -> None:
-        import torch
-
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-        if self._gpu:
-            torch.cuda.reset_peak_memory_stats()
-
-    def _pinned(self) -> int:
-        import torch
-
-        if not self._gpu or not self._uncounted:
-            return 0
-        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
-
-    def read(self) -> dict[str, float]:
-        import torch
-
-        gpu = self._gpu
-        return {
-            "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if gpu else 0.0,
-            "gpu_reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0,
-            "host_peak_gib": (host_bytes("VmHWM") + self._pinned()) / GIB,
-            "host_pinned_apart_gib": self._pinned() / GIB,
-        }
 
 
 class Clock:
@@ -248,6 +200,7 @@ class Trainer:
         foreign = watch.foreign()
         peaks = self.peaks.read()
         whole, parts = self.profile(batches)
+        touched = self.touched(batches[0])
         step_s = statistics.median(taken)
         cell = {"tokens": tokens, "pieces": pieces, "step_s": step_s, "tokens_per_s": tokens / step_s}
         return {
@@ -259,7 +212,21 @@ class Trainer:
             "losses": [losses[0], losses[-1]],
             "profiled_s": whole,
             "parts": parts,
+            "touched": touched,
         }
+
+    def touched(self, batch: torch.Tensor) -> float:
+        """Experts of a layer that a piece of a step asks for: fewer than there are, as random routers are not fair."""
+        import torch
+
+        found: list[int] = []
+        seen = lambda module, args: found.append(args[1].unique().numel())  # noqa: E731
+        handles = [module.register_forward_pre_hook(seen) for module in expert_layers(self.model)]
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss_of(self.model, batch, self.recipe.loss_rows)
+        for handle in handles:
+            handle.remove()
+        return statistics.mean(found)
 
     def profile(self, batches: list[torch.Tensor]) -> tuple[float, dict[str, float]]:
         """One step by the clock: seconds in all, and of each part."""
@@ -305,11 +272,13 @@ class Bench:
         self.failed = False
         machine = describe_machine()
         machine["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self.rates = measure()
+        machine["rates"] = dataclasses.asdict(self.rates)
         self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine, "models": {}, "cells": []}
         print(f"{machine['cpu']}: {machine['cpus']} CPUs; GPU: {machine['gpu'] or 'none'}")
-        heads = ["model", "variant", "format", "tokens", "pieces", "s/step", "tokens/s", "GPU GiB", "host GiB"]
+        heads = ["model", "variant", "format", "tokens", "pieces", "s/step", "ideal", "tokens/s", "GPU GiB", "host GiB"]
         heads += ["fwd", "bwd", "again", "attn", "optim", "rest"]
-        self.table = Table(heads, [10, 10, 7, 6, 6, 8, 8, 7, 8, 7, 7, 7, 7, 7, 7])
+        self.table = Table(heads, [10, 10, 7, 6, 6, 8, 7, 8, 7, 8, 7, 7, 7, 7, 7, 7])
 
     def note(self, text: str) -> None:
         self.failed = True
@@ -320,7 +289,8 @@ class Bench:
         self.document["cells"].append(cell)
         variant = f"{cell['variant']} {cell['policy']}".rstrip()
         row = [cell["model"], variant, cell["format"], str(cell["tokens"]), str(cell["pieces"])]
-        row += [f"{cell['step_s']:.3f}", f"{cell['tokens_per_s']:.0f}"]
+        best = f"{cell['ideal']['seconds']:.3f}" if "ideal" in cell else ""
+        row += [f"{cell['step_s']:.3f}", best, f"{cell['tokens_per_s']:.0f}"]
         row += [f"{cell['gpu_peak_gib']:.2f}", f"{cell['host_peak_gib']:.2f}"]
         row += [f"{cell['parts'][part]:.3f}" for part in PARTS]
         self.table.row(row)
@@ -362,7 +332,10 @@ class Bench:
             stop.start()
             for line in process.stdout:
                 if line.startswith("{"):
-                    self.add({**named, **json.loads(line)})
+                    cell = {**named, **json.loads(line)}
+                    if variant == "kt":
+                        cell["ideal"] = ideal(recipe, cell, self.rates)
+                    self.add(cell)
             status = process.wait()
             stop.cancel()
             if status:

@@ -1,7 +1,7 @@
 """Benches run as a user runs them, or by their `main` in this process, which has torch already.
 
-In this process readings of the machine are short and take little memory: what the machine can do is nobody's question
-here, and of a bench's seconds they are the most.
+In this process there is one round, and readings of the machine are short and take little memory: what the machine can
+do is nobody's question here, and of a bench's seconds they are the most.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def main_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[s
     monkeypatch.setattr(timing, "READ_BYTES", 1 << 22)
     for name in ("timing", "contest", "moe", "sweeps"):
         monkeypatch.setattr(importlib.import_module(name), "SETTLE", 0.0)
+    for name in ("contest", "moe"):
+        monkeypatch.setattr(importlib.import_module(name), "ROUNDS", 1)
 
     def of(name: str) -> Callable[[list[str]], int]:
         main: Callable[[list[str]], int] = importlib.import_module(name).main

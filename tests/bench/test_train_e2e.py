@@ -56,6 +56,7 @@ def test_the_headline_recipe_in_small(run_bench: Run) -> None:
     for cell in document["cells"]:
         check(cell)
         assert cell["parts"]["experts_again"] > 0
+        assert 0 < cell["ideal"]["seconds"] < cell["step_s"], "faster than the machine's bare loops"
     assert document["models"]["tiny-latent"]["activation"] == "recompute"
     assert any("published" in line and "1 token/s" in line for line in table)
 

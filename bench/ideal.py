@@ -1,0 +1,91 @@
+"""The best schedule that a machine allows for a training step: DRAM, PCIe, the CPU's tiles and the GPU all busy, nobody
+waiting for anybody.
+
+Rates are bare loops of the same run: memory by plain reads, tiles by products over panels in L2, the link by copies of
+pinned memory, the GPU by a large product. A step needs the experts' bytes out of memory once forward and once back,
+whoever computes; the share x of them that the GPU computes crosses the link as often; the rest is multiplied by the
+tiles. `ideal` takes the x for which the busiest of the four ends first. It counts no launches, no optimiser and no
+softmax, so no program reaches it; a measured step over it says what is left to gain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from e2e_models import Recipe
+
+from ktransformers.place.formats import format_of, packed_expert_bytes
+
+MEGABYTES = 256 << 20
+SIDE = 8192  # of the GPU's product
+AGAIN = 5 / 3  # products of backward on the GPU over forward's: gate and up once more, then as many as forward
+
+
+@dataclass(frozen=True)
+class Rates:
+    read: float  # bytes/s
+    tiles: float  # flop/s
+    link: float = 0.0  # bytes/s; 0: no GPU
+    gpu: float = 0.0  # flop/s
+
+
+def measure() -> Rates:
+    import torch
+
+    from ktransformers.nn.pool import default_pool
+
+    pool = default_pool()
+    read, tiles = pool.rate("read", 0.2, bytes=(1 << 30) // pool.threads), pool.rate("panels", 0.2)
+    if not torch.cuda.is_available():
+        return Rates(read, tiles)
+    here = torch.empty(MEGABYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(MEGABYTES, dtype=torch.uint8, device="cuda")
+    square = torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
+    link = MEGABYTES / _seconds(there.copy_, here, True)
+    gpu = 2 * SIDE**3 / _seconds(torch.matmul, square, square)
+    return Rates(read, tiles, link, gpu)
+
+
+def _seconds(call: Callable[..., Any], *given: Any) -> float:
+    import torch
+
+    taken = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call(*given)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begun)
+    return min(taken)
+
+
+def ideal(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
+    """Seconds of a measured cell's step, and of each of the four at the share that was chosen."""
+    words, layers, tokens = recipe.config, cell["layers"], cell["tokens"]
+    hidden, wide, top = words["hidden_size"], words["moe_intermediate_size"], words["num_experts_per_tok"]
+    sparse = layers - words.get("first_k_dense_replace", 0)
+    expert = packed_expert_bytes(hidden, wide, True, format_of(cell["format"].partition(":")[0]))
+    size = 2 * sparse * cell["pieces"] * cell["touched"] * expert
+    wide_lora = 2 * recipe.rank * (2 * hidden + 3 * wide)
+    forward = 2.0 * tokens * top * sparse * (3 * hidden * wide + wide_lora / 2)
+    back = 2.0 * tokens * top * sparse * (3 * hidden * wide + wide_lora)
+    head = words.get("head_dim") or hidden // words["num_attention_heads"]
+    rows = words["num_attention_heads"] * head * 2 + words["num_key_value_heads"] * head * 2
+    # Attention forward, again and back; the head forward and back.
+    rest = 2.0 * tokens * (layers * hidden * rows * 3 + 2 * hidden * recipe.vocabulary)
+
+    def at(share: float) -> dict[str, float]:
+        return {
+            "dram": size / rates.read,
+            "pcie": share * size / rates.link if rates.link else 0.0,
+            "tiles": (1 - share) * (forward + back) / rates.tiles,
+            "gpu": (share * forward * (1 + AGAIN) + rest) / rates.gpu if rates.gpu else 0.0,
+        }
+
+    fixed = {"cpu": [0.0], "stream": [1.0]} if rates.link else {cell["policy"]: [0.0]}
+    shares = fixed.get(cell["policy"], [step / 100 for step in range(101)])
+    best = min(shares, key=lambda share: max(at(share).values()))
+    return {"seconds": max(at(best).values()), "share": best, **at(best)}

@@ -1,0 +1,61 @@
+"""The most memory that a process held, on the host and on the GPU, since it was last asked to forget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 1 << 30
+PROBE = 64 << 20  # bytes of pinned memory, to see whether RSS counts them
+
+
+def host_bytes(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class Peaks:
+    """Memory of this process since `reset`. The driver maps pinned memory in a way that RSS may not count; whether it
+    does is tried once, and where it does not, what torch's pinned allocator holds is added."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._gpu = device.type == "cuda"
+        self._uncounted = False
+        if self._gpu:
+            before = host_bytes("VmRSS")
+            probe = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True).fill_(1)
+            self._uncounted = host_bytes("VmRSS") - before < PROBE // 2
+            del probe  # the allocator keeps it for what is pinned later
+
+    def reset(self) -> None:
+        import torch
+
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        if self._gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def _pinned(self) -> int:
+        import torch
+
+        if not self._gpu or not self._uncounted:
+            return 0
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+    def read(self) -> dict[str, float]:
+        import torch
+
+        gpu = self._gpu
+        return {
+            "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if gpu else 0.0,
+            "gpu_reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0,
+            "host_peak_gib": (host_bytes("VmHWM") + self._pinned()) / GIB,
+            "host_pinned_apart_gib": self._pinned() / GIB,
+        }
