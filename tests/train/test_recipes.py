@@ -27,6 +27,8 @@ RECIPES = sorted((ROOT / "examples").glob("*_*.yaml"))  # of `kt train`; demo.ya
 FAMILY = {
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
+    "deepseek2": "deepseek_v2",
+    "deepseek3": "deepseek_v3",
     "kimi": "deepseek_v3",
     "qwen3_5": "qwen3_5_moe_text",
     "smollm2": "mixtral",
@@ -98,6 +100,28 @@ def test_a_run_prints_lines_and_leaves_the_adapter(tiny: Path, tmp_path: Path) -
     assert len(lines) == 2 and "loss" in lines[0] and "left" in lines[0] and "tokens/s" in lines[1]
     assert "24 tensors trained" in done.output
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEDS)
+def test_seed_files_run(
+    name: str, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file, on a tiny model of the family, with few and short rows; data that may not be shipped is there."""
+    monkeypatch.chdir(tmp_path)
+    if "alpaca_en_demo" in SEEDS[name]["dataset"]:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "alpaca.json").write_text('[{"instruction": "Say sea.", "input": "", "output": "sea!"}]')
+        (tmp_path / "data" / "dataset_info.json").write_text('{"alpaca_en_demo": {"file_name": "alpaca.json"}}')
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(SEEDS[name], sort_keys=False))
+    done = invoke(
+        "x.yaml", f"model_name_or_path={model_of(family_of(name))}", "max_samples=4", "cutoff_len=96", "logging_steps=1"
+    )
+    assert done.exit_code == 0, done.output
+    output = tmp_path / SEEDS[name]["output_dir"]
+    lines = [json.loads(line) for line in (output / "trainer_log.jsonl").read_text().splitlines()]
+    assert [line["current_steps"] for line in lines if "loss" in line] == [1, 2, 3], "an epoch is one step"
+    assert (output / "training_loss.png").is_file() and (output / "kt_manifest.json").is_file()
 
 
 def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None:
