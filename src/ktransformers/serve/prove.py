@@ -294,10 +294,10 @@ def against_server(
 ) -> list[Check]:
     if url is not None:
         return _served(Client(url, key), target, rows, graph, matrices, lambda name: "")
-    with in_process(launch, target, say) as (address, model):
+    with in_process(launch, target, say) as (address, service):
 
         def where(name: str) -> str:
-            marks = served_marks(Client(address, None), model, name, rows, graph.modules)
+            marks = served_marks(Client(address, None), service, name, rows, graph.modules)
             return first_apart(marks, graph.adapter.marks, graph.floor.marks) or "the output"
 
         return _served(Client(address, None), target, rows, graph, matrices, where)

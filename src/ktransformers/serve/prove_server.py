@@ -28,7 +28,7 @@ from ktransformers.serve.target import Target
 
 @contextmanager
 def in_process(launch: Launch, target: Target, say: Say) -> Iterator[tuple[str, Any]]:
-    """A server on a free port of this machine, and the model behind it."""
+    """A server on a free port of this machine, and the service behind it."""
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve.api import create_app
@@ -43,7 +43,7 @@ def in_process(launch: Launch, target: Target, say: Say) -> Iterator[tuple[str, 
             if not thread.is_alive():
                 raise KTError("the server did not start")
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{door.getsockname()[1]}", service.engine.forward.model
+        yield f"http://127.0.0.1:{door.getsockname()[1]}", service
     finally:
         server.should_exit = True
         thread.join()
@@ -85,10 +85,12 @@ def ask(client: Client, name: str, row: Sequence[int]) -> Tensor:
     return torch.tensor([float("nan") if value is None else float(value) for value in found[1:]])
 
 
-def served_marks(client: Client, model: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Marks:
+def served_marks(client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Marks:
+    """Of an adapter. What the server remembers of it is forgotten first, or it would not compute the rows again."""
     found: dict[str, list[Tensor]] = {one: [] for one in names}
     for row in rows:
-        with marking(model, names) as seen:
+        service.engine.forget(service.find(name).owner)
+        with marking(service.engine.forward.model, names) as seen:
             ask(client, name, row)
         for one, parts in seen.items():
             found[one].append(torch.cat(parts))
