@@ -25,6 +25,14 @@ class Doubled(nn.Module):
         return 2 * x * self.weight
 
 
+class Gated(Doubled):
+    """A norm that also takes a gate, as those of linear attention do."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        assert gate is not None
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * gate
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_stock_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -48,7 +56,7 @@ def test_the_stock_norm(dtype: torch.dtype) -> None:
 def test_others_stay() -> None:
     gemma = Gemma3RMSNorm(32)
     gemma.weight.data.fill_(0.25)
-    assert hasten_norms(nn.ModuleList([gemma, Doubled(), nn.LayerNorm(32)])) == 0
+    assert hasten_norms(nn.ModuleList([gemma, Doubled(), Gated(), nn.LayerNorm(32)])) == 0
 
 
 def test_all_of_a_model() -> None:

@@ -9,6 +9,7 @@ gradients and for up to `MOST` numbers, otherwise the module's own as before.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,8 @@ def _fits(module: Any) -> bool:
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
     if list(parameters) != ["weight"] or list(module.children()) or isinstance(module.forward, functools.partial):
+        return False
+    if len(inspect.signature(module.forward).parameters) != 1:  # the norms of some states take a gate as well
         return False
     return weight is not None and weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in TYPES
 
