@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from tests.forked import python
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "data" / "minimind_6400"
@@ -129,7 +128,8 @@ def measure(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, Any] = {}
         for part in ("build", "train"):
-            done = python("from tests.place.measured import main; main()", name, part, folder)
+            command = [sys.executable, "-m", "tests.place.measured", name, part, folder]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{name}: {part}: {done.stderr[-2000:]}")
             found |= json.loads(done.stdout.splitlines()[-1])
