@@ -37,8 +37,8 @@ from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.split import Costs, Split, split
 
 Result = TypeVar("Result")
-SETTLE = 0.2  # weight of the newest measurement in the correction of the CPU's costs
-MOST = 3.0  # the correction, or one over it
+SETTLE = 0.5  # weight of the newest measurement in the correction of the CPU's costs
+MOST = 8.0  # the correction, or one over it: costs may have been measured while others used the machine
 WORTH = 1e-3  # seconds that a share of the CPU must be expected to take to tell something about its costs
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 

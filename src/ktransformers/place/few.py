@@ -66,6 +66,10 @@ class Ready:
     residents: Residents | None
 
 
+def _size(hidden: Tensor, ids: Tensor, weights: Tensor) -> Size:
+    return tuple(hidden.shape), ids.shape[1], (hidden.dtype, ids.dtype, weights.dtype)
+
+
 class Few:
     def __init__(self, device: torch.device, side: Side) -> None:
         self.device, self.side = device, side
@@ -99,7 +103,12 @@ class Few:
         if reason and capturing:
             expected = f"experts without LoRA, 1 to {MOST} tokens (fewer with encoded residents), no policy stream"
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
-        return not reason and (capturing or self.unasked)
+        # Without residents asking is faster, outside of a graph; but what a graph needs is made by a first call.
+        wanted = (
+            layer.index in self.side.residents
+            or (layer.index, _size(batch.hidden, batch.ids, batch.weights)) not in self._ready
+        )
+        return not reason and (capturing or (self.unasked and wanted))
 
     def _capturing(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()
@@ -162,7 +171,7 @@ class Few:
 
     def _find(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...]) -> Ready:
         hidden, ids, weights = given
-        size = (tuple(hidden.shape), ids.shape[1], (hidden.dtype, ids.dtype, weights.dtype))
+        size = _size(hidden, ids, weights)
         found = self._ready.get((layer.index, size))
         capturing = self._capturing()
         if found is not None and self._is_current(layer.index):
