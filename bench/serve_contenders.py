@@ -154,5 +154,5 @@ def open_ours(
         return
     from ktransformers.serve.prove_server import in_process
 
-    with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, served):
-        yield OverHttp(url, "base", served)
+    with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
+        yield OverHttp(url, "base", service.engine.forward.model)
