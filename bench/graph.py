@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shapes import SHAPES, Shape, make_weights
+from place import stores
+from shapes import SHAPES, Shape
 from timing import Table, describe_machine, print_last_line, save
 
 if TYPE_CHECKING:
@@ -111,22 +112,6 @@ class Step:
         return statistics.median(taken[2:])
 
 
-def packed_layers(shape: Shape, spec: str) -> list[ExpertStore]:
-    from ktransformers.checkpoint.encoded import encode
-    from ktransformers.nn import ExpertStore
-
-    found = []
-    for seed in range(LAYERS):
-        weights = make_weights(shape, seed)
-        matrices: dict[str, Any] = {"gate": weights.gate, "up": weights.up, "down": weights.down}
-        if spec != "bf16":
-            matrices = {name: encode(matrix, spec) for name, matrix in matrices.items()}
-        store = ExpertStore(shape.experts, shape.hidden, shape.intermediate, formats=spec)
-        store.pack(**matrices)
-        found.append(store)
-    return found
-
-
 def ways(step: Step, static: torch.Tensor, out: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
     """Each computes from `static` into `out`; a way that this format has not is left out."""
     import torch
@@ -201,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     heads = ["format", "tokens", "share", *(f"{name} ms" for name in names), "cpu ms", *(f"{n} t/s" for n in names)]
     table = Table([*heads, "apart"], [8, 6, 5, 8, 12, 8, 7, 9, 13, 9, 8])
     for spec in args.formats:
-        step = Step(shape, packed_layers(shape, spec), device, spec)
+        step = Step(shape, stores(shape, spec, LAYERS), device, spec)
         for share in map(float, args.shares):
             step.settle(share)
             for tokens in map(int, args.tokens):

@@ -59,12 +59,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def stores(shape: Shape, spec: str) -> list[ExpertStore]:
+def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
     from ktransformers.checkpoint.encoded import encode
     from ktransformers.nn import ExpertStore
 
     found = []
-    for seed in range(LAYERS):
+    for seed in range(layers):
         weights = make_weights(shape, seed)
         matrices: dict[str, Any] = {"gate": weights.gate, "up": weights.up, "down": weights.down}
         if spec != "bf16":

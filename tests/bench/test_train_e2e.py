@@ -32,7 +32,7 @@ def check(cell: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_variants_train_the_same_model(run_script: Run, tmp_path: Path) -> None:
-    options = ["--models", "tiny", "--tokens", "64", "--json", str(tmp_path / "e2e.json")]
+    options = ["--models", "tiny", "--tokens", "256", "--json", str(tmp_path / "e2e.json")]
     table, document = run_script("train_e2e", *SHORT, *options)
     assert document == json.loads((tmp_path / "e2e.json").read_text())
     assert document["bench"] == "train_e2e" and "notes" not in document
