@@ -31,7 +31,6 @@ from ktransformers.nn.mixed import MixedLora
 from ktransformers.nn.operator import is_placed
 from ktransformers.serve.slots import Owner
 
-
 FEW = 8  # rows that the core adds to on the thread that asks: torch would wake all of its threads for them
 TYPES = (torch.bfloat16, torch.float32)
 
