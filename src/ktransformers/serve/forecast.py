@@ -43,17 +43,22 @@ def forecast(
         return None, f"no forecast of memory and time: {error}"
 
 
-def at_start(plan: Plan) -> Comparison:
+def at_start(plan: Plan, service: Service) -> Comparison:
     """Predicted and measured host memory before the first request: no cache yet, nothing computed."""
     later = ("KV cache", "activations", "workspace", "transfers")
-    expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later)
+    expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later) + _adapters(service)
     return Comparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
 def at_end(plan: Plan, service: Service) -> Comparison:
     """And after the last one, with the cache as large as it became."""
     host = plan.nearest.memory.host
-    expected = sum(size for name, size in host.items() if name != "KV cache")
+    expected = sum(size for name, size in host.items() if name != "KV cache") + _adapters(service)
     if "KV cache" in host:
         expected += service.engine.slots.most * service.per_token
     return Comparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
+
+
+def _adapters(service: Service) -> int:
+    """Bytes of those that are loaded; a plan knows of none."""
+    return sum(one.resident.bytes() for one in service.registry.loaded.values())

@@ -208,7 +208,7 @@ def serve(launch: Launch, say: Say, show: Show) -> None:
         watch.start()
     port = door.getsockname()[1]
     if plan is not None:
-        say(str(forecast.at_start(plan)))
+        say(str(forecast.at_start(plan, service)))
     say(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
         server.run(sockets=[door])
