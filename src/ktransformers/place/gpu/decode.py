@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ktransformers.place.gpu.grids import VALUES_IN_ROWS, rows_of_tiles
 from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, Format, Matrix, Strip
+from ktransformers.place.gpu.optional import triton_kernels
 
 Fields = list[Tensor]  # float32 or integers, [..., 16, spans, count]
 DTYPES = {
@@ -33,20 +33,11 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: Matrix, out: Tensor) -> None:
     """`packed` uint8 `[slots, expert_bytes]`, `out` bf16 `[G, out_rows, K]`; `where` is `slots` as int32 `[G]` on the
     device, because asking it for them would wait."""
-    if packed.is_cuda and (kernels := _kernels()) is not None and kernels.knows(matrix):
+    if packed.is_cuda and (kernels := triton_kernels("kernels")) is not None and kernels.knows(matrix):
         kernels.decode(packed, where, matrix, out)
         return
     for place, slot in enumerate(slots):  # one at a time: float32 in between is many times as large
         decode_plain(packed[slot], matrix, out[place])
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    try:
-        from ktransformers.place.gpu import kernels
-    except ImportError:  # no Triton: everything else is there
-        return None
-    return kernels
 
 
 def decode_plain(packed: Tensor, matrix: Matrix, out: Tensor) -> None:

@@ -11,9 +11,6 @@ the CPU rounds too.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -21,25 +18,16 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
 from ktransformers.place.gpu.decode import decode_plain
 from ktransformers.place.gpu.layout import Geometry, Matrix
+from ktransformers.place.gpu.optional import triton_kernels
 from ktransformers.place.gpu.side import Packed
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.gpu.steps import SILU
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    try:
-        from ktransformers.place.gpu import gemv
-    except ImportError:  # no Triton
-        return None
-    return gemv
-
 
 DECODED_BYTES = 640 << 20  # of matrices at a time, as in `side.py`
 
 
 def runs_on(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and _kernels() is not None)
+    return device.type == "cpu" or (device.type == "cuda" and triton_kernels("gemv") is not None)
 
 
 def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
@@ -48,13 +36,13 @@ def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
         return True
     if rows * geometry.decoded_bytes > DECODED_BYTES:
         return False
-    kernels = _kernels() if device.type == "cuda" else None
+    kernels = triton_kernels("gemv") if device.type == "cuda" else None
     return kernels is None or all(kernels.kernels.knows(matrix) for matrix in (geometry.first, geometry.down))
 
 
 def count(ids: Tensor, counts: Tensor) -> None:
     """Adds the rows of each expert to int32 `[E]`; ids outside count nowhere."""
-    if ids.is_cuda and (kernels := _kernels()) is not None:
+    if ids.is_cuda and (kernels := triton_kernels("gemv")) is not None:
         kernels.count(ids, counts)
         return
     inside = ids[(ids >= 0) & (ids < counts.shape[0])]
@@ -64,7 +52,7 @@ def count(ids: Tensor, counts: Tensor) -> None:
 def forward(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """float32 `[T, H]`, what the residents add; contiguous `[T, H]`, `[T, k]`, `[T, k]` on the device of the slots."""
     geometry, (first_bias, down_bias) = layer.geometry, layer.biases
-    kernels = _kernels() if hidden.is_cuda else None
+    kernels = triton_kernels("gemv") if hidden.is_cuda else None
     if kernels is None:
         return _plain(layer, room, place, hidden, ids, weights)
     fused = geometry.gated and layer.gate == SILU

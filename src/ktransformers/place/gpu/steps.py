@@ -6,7 +6,6 @@ the gate that nearly all models have (silu, without a limit) in one kernel (`fus
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -15,21 +14,13 @@ from torch import Tensor
 
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
+from ktransformers.place.gpu.optional import triton_kernels
 
 SILU = Gate("silu")
 
 
-@functools.cache
-def _fused() -> ModuleType | None:
-    try:
-        from ktransformers.place.gpu import fused
-    except ImportError:  # no Triton
-        return None
-    return fused
-
-
 def kernels_for(device: torch.device) -> ModuleType | None:
-    return _fused() if device.type == "cuda" else None
+    return triton_kernels("fused") if device.type == "cuda" else None
 
 
 def _halves(wide: Tensor, extra: Tensor | None, gated: bool) -> tuple[Tensor, ...]:
