@@ -116,6 +116,12 @@ def test_who_is_taken(device: str) -> None:
     assert not few.takes(layer, batch(SMALL, 1, device), "stream")
     assert not few.takes(layer, replace(batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
     assert not few.takes(layer, empty(device), "resident")
+    nobody = served(store, device, "resident", residents=())
+    assert nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident"), "what graphs need is made"
+    nobody.engine.infer(nobody.layer, batch(SMALL, 2, device))
+    assert not nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident"), "asking is faster"
+    nobody.engine.few.unasked = True
+    assert nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident")
     few.unasked = False
     assert not few.takes(layer, batch(SMALL, 1, device), "resident")
 

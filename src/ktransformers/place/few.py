@@ -73,7 +73,7 @@ def _size(hidden: Tensor, ids: Tensor, weights: Tensor) -> Size:
 class Few:
     def __init__(self, device: torch.device, side: Side) -> None:
         self.device, self.side = device, side
-        self.unasked = True  # also outside of a capture
+        self.unasked: bool | None = None  # outside of a capture: always, never, or (None) where it is faster
         self._cuda = device.type == "cuda"
         self._buffers: dict[Size, Buffers] = {}
         self._residents: dict[int, Residents | None] = {}  # by layer
@@ -103,12 +103,11 @@ class Few:
         if reason and capturing:
             expected = f"experts without LoRA, 1 to {MOST} tokens (fewer with encoded residents), no policy stream"
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
-        # Without residents asking is faster, outside of a graph; but what a graph needs is made by a first call.
-        wanted = (
-            layer.index in self.side.residents
-            or (layer.index, _size(batch.hidden, batch.ids, batch.weights)) not in self._ready
-        )
-        return not reason and (capturing or (self.unasked and wanted))
+        if reason or capturing or self.unasked is not None:
+            return not reason and (capturing or bool(self.unasked))
+        # Without residents asking is faster; but what a graph needs is made by a first call outside of it.
+        size = _size(batch.hidden, batch.ids, batch.weights)
+        return layer.index in self.side.residents or (layer.index, size) not in self._ready
 
     def _capturing(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()
