@@ -46,6 +46,10 @@ class Span:
     last: int
     position: int  # of the first row in its sequence
 
+    @property
+    def rows(self) -> int:
+        return self.last - self.first
+
 
 _active: ContextVar[Sequence[Span] | None] = ContextVar("spans", default=None)
 
@@ -81,12 +85,11 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = _layer(module)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    single = [span for span in rows if span.last - span.first == 1] if _native(query, value, softcap, s_aux) else []
-    if single:
-        _decode(layer, single, query[0], key[0], value[0], out, scale, sliding_window)
-    for span in rows if len(single) < len(rows) else []:
-        if single and span.last - span.first == 1:
-            continue
+    native = _native(query, value, softcap, s_aux)
+    new = [span for span in rows if native and span.rows == 1]
+    if new:
+        _decode(layer, new, query[0], key[0], value[0], out, scale, sliding_window)
+    for span in (span for span in rows if not native or span.rows > 1):
         part = slice(span.first, span.last)
         keys, values = span.slot.write(layer, span.position, key[0, :, part], value[0, :, part])
         start = 0
