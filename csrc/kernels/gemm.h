@@ -10,8 +10,8 @@
 // number of threads: every row sees the same operations in the same order.
 #pragma once
 
+#include "kernels/decoding.h"
 #include "kernels/elementwise.h"
-#include "kernels/made.h"
 #include "kernels/pack.h"
 
 namespace kt {
@@ -101,15 +101,15 @@ class Unfinished {
   int next_ = 0, per_step_ = 0;
 };
 
-// What a core does beside a product: finish the rows of the last one and make tiles of blocks that are none.
-template <class Rows, class Made>
+// What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode.
+template <class Rows, class Decoding>
 struct Meanwhile {
   Rows& rows;
-  Made* made;  // null: blocks are tiles
+  Decoding* decoding;  // null: blocks are tiles
 
   // The k-th pair of weight tiles.
   const char* tiles(const char* b, int k, int tile_bytes) {
-    return made ? made->tiles(k) : b + (int64_t)k * 2 * tile_bytes;
+    return decoding ? decoding->tiles(k) : b + (int64_t)k * 2 * tile_bytes;
   }
   void step() { rows.step(); }
   void all() { rows.all(); }
@@ -161,43 +161,45 @@ inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop
 }
 
 // Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
-// last, where they are read as they lie or decoded. `where` gives a product its place for the sums, `finish(product,
-// row, sums)` takes every row once it is complete.
+// last, unless the blocks are at hand (`turned`). `where` gives a product its place for the sums, `finish(product, row,
+// sums)` takes every row once it is complete.
 template <class Isa, class Unit, class Where, class Finish>
-inline void for_each_product(const Unit& u, bool complete, const char* after, const Drop& drop, const Where& where,
-                             const Finish& finish) {
+inline void for_each_product(const Unit& u, bool complete, const char* after, bool turned, const Drop& drop,
+                             const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
   using Rows = Unfinished<typename Isa::Real, Finish>;
   Rows unfinished(finish);
-  MadeAhead<Isa> made(u, passes);
-  Meanwhile<Rows, MadeAhead<Isa>> meanwhile{unfinished, made.needed() && Isa::overlaps ? &made : nullptr};
-  const char* block_at = u.base.b;  // as it is stored; null: turned
-  int64_t block_bytes = 0;
-  bool encoded = false;
-  if constexpr (requires { u.block_bytes; }) block_bytes = (int64_t)u.block_bytes;
-  if constexpr (requires { u.coded; }) encoded = u.coded.how;
+  const Encoding* how = nullptr;
+  DecodingAhead<Isa> ahead_of_it(u, passes), *decoding = nullptr;
+  if constexpr (requires { u.coded; }) how = u.coded.how;
+  if (how && Isa::overlaps) decoding = &ahead_of_it;
   Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     ProductOf<typename Isa::Real> p;
     p.s = u.base;
-    p.s.b = block_at;
+    p.s.b += (block - u.block0) * u.block_bytes;
     p.block = block;
     p.block0 = u.block0;
     p.extra = u.extra;
     p.rows = u.tiling.rows;
-    if (block_at) block_at += block_bytes;
-    const char* next = block + 1 < u.block1 ? block_at : after;
-    made.begin();
-    if (made.needed() && !Isa::overlaps) p.s.b = made.all();
+    const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : after;
+    if (turned) next = nullptr;
+    if constexpr (requires { u.coded; } && !Isa::overlaps)
+      if (how) {
+        decode_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
+        p.s.b = u.coded.decoded;
+      }
     for (int pass = 0; pass < passes; pass++) {
       p.tile = pass * kPassTiles;
       p.extras = u.extras;
       p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
       p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
-      p.ahead = encoded ? share_encoded(next, pass, passes, u.base.k_tiles, block_bytes)
-                        : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
+      p.ahead = how ? share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
+                    : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
       if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
+      if (decoding && pass == 0) decoding->begin();
+      Meanwhile<Rows, DecodingAhead<Isa>> meanwhile{unfinished, decoding};
       Isa::multiply(p, meanwhile);
       unfinished.all();
       if (complete) unfinished.put(p);
@@ -272,7 +274,7 @@ void run_up_as(const Up& u) {
                 (r - second * p.rows) * row_bytes + (column % kTileK) * Isa::elem;
     hidden_row<Isa, A>(c, u.gate, bias, out);
   };
-  for_each_product<Isa>(u, u.last, u.next, Drop{}, where, finish);
+  for_each_product<Isa>(u, u.last, u.next, false, Drop{}, where, finish);
 }
 
 template <class Isa>
@@ -353,7 +355,7 @@ void run_down(const Down& d) {
     }
     add_row<typename Isa::Vector>(d, p.block, p.tile * p.rows + r, c);
   };
-  for_each_product<Isa>(d, true, d.next, d.drop, where, finish);
+  for_each_product<Isa>(d, true, d.next, d.turned, d.drop, where, finish);
 }
 
 }  // namespace

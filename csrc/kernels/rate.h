@@ -144,6 +144,18 @@ void pack_tiles(const Pack& p) {
 }
 
 template <class Isa>
+void turn_any(const Transpose& t) {
+  auto turn = [](const Transpose& tiles) {
+    if constexpr (kPairs<Isa>) {
+      turn_blocks<Isa::width>(tiles);
+    } else {
+      turn_plain<typename Isa::Real>(tiles);
+    }
+  };
+  t.how ? turn_encoded<Isa>(t, turn) : turn(t);
+}
+
+template <class Isa>
 void decode_any(const Decode& d) {
   decode_block<Isa>(*d.how, d.block, d.k0, d.count, d.out);
 }
@@ -172,7 +184,7 @@ constexpr KernelTable table_of(const char* name) {
           &run_down<Isa>,
           &pack_tiles<Isa>,
           &decode_any<Isa>,
-          &turn_blocks<Isa>,
+          &turn_any<Isa>,
           &run_back<Isa>,
           &Isa::outer,
           &thin_panel<Isa>,

@@ -35,22 +35,6 @@ struct Coded {
   char* decoded;
 };
 
-// Where a product with a transposed matrix finds its blocks: block j of the product is made of one k tile of stored
-// blocks, each of which, turned around, is one k tile of the product.
-struct Stored {
-  const char* in;  // the first of them, at the k tile of block0; the block itself where it is encoded
-  int32_t count;
-};
-struct Turned {
-  const Stored* pieces;  // one after the other, base.k_tiles blocks together
-  size_t stride;         // from one stored block to the next
-  const Encoding* how;   // null: tiles
-  int32_t k_tile;        // of encoded blocks: that of block0
-  char* out;             // the product's blocks, [k_tiles][2 tiles] and kRingTiles pairs at least
-  size_t step;           // from one block to the next there; 0: each takes the place of the one before
-  bool made;             // they lie there already
-};
-
 // A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)
 // take it; the panel reaches one tile further on each side, and is zero in rows that are not concerned.
 struct Extra {
@@ -140,7 +124,7 @@ struct Down {
   int64_t out_stride;
   int32_t width;  // H
   const char* next;
-  const Turned* turned;  // in place of base.b; null: blocks as they are stored
+  bool turned;  // the blocks are in scratch already: nothing is to be fetched
   char* scratch;
 };
 
@@ -168,8 +152,8 @@ struct Decode {
 struct Back {
   Tiling tiling;
   int32_t live;
-  Stretch base;          // a: gradient rows
-  const Turned* turned;  // down
+  Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
+  size_t block_bytes;
   int32_t block0, block1;
   const Extra* extra;  // in the first chunk
   int32_t extras;

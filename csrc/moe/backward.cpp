@@ -4,7 +4,8 @@
 // A unit computes gate and up again (or finds them kept), multiplies the output's gradient with down transposed, and
 // takes the result back through the activation into the gradient panel. A lane multiplies that panel with gate/up
 // transposed and adds. The routing weight's gradient is the inner product of h with the gradient before it was scaled,
-// so no output of down is ever needed. Blocks are turned around beside the products, a few tiles ahead of them.
+// so no output of down is ever needed. Blocks are transposed into the thread's scratch, a few at a time, and used for
+// all rows.
 #include <algorithm>
 
 #include "moe/moe.h"
@@ -42,17 +43,6 @@ void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int3
     experts_.kernels().transpose({store.at(expert, from, k_tile), store.block_bytes(), to - from,
                                   out + store.k_bytes(from - first), store.encoding(), k_tile});
   }
-}
-
-// Stored blocks [first, first + count) of an expert from their k tile `k_tile` on, turned around into `out`.
-Turned Backward::turned(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
-                        char* out, std::vector<Stored>& pieces) const {
-  pieces.clear();
-  for (int g = 0; g < store.parts(); g++) {
-    int32_t from = std::max(first, store.begin(g)), to = std::min(first + count, store.end(g));
-    if (from < to) pieces.push_back({store.at(expert, from, k_tile), to - from});
-  }
-  return {pieces.data(), store.block_bytes(), store.encoding(), k_tile, out, 0, false};
 }
 
 void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
@@ -93,7 +83,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
                   unit.tile0 * r.tiling.rows * row_bytes * back.hidden_k_tiles;
   }
   back.scratch = slice + plan_.scratch_at;
-  std::vector<Stored> pieces;
+  char* turned = slice + plan_.turned_at;
   int32_t k_tiles = store.blocks();
   int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN * kernels.sum_bytes;
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
@@ -101,14 +91,15 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
     kernels.gather(gather);
-    back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), nullptr, now};
+    back.block_bytes = store.k_bytes(now);
+    back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), turned, now};
     back.first = k == 0;
     back.last = k + now == k_tiles;
     for (int32_t j = first; j < last; j += kTurnedBlocks) {
       back.block0 = j;
       back.block1 = std::min(j + kTurnedBlocks, last);
-      Turned blocks = turned(store, segment.expert, k, now, j, slice + plan_.turned_at, pieces);
-      back.turned = &blocks;
+      for (int32_t i = j; i < back.block1; i++)
+        turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * back.block_bytes);
       back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
       std::vector<Extra> extras;
       if (back.first) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
@@ -149,19 +140,17 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
   Tiling whole = plan_.tilings[index];
   int32_t k_tiles = plan_.panel_k_tiles;
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
-  bool several = false;  // pieces of rows, which read the same turned blocks
-  for_pieces(index, [&](int32_t tile, int32_t) { several |= tile > 0; });
-  const int32_t step = several ? kTurnedKept : kTurnedBlocks;
-  std::vector<Stored> pieces;
+  char* turned = slice + plan_.turned_at;
   for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
     int32_t now = std::min(plan_.down_chunk, k_tiles - k);
-    for (int32_t j = lane.block0; j < lane.block1; j += step) {
-      Down down = columns_of({j, std::min(j + step, lane.block1)}, slice);
-      Turned blocks = turned(store, segment.expert, k, now, j, slice + plan_.turned_at, pieces);
-      if (several) blocks.step = store.k_bytes(now);
-      down.turned = &blocks;
+    for (int32_t j = lane.block0; j < lane.block1; j += kTurnedBlocks) {
+      Down down = columns_of({j, std::min(j + kTurnedBlocks, lane.block1)}, slice);
+      down.turned = true;
+      down.block_bytes = store.k_bytes(now);
       down.first = k == 0;
       down.last = k + now == k_tiles;
+      for (int32_t i = j; i < down.block1; i++)
+        turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * down.block_bytes);
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
         std::vector<Extra> extras;
         Piece piece{(int32_t)index, tile, tile + tiles};
@@ -173,10 +162,8 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
         down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
         down.drop = drop_from(routing_.drop_x, row);
         down.rows = {routing_.token.data() + row, ones_.data() + row, routing_.mark.data() + row};
-        down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, nullptr,
-                     now};
+        down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, turned, now};
         experts_.kernels().down(down);
-        blocks.made = true;
       });
     }
   }

@@ -67,8 +67,6 @@ class Backward final : public Task {
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
-  Turned turned(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out,
-                std::vector<Stored>& pieces) const;
   void turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out) const;
   template <class Real>
   void add_weight_gradients(size_t segment);

@@ -196,8 +196,7 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   plan.keep_at = plan.decoded_at + (decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0);
   plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);
-  int64_t turned =
-      (int64_t)up.k_bytes(std::max({kTurnedKept * std::max(up.k_tiles(), plan.down_chunk), up.blocks(), kRingTiles}));
+  int64_t turned = (int64_t)up.k_bytes(std::max(kTurnedBlocks * std::max(up.k_tiles(), plan.down_chunk), up.blocks()));
   plan.rank_at = plan.turned_at + (back ? turned : 0);
   plan.rank_sums_at += plan.rank_at;
   plan.rank_turned_at += plan.rank_at;

@@ -44,8 +44,7 @@ constexpr int32_t factor_columns(int64_t rank) {
   int64_t most = (64 << 10) / (rank ? rank : 1) / 256 * 256;
   return (int32_t)(most < 256 ? 256 : most > 2048 ? 2048 : most);
 }
-constexpr int32_t kTurnedBlocks = 16;  // blocks of a transposed matrix that a thread takes at a time
-constexpr int32_t kTurnedKept = 2;     // where several pieces of rows read them
+constexpr int32_t kTurnedBlocks = 2;  // blocks that a thread transposes at a time
 
 struct Lane {
   int32_t block0, block1;

@@ -1,0 +1,70 @@
+// Encoded blocks beside the products that need them: which pairs of tiles are decoded when, and where they lie.
+#pragma once
+
+#include "kernels/formats.h"
+#include "kernels/table.h"
+
+namespace kt {
+namespace {
+
+constexpr int kDecodedTiles = 4;  // pairs of tiles that are decoded at a time
+
+// The blocks of one unit, decoded a few pairs of tiles ahead of where they are multiplied. Where a block is multiplied
+// once, its tiles never leave L1 and those of the next block follow without a pause; where several passes read it, the
+// first of them decodes.
+template <class Isa>
+class DecodingAhead {
+ public:
+  template <class Unit>
+  DecodingAhead(const Unit& u, int passes)
+      : once_(passes == 1),
+        at_(u.base.b),
+        block_bytes_((int64_t)u.block_bytes),
+        k_tiles_(u.base.k_tiles),
+        left_((int64_t)(u.block1 - u.block0) * u.base.k_tiles) {
+    if constexpr (requires { u.coded; }) how_ = u.coded.how, k0_ = u.coded.k0, out_ = u.coded.decoded;
+  }
+
+  // Begins the first pass over a block.
+  void begin() {
+    if (!once_) made_ = 0;
+  }
+
+  const char* tiles(int k) {
+    if (!once_) {
+      while (made_ <= k + kDecodedTiles && made_ < k_tiles_) made_ += decode(made_, k_tiles_);
+      return place(k);
+    }
+    // Here pairs go round: `made_` of them have not been multiplied yet, from `read_` on.
+    while (made_ <= kDecodedTiles && left_) made_ += decode((read_ + made_) % kRingTiles, kRingTiles);
+    made_--;
+    read_++;
+    return place((read_ - 1) % kRingTiles);
+  }
+
+ private:
+  char* place(int slot) const { return out_ + (int64_t)slot * 2 * Isa::tile_bytes; }
+
+  // A few pairs into the places from `slot` on; how many.
+  int decode(int slot, int slots) {
+    int count = k_tiles_ - k_ < slots - slot ? k_tiles_ - k_ : slots - slot;
+    if (count > kDecodedTiles) count = kDecodedTiles;
+    decode_block<Isa>(*how_, at_, k0_ + k_, count, place(slot));
+    left_ -= count;
+    if ((k_ += count) == k_tiles_) k_ = 0, at_ += block_bytes_;
+    return count;
+  }
+
+  bool once_;  // every block is multiplied in one pass
+  const Encoding* how_ = nullptr;
+  const char* at_;  // the block that is decoded
+  int64_t block_bytes_;
+  int k0_ = 0, k_tiles_;
+  int64_t left_;  // pairs of the unit that are still to be decoded
+  char* out_ = nullptr;
+  int k_ = 0;  // of the block, to come next
+  int made_ = 0, read_ = 0;
+};
+
+}  // namespace
+}  // namespace kt
