@@ -323,7 +323,7 @@ inline void add_row(const Down& d, int block, int r, const Lane<V>* c) {
   uint8_t mark = d.rows.mark[r];
   bool starts = d.first && (mark & kFirst), ends = d.last && (mark & kLast);
   Real* sum = sum_of<Real>(d, block, r);
-  V v[kBlockN / W], scale = splat<V>(d.rows.weight[r]);
+  V v[kBlockN / W], scale = splat<V>(d.rows.weight ? d.rows.weight[r] : 1.0);
   for (int i = 0; i < kBlockN / W; i++) {
     V x = load<V>(c + i * W);
     if (d.bias && d.first) x += load<V>((const Real*)d.bias + (int64_t)block * kBlockN + i * W);

@@ -98,8 +98,8 @@ struct Up {
 // stores, the last one rounds into the output, so no pass clears or converts anything.
 struct Rows {
   const int32_t* token;
-  const double* weight;
-  const uint8_t* mark;  // kFirst | kLast
+  const double* weight;  // null: all are 1
+  const uint8_t* mark;   // kFirst | kLast
 };
 constexpr uint8_t kFirst = 1, kLast = 2;
 

@@ -7,18 +7,17 @@
 // so no output of down is ever needed. Blocks are transposed into the thread's scratch, a few at a time, and used for
 // all rows.
 #include <algorithm>
+#include <cstring>
 
 #include "moe/moe.h"
 
 namespace kt {
 
 void Backward::begin() {
-  size_t rows = routing_.token.size();
-  parts_.resize(rows * (size_t)(experts_.weights().down().k_tiles() * experts_.kernels().sum_bytes));
-  ones_.assign(rows, 1.0);
+  size_t size = size_of(gradients_.weights_dtype);
   for (int32_t t = 0; t < batch_.tokens; t++)
-    for (int32_t k = 0; k < batch_.top_k; k++)
-      set_element(gradients_.weights, t * gradients_.weights_stride + k, gradients_.weights_dtype, 0.0);
+    std::memset((char*)gradients_.weights + t * gradients_.weights_stride * (int64_t)size, 0,
+                (size_t)batch_.top_k * size);
   next_piece_ = next_factor_ = 0;
   if (ranks_left_.size() < routing_.segments.size())
     ranks_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
@@ -74,7 +73,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   back.weight = routing_.weight.data() + row0;
   back.drop = drop_from(routing_.drop_h, row0);
   back.part_stride = store.k_tiles();
-  back.part = parts_.data() + row0 * back.part_stride * kernels.sum_bytes;
+  back.part = workspace_.data() + plan_.parts_at + row0 * back.part_stride * kernels.sum_bytes;
   back.grad_k_tiles = plan_.panel_k_tiles;
   back.grad = panel_of((size_t)unit.segment) + unit.tile0 * r.tiling.rows * row_bytes * back.grad_k_tiles;
   if (!plan_.rows_at.empty()) {
@@ -121,7 +120,8 @@ template <class Real>
 void Backward::add_weight_gradients(size_t index) {
   const Segment& segment = routing_.segments[index];
   size_t shares = (size_t)experts_.weights().down().k_tiles();
-  const Real *bias = (const Real*)experts_.weights().down_bias(segment.expert), *parts = (const Real*)parts_.data();
+  const Real *bias = (const Real*)experts_.weights().down_bias(segment.expert),
+             *parts = (const Real*)(workspace_.data() + plan_.parts_at);
   for (int32_t i = 0; i < segment.count; i++) {
     size_t row = (size_t)(segment.begin + i);
     Real sum = 0;
@@ -143,8 +143,8 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
   char* turned = slice + plan_.turned_at;
   for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
     int32_t now = std::min(plan_.down_chunk, k_tiles - k);
-    for (int32_t j = lane.block0; j < lane.block1; j += kTurnedBlocks) {
-      Down down = columns_of({j, std::min(j + kTurnedBlocks, lane.block1)}, slice);
+    for (int32_t j = lane.block0; j < lane.block1; j += kTurnedLane) {
+      Down down = columns_of({j, std::min(j + kTurnedLane, lane.block1)}, slice);
       down.turned = true;
       down.block_bytes = store.k_bytes(now);
       down.first = k == 0;
@@ -161,7 +161,8 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
         down.tiling = {whole.rows, tiles};
         down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
         down.drop = drop_from(routing_.drop_x, row);
-        down.rows = {routing_.token.data() + row, ones_.data() + row, routing_.mark.data() + row};
+        // Gradients of gate and up carry the routing weight already.
+        down.rows = {routing_.token.data() + row, nullptr, routing_.mark.data() + row};
         down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, turned, now};
         experts_.kernels().down(down);
       });

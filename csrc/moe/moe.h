@@ -101,8 +101,6 @@ class Backward final : public Task {
   std::vector<std::atomic<int32_t>> ranks_left_;  // [segments] pieces whose rank panels are not made yet
   std::vector<int32_t> run_of_;                   // [adapters][experts], -1: no rows
   int32_t columns_ = 0;                           // of a factor's gradient, at a time
-  std::vector<char> parts_;                       // sums [rows][down k tiles]: shares of the routing weights' gradients
-  std::vector<double> ones_;                      // [rows]: gradients of gate and up carry the routing weight already
 };
 
 }  // namespace kt

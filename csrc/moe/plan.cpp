@@ -51,12 +51,12 @@ struct UpCutter {
   }
 };
 
-// Blocks per lane. A lane reads its own weights once and every hidden row once, so wide lanes share rows better; there
-// must be half as many again as threads, or those that are ahead find nothing to help with. Where rows are few, so are
-// their bytes, and single blocks keep the end even.
+// Blocks per lane. A lane reads its own weights once and every hidden row once, from the cache that all share, so wide
+// lanes read rows less often; there must be a third more than threads, or those that are ahead find nothing to help
+// with. Where rows are few, so are their bytes, and single blocks keep the end even.
 int32_t lane_width(int32_t blocks, int threads, size_t weight_bytes, int64_t hidden_bytes) {
   if (hidden_bytes * 4 < (int64_t)weight_bytes) return 1;
-  return (int32_t)std::max<int64_t>(1, blocks * 2 / (3 * threads));
+  return (int32_t)std::max<int64_t>(1, blocks * 3 / (4 * threads));
 }
 
 }  // namespace
@@ -117,7 +117,7 @@ static int64_t place_ranks(const Routing& routing, const Layout& layout, bool ba
       int64_t in_unit = std::min<int64_t>(tiles, plan.most_tiles + plan.most_tiles / 4 + 2);
       panels += round_up(in_unit * tile * wide, 64);
       sums += in_unit * t.rows * kBlockN * layout.kernels.sum_bytes * most;
-      turned += kTurnedBlocks * most * 2 * layout.kernels.tile_bytes;
+      turned += std::max(kTurnedBlocks, kTurnedLane) * most * 2 * layout.kernels.tile_bytes;
     }
     most_panels = std::max(most_panels, panels);
     most_sums = std::max(most_sums, sums);
@@ -183,6 +183,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
     at += round_up((int64_t)plan.tilings[s].tiles * plan.tilings[s].rows * elem_tile * down.k_tiles(), 64);
   }
   at = place_ranks(routing, layout, back, at, plan);
+  plan.parts_at = at;
+  if (back) at += (int64_t)routing.token.size() * down.k_tiles() * kernels.sum_bytes;
 
   plan.sums_at = round_up(at, 4096);
   int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * kernels.sum_bytes;
@@ -196,7 +198,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   plan.keep_at = plan.decoded_at + (decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0);
   plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);
-  int64_t turned = (int64_t)up.k_bytes(std::max(kTurnedBlocks * std::max(up.k_tiles(), plan.down_chunk), up.blocks()));
+  int64_t turned =
+      (int64_t)up.k_bytes(std::max({kTurnedBlocks * up.k_tiles(), kTurnedLane * plan.down_chunk, up.blocks()}));
   plan.rank_at = plan.turned_at + (back ? turned : 0);
   plan.rank_sums_at += plan.rank_at;
   plan.rank_turned_at += plan.rank_at;

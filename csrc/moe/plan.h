@@ -44,7 +44,8 @@ constexpr int32_t factor_columns(int64_t rank) {
   int64_t most = (64 << 10) / (rank ? rank : 1) / 256 * 256;
   return (int32_t)(most < 256 ? 256 : most > 2048 ? 2048 : most);
 }
-constexpr int32_t kTurnedBlocks = 2;  // blocks that a thread transposes at a time
+// Blocks that a thread transposes at a time: of a unit, and of a lane.
+constexpr int32_t kTurnedBlocks = 2, kTurnedLane = 4;
 
 struct Lane {
   int32_t block0, block1;
@@ -57,17 +58,18 @@ struct Budget {
 };
 
 struct Plan {
-  int32_t up_chunk;                      // k tiles of gate/up taken at a time where a unit's rows do not fit otherwise
-  int32_t panel_k_tiles;                 // width of the panel between units and lanes
-  int32_t down_chunk;                    // k tiles of down taken at a time; depends on I alone
-  std::vector<Tiling> tilings;           // [segments]
-  std::vector<int64_t> hidden_at;        // [segments] byte offset of the hidden panel
-  std::vector<int32_t> units_of;         // [segments] up units to wait for
-  std::vector<RankPanels> ranks;         // [runs]
-  std::vector<int64_t> rows_at;          // [segments] activated rows, where backward wants them; else empty
-  int32_t most_tiles;                    // token tiles that a thread gathers at a time, about
-  std::vector<Piece> pieces;             // backward: of all segments that have runs
-  std::vector<std::vector<UpUnit>> up;   // [groups]
+  int32_t up_chunk;                     // k tiles of gate/up taken at a time where a unit's rows do not fit otherwise
+  int32_t panel_k_tiles;                // width of the panel between units and lanes
+  int32_t down_chunk;                   // k tiles of down taken at a time; depends on I alone
+  std::vector<Tiling> tilings;          // [segments]
+  std::vector<int64_t> hidden_at;       // [segments] byte offset of the hidden panel
+  std::vector<int32_t> units_of;        // [segments] up units to wait for
+  std::vector<RankPanels> ranks;        // [runs]
+  std::vector<int64_t> rows_at;         // [segments] activated rows, where backward wants them; else empty
+  int64_t parts_at;                     // backward: shares of the routing weights' gradients, sums [rows][down k tiles]
+  int32_t most_tiles;                   // token tiles that a thread gathers at a time, about
+  std::vector<Piece> pieces;            // backward: of all segments that have runs
+  std::vector<std::vector<UpUnit>> up;  // [groups]
   std::vector<std::vector<Lane>> lanes;  // [groups]
   // The workspace: panels between units and lanes, running sums, then one slice per thread.
   int64_t sums_at, threads_at, total_bytes;

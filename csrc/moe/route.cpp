@@ -9,13 +9,19 @@
 namespace kt {
 namespace {
 
-int64_t expert_at(const Batch& b, int32_t token, int32_t slot) {
-  int64_t at = token * b.ids_stride + slot;
-  return b.ids_64 ? ((const int64_t*)b.ids)[at] : ((const int32_t*)b.ids)[at];
-}
-
-bool is_here(const Batch& b, int64_t expert, int32_t experts) {
-  return expert >= 0 && expert < experts && !(b.skip && b.skip[expert]);
+// The experts of all entries, -1 where one is not here, and how many there are of each and for each token. The caller's
+// ids are read once: whoever writes them meanwhile gets strange sums, not strange memory.
+template <class Id>
+void read_ids(const Batch& b, int32_t experts, int32_t* expert, int32_t* count, int32_t* left) {
+  for (int32_t t = 0; t < b.tokens; t++) {
+    const Id* ids = (const Id*)b.ids + t * b.ids_stride;
+    for (int32_t s = 0; s < b.top_k; s++) {
+      Id e = ids[s];
+      bool here = e >= 0 && e < experts && !(b.skip && b.skip[e]);
+      *expert++ = here ? (int32_t)e : -1;
+      if (here) count[e]++, left[t]++;
+    }
+  }
 }
 
 // Tokens in the order in which they enter their experts: by adapter, then as they come.
@@ -31,8 +37,9 @@ void find_runs(const Batch& b, Routing& r) {
   r.run0.assign(1, 0);
   for (size_t s = 0; s < r.segments.size(); s++) {
     const Segment& segment = r.segments[s];
-    for (int32_t i = 0; i < segment.count; i++) {
-      int32_t adapter = b.adapter ? b.adapter[r.token[(size_t)(segment.begin + i)]] : b.every_adapter;
+    if (!b.adapter && b.every_adapter >= 0) r.runs.push_back({(int32_t)s, b.every_adapter, 0, segment.count});
+    for (int32_t i = 0; b.adapter && i < segment.count; i++) {
+      int32_t adapter = b.adapter[r.token[(size_t)(segment.begin + i)]];
       if (adapter < 0) continue;
       bool same = (int32_t)r.runs.size() > r.run0.back() && r.runs.back().adapter == adapter;
       if (!same) r.runs.push_back({(int32_t)s, adapter, i, 0});
@@ -67,14 +74,8 @@ void route(const Batch& b, int32_t experts, Routing& r) {
   r.start_.assign((size_t)experts + 1, 0);
   r.left_.assign((size_t)b.tokens, 0);
   r.expert_.resize(entries);
-  // The caller's ids are read once: whoever writes them meanwhile gets strange sums, not strange memory.
-  for (int32_t t = 0; t < b.tokens; t++)
-    for (int32_t s = 0; s < b.top_k; s++) {
-      int64_t e = expert_at(b, t, s);
-      bool here = is_here(b, e, experts);
-      r.expert_[(size_t)t * (size_t)b.top_k + (size_t)s] = here ? (int32_t)e : -1;
-      if (here) r.start_[(size_t)e + 1]++, r.left_[(size_t)t]++;
-    }
+  auto read = b.ids_64 ? read_ids<int64_t> : read_ids<int32_t>;
+  read(b, experts, r.expert_.data(), r.start_.data() + 1, r.left_.data());
 
   r.segments.clear();
   for (int32_t e = 0; e < experts; e++) {
