@@ -5,10 +5,6 @@
 // 16-bit shuffles a row and a transpose of dwords. What remains is the way back through the activation.
 #pragma once
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include "kernels/gemm.h"
 
 namespace kt {

@@ -25,6 +25,13 @@ struct Header {
 // W bytes from row n of a field on.
 template <int W>
 inline U32<W> bytes_of(const uint8_t* field, int n) {
+#ifdef __AVX512F__  // masked: without one, gcc's header reads an undefined vector and warns of it
+  if constexpr (W == 16)
+    return (U32<W>)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)(field + n)));
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) return (U32<W>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(field + n)));
+#endif
   // In two steps: the compiler takes longer ones apart.
   auto wider = __builtin_convertvector(load<typename Vec<W>::u8>(field + n), typename Vec<W>::u16);
   return __builtin_convertvector(wider, U32<W>);

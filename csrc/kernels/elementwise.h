@@ -8,6 +8,10 @@
 // that each ISA keeps its own copy.
 #pragma once
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "kernels/table.h"
 
 namespace kt {
@@ -100,6 +104,12 @@ inline void to_bf16(void* p, F32<W> x) {
 
 template <int W>
 inline F32<W> from_f16(const void* p) {
+#ifdef __AVX512F__  // masked: without one, gcc's header reads an undefined vector and warns of it
+  if constexpr (W == 16) return (F32<W>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
+#endif
+#ifdef __F16C__
+  if constexpr (W == 8) return (F32<W>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#endif
   U32<W> h = __builtin_convertvector(load<typename Vec<W>::u16>(p), U32<W>);
   U32<W> sign = (h & 0x8000u) << 16;
   U32<W> magnitude = (h & 0x7fffu) << 13;

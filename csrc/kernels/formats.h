@@ -6,10 +6,6 @@
 // and nothing is shuffled.
 #pragma once
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #include "kernels/codecs.h"
 #include "kernels/grids.h"
 
