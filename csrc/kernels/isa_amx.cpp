@@ -119,18 +119,33 @@ inline void multiply_one(const Product& p, Beside& meanwhile) {
   _tile_stored(1, p.c + 16, 128);
 }
 
-// Rows m and m + 1 of 32 columns, neighbours in pairs: two rows of two weight tiles.
+// Rows m and m + 1 of 32 columns, neighbours in pairs: a row of each of two weight tiles. An instruction takes four
+// columns of every eight for the one and four for the other; `in_order` undoes that where the sums leave.
 inline void pair_rows(const char* a, const char* b, char* out) {
   using Row = Vec<16>::pairs;
   Row low, high;
   for (uint16_t i = 0; i < 32; i++) {
-    low[i] = (uint16_t)(i / 2 + (i % 2) * 32);
-    high[i] = (uint16_t)(low[i] + 16);
+    low[i] = (uint16_t)(i / 8 * 8 + i % 8 / 2 + (i % 2) * 32);
+    high[i] = (uint16_t)(low[i] + 4);
   }
   Row x = load<Row>(a), y = load<Row>(b);
   store(out, __builtin_shuffle(x, y, low));
   store(out + kTileBytes, __builtin_shuffle(x, y, high));
 }
+
+inline void in_order(F32<16> (&v)[2]) {
+  I32<16> low, high;
+  for (int i = 0; i < 16; i++) {
+    low[i] = i / 8 * 4 + i % 4 + i % 8 / 4 * 16;
+    high[i] = low[i] + 8;
+  }
+  F32<16> first = v[0];
+  v[0] = __builtin_shuffle(first, v[1], low);
+  v[1] = __builtin_shuffle(first, v[1], high);
+}
+
+constexpr int kPairsAhead = 2;      // of rows, fetched while others are paired
+constexpr int kPanelColumns = 128;  // of a panel, made into tiles at a time: L1 holds them
 
 // One row of 32 columns as bf16.
 inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlockN * 8], char (&half)[kBlockN * 2]) {
@@ -148,48 +163,119 @@ inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlo
   return half;
 }
 
-// The contraction over rows with tiles: p turned becomes the A operand, 16 ranks by 32 rows, and the wide rows, taken
-// in pairs, the B operand. Both are made in scratch, the wide one 32 columns at a time.
+// Sixteen ranks of row m as bf16, each in a lane.
+inline U32<16> ranks_in_lanes(const Outer& o, int m, int rank) {
+  if (m >= o.rows) return U32<16>{};
+  const char* from = o.p[m] + rank / kTileK * o.p_block + rank % kTileK * 2;
+  if (!o.weight) return __builtin_convertvector(load<Vec<16>::u16>(from), U32<16>);
+  return bf16_bits<16>(from_bf16<16>(from) * splat<F32<16>>((float)o.weight[m]));
+}
+
+// p turned: 16 ranks by 32 rows, [groups][steps] tiles.
+inline void rank_tiles(const Outer& o, int groups, int steps, char* a) {
+  alignas(64) char pairs[kTileBytes];
+  for (int g = 0; g < groups; g++)
+    for (int k = 0; k < steps; k++, a += kTileBytes) {
+      for (int i = 0; i < kTileK / 2; i++) {
+        int m = k * kTileK + 2 * i;
+        store(pairs + i * 64, ranks_in_lanes(o, m, g * kTileN) | ranks_in_lanes(o, m + 1, g * kTileN) << 16);
+      }
+      rows_to_tile(pairs, 64, a);
+    }
+}
+
+// Columns [column, end) of all rows in pairs, [blocks][steps][2 tiles]. Rows of a tensor lie by token, anywhere, and
+// are read one pair after the other, because what follows a line of theirs is fetched by itself; of a panel, neighbours
+// are rows, and a few blocks are read at a time.
+inline void wide_tiles(const Outer& o, int column, int end, int steps, char* b) {
+  alignas(64) char edge[2][kBlockN * 8], half[2][kBlockN * 2];
+  int64_t next_block = (int64_t)steps * 2 * kTileBytes;
+  bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.drop.row;
+  // The row and the column that are fetched while one is read, as bytes.
+  auto ahead_of = [&](int row) {
+    int next = tensor ? row + kPairsAhead * 2 : row, later = tensor ? column : column + kPanelColumns;
+    if (next >= o.rows) next -= o.rows, later += kOuterColumns;
+    return (next < o.rows ? o.q[next] : o.q[0]) + later / kBlockN * o.q_block;
+  };
+  for (int m = 0; m < steps * kTileK; m += 2) {
+    char* to = b + m / kTileK * 2 * kTileBytes + m % kTileK / 2 * 64;
+    const char *ahead0 = ahead_of(m), *ahead1 = ahead_of(m + 1);
+    int at = column;
+    if (plain && m + 1 < o.rows) {
+      const char *first = o.q[m] + at / kBlockN * o.q_block, *second = o.q[m + 1] + at / kBlockN * o.q_block;
+      for (; at < end && at + kBlockN <= o.columns; at += kBlockN, to += next_block) {
+        __builtin_prefetch(ahead0);
+        __builtin_prefetch(ahead1);
+        pair_rows(first, second, to);
+        first += o.q_block, second += o.q_block, ahead0 += o.q_block, ahead1 += o.q_block;
+      }
+    }
+    for (; at < end; at += kBlockN, to += next_block) {
+      const char* first = bf16_row(o, m, at, edge[0], half[0]);
+      const char* second = bf16_row(o, m + 1, at, edge[1], half[1]);
+      pair_rows(first, second, to);
+    }
+  }
+}
+
+// Sums of 32 columns, or of 64 so that four products are under way, over all steps.
+template <bool two>
+inline void add_tiles(const Outer& o, const char* a, const char* b, int steps, float* c) {
+  int64_t stride = o.c_stride * 4, block = (int64_t)steps * 2 * kTileBytes;
+  if (o.first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (two) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, c, stride);
+    _tile_loadd(1, c + 16, stride);
+    if constexpr (two) {
+      _tile_loadd(2, c + 32, stride);
+      _tile_loadd(3, c + 48, stride);
+    }
+  }
+  for (int k = 0; k < steps; k++, a += kTileBytes, b += 2 * kTileBytes) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + kTileBytes, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (two) {
+      _tile_loadd(6, b + block, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, b + block + kTileBytes, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, c, stride);
+  _tile_stored(1, c + 16, stride);
+  if constexpr (two) {
+    _tile_stored(2, c + 32, stride);
+    _tile_stored(3, c + 48, stride);
+  }
+}
+
+// The contraction over rows with tiles: p turned becomes the A operand, as high as there are ranks, and the wide rows,
+// taken in pairs, the B operand. Both are made in scratch, the wide one many columns at a time where rows are long.
 inline void outer_tiles(const Outer& o) {
   int steps = (o.rows + kTileK - 1) / kTileK, groups = (o.rank + kTileN - 1) / kTileN;
-  uint16_t* a = (uint16_t*)o.scratch;  // [groups][steps][16 ranks][32 rows]
   char* b = o.scratch + (int64_t)groups * steps * kTileBytes;
-  for (int g = 0; g < groups; g++)
-    for (int m = 0; m < steps * kTileK; m++)
-      for (int r = 0; r < kTileN; r++) {
-        int rank = g * kTileN + r;
-        float value = m < o.rows && rank < o.rank ? ((const float*)o.p)[(int64_t)m * o.rank + rank] : 0.0f;
-        a[((g * steps + m / kTileK) * kTileN + r) * kTileK + m % kTileK] = from_float(value, DType::bf16);
+  rank_tiles(o, groups, steps, o.scratch);
+  configure(groups > 1 ? kTileN : o.rank);
+  int together = o.q_block == kBlockN * (int64_t)size_of(o.dtype) ? kOuterColumns : kPanelColumns;
+  for (int column0 = 0; column0 < o.columns; column0 += together) {
+    int end = o.columns - column0 < together ? o.columns : column0 + together;
+    wide_tiles(o, column0, end, steps, b);
+    for (int column = column0; column < end; column += 2 * kBlockN)
+      for (int g = 0; g < groups; g++) {
+        const char *ranks = o.scratch + (int64_t)g * steps * kTileBytes,
+                   *wide = b + (column - column0) / kBlockN * (int64_t)steps * 2 * kTileBytes;
+        float* c = (float*)o.c + (int64_t)g * kTileN * o.c_stride + column;
+        end - column > kBlockN ? add_tiles<true>(o, ranks, wide, steps, c) : add_tiles<false>(o, ranks, wide, steps, c);
       }
-  configure(16);
-  alignas(64) char edge[2][kBlockN * 8], half[2][kBlockN * 2];
-  alignas(64) float c[kTileN][kBlockN];
-  for (int column = 0; column < o.columns; column += kBlockN) {
-    for (int m = 0; m < steps * kTileK; m += 2) {
-      const char* first = bf16_row(o, m, column, edge[0], half[0]);
-      const char* second = bf16_row(o, m + 1, column, edge[1], half[1]);
-      pair_rows(first, second, b + m / kTileK * 2 * kTileBytes + m % kTileK / 2 * 64);
-      // Rows lie by token, anywhere: their next columns come meanwhile.
-      if (m < o.rows) __builtin_prefetch(first + o.q_block);
-      if (m + 1 < o.rows) __builtin_prefetch(second + o.q_block);
-    }
-    for (int g = 0; g < groups; g++) {
-      int ranks = o.rank - g * kTileN < kTileN ? o.rank - g * kTileN : kTileN;
-      float* sums = (float*)o.c + (int64_t)g * kTileN * o.c_stride + column;
-      for (int r = 0; r < ranks; r++) __builtin_memcpy(c[r], sums + r * o.c_stride, sizeof c[r]);
-      _tile_loadd(0, c, sizeof c[0]);
-      _tile_loadd(1, c[0] + kTileN, sizeof c[0]);
-      for (int k = 0; k < steps; k++) {
-        _tile_loadd(4, a + (g * steps + k) * kTileN * kTileK, 64);
-        _tile_loadd(6, b + k * 2 * kTileBytes, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + (k * 2 + 1) * kTileBytes, 64);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      _tile_stored(0, c, sizeof c[0]);
-      _tile_stored(1, c[0] + kTileN, sizeof c[0]);
-      for (int r = 0; r < ranks; r++) __builtin_memcpy(sums + r * o.c_stride, c[r], sizeof c[r]);
-    }
   }
   _tile_release();
 }
@@ -203,6 +289,7 @@ struct Amx {
   static void enter(int rows) { configure(rows); }
   static void leave() { _tile_release(); }
   static void outer(const Outer& o) { outer_tiles(o); }
+  static void deliver(const Deliver& d) { deliver_sums<Vector>(d, in_order); }
   static Tiling tiling(int32_t live) {
     int32_t tiles = (live + kMaxRows - 1) / kMaxRows;
     return {tiles ? (live + tiles - 1) / tiles : 1, tiles};

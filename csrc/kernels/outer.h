@@ -1,8 +1,9 @@
 // Gradients of LoRA's factors contract over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
 //
 // One of the two matrices is a few numbers wide, so the arithmetic is small beside the layer's own products, and here
-// the vector units do it. The wide rows are first written out in the type of the sums, side by side: they come from far
-// apart, and every few ranks read them again.
+// the vector units do it. Both sides are first written out in the type of the sums, side by side: the wide rows come
+// from far apart, and every few ranks read them again. What was summed up leaves by 4 ranks x 32 columns, turned in
+// registers where the tensor has the ranks innermost.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -34,16 +35,30 @@ inline void widen_row(const Outer& o, int m, int column, int end, Lane<V>* out) 
   }
 }
 
-// `ranks` rows of c by NV vectors of columns, over `rows` rows of p and of the scratch.
+// Ranks [rank, rank + W) of row m, weighted.
+template <class V, DType panel>
+inline V ranks_of_row(const Outer& o, int m, int rank) {
+  V v = load_as<V>(o.p[m] + rank / kTileK * o.p_block, rank % kTileK, panel);
+  return o.weight ? v * splat<V>(o.weight[m]) : v;
+}
+
+// The two sides written out: p [rows][p_stride], q [kWideRows][kWideStride].
+template <class Real>
+struct Spread {
+  const Real *p, *q;
+  int64_t p_stride;
+};
+
+// `ranks` rows of c by NV vectors of columns, over `rows` rows of both sides.
 template <class V, int NV, int ranks>
-inline void outer_columns(const Outer& o, int row0, int rows, int rank, int column) {
+inline void outer_columns(const Outer& o, const Spread<Lane<V>>& s, bool first, int rows, int rank, int column) {
   V acc[ranks][NV];
   using Real = Lane<V>;
   Real* c = (Real*)o.c + rank * o.c_stride + column;
   for (int r = 0; r < ranks; r++)
-    for (int v = 0; v < NV; v++) acc[r][v] = load<V>(c + r * o.c_stride + v * kLanes<V>);
-  const Real *p = (const Real*)o.p + (int64_t)row0 * o.rank + rank, *q = (const Real*)o.scratch + column % kWideColumns;
-  for (int m = 0; m < rows; m++, p += o.rank, q += kWideStride) {
+    for (int v = 0; v < NV; v++) acc[r][v] = first ? V{} : load<V>(c + r * o.c_stride + v * kLanes<V>);
+  const Real *p = s.p + rank, *q = s.q + column % kWideColumns;
+  for (int m = 0; m < rows; m++, p += s.p_stride, q += kWideStride) {
     V x[NV];
     for (int v = 0; v < NV; v++) x[v] = load<V>(q + v * kLanes<V>);
     for (int r = 0; r < ranks; r++)
@@ -53,16 +68,87 @@ inline void outer_columns(const Outer& o, int row0, int rows, int rank, int colu
     for (int v = 0; v < NV; v++) store(c + r * o.c_stride + v * kLanes<V>, acc[r][v]);
 }
 
-template <class V>
+template <class V, DType panel>
 void run_outer(const Outer& o) {
+  using Real = Lane<V>;
   constexpr int W = kLanes<V>, NV = 2, ranks = W == 16 ? kRankStep : kRankStep / 2;
+  int64_t p_stride = round_up(o.rank, kTileN);
+  Real *p = (Real*)o.scratch, *q = p + kOuterRows * p_stride;
+  for (int m = 0; m < o.rows; m++)
+    for (int rank = 0; rank < o.rank; rank += W) store(p + m * p_stride + rank, ranks_of_row<V, panel>(o, m, rank));
   for (int row0 = 0; row0 < o.rows; row0 += kWideRows)
     for (int column0 = 0; column0 < o.columns; column0 += kWideColumns) {
       int rows = o.rows - row0 < kWideRows ? o.rows - row0 : kWideRows;
       int end = o.columns - column0 < kWideColumns ? o.columns : column0 + kWideColumns;
-      for (int m = 0; m < rows; m++) widen_row<V>(o, row0 + m, column0, end, (Lane<V>*)o.scratch + m * kWideStride);
+      for (int m = 0; m < rows; m++) widen_row<V>(o, row0 + m, column0, end, q + m * kWideStride);
+      Spread<Real> sides{p + row0 * p_stride, q, p_stride};
       for (int column = column0; column < end; column += NV * W)
-        for (int rank = 0; rank < o.rank; rank += ranks) outer_columns<V, NV, ranks>(o, row0, rows, rank, column);
+        for (int rank = 0; rank < o.rank; rank += ranks)
+          outer_columns<V, NV, ranks>(o, sides, o.first && !row0, rows, rank, column);
+    }
+}
+
+constexpr int kDelivered = 4;  // ranks at a time
+
+// `columns` numbers to one place after another.
+template <class V>
+inline void deliver_run(const Deliver& d, int64_t at, const Lane<V>* from, int columns) {
+  int i = 0;
+  for (; i + kLanes<V> <= columns; i += kLanes<V>) store_as<V>(d.data, at + i, d.dtype, load<V>(from + i));
+  for (; i < columns; i++) set_element(d.data, at + i, d.dtype, from[i]);
+}
+
+// Four ranks of `columns` columns, ranks side by side.
+inline void deliver_turned(const Deliver& d, int64_t at, const float* from, int columns) {
+  using Four = F32<4>;
+  using Order = I32<4>;
+  int i = 0;
+  for (; i + 4 <= columns; i += 4) {
+    const float* p = from + i;
+    Four r0 = load<Four>(p), r1 = load<Four>(p + kBlockN);
+    Four r2 = load<Four>(p + 2 * kBlockN), r3 = load<Four>(p + 3 * kBlockN);
+    Four a = __builtin_shuffle(r0, r1, Order{0, 4, 1, 5}), b = __builtin_shuffle(r2, r3, Order{0, 4, 1, 5});
+    Four c = __builtin_shuffle(r0, r1, Order{2, 6, 3, 7}), e = __builtin_shuffle(r2, r3, Order{2, 6, 3, 7});
+    int64_t to = at + i * d.n_stride;
+    store_as<Four>(d.data, to, d.dtype, __builtin_shuffle(a, b, Order{0, 1, 4, 5}));
+    store_as<Four>(d.data, to + d.n_stride, d.dtype, __builtin_shuffle(a, b, Order{2, 3, 6, 7}));
+    store_as<Four>(d.data, to + 2 * d.n_stride, d.dtype, __builtin_shuffle(c, e, Order{0, 1, 4, 5}));
+    store_as<Four>(d.data, to + 3 * d.n_stride, d.dtype, __builtin_shuffle(c, e, Order{2, 3, 6, 7}));
+  }
+  for (; i < columns; i++)
+    for (int r = 0; r < kDelivered; r++) set_element(d.data, at + i * d.n_stride + r, d.dtype, from[r * kBlockN + i]);
+}
+
+// `order` puts 32 columns of a row of sums in order.
+template <class V, class Order>
+void deliver_sums(const Deliver& d, const Order& order) {
+  using Real = Lane<V>;
+  constexpr int NV = kBlockN / kLanes<V>;
+  alignas(64) Real rows[kDelivered][kBlockN];
+  for (int n = 0; n < d.count; n += d.each)
+    for (int rank = 0; rank < d.ranks; rank += kDelivered) {
+      int ranks = d.ranks - rank < kDelivered ? d.ranks - rank : kDelivered;
+      int columns = d.count - n < d.each ? d.count - n : d.each;
+      const Real* c = (const Real*)d.c + rank * d.c_stride + n / d.each * kBlockN;
+      for (int r = 0; r < ranks; r++) {
+        V v[NV];
+        for (int i = 0; i < NV; i++) v[i] = load<V>(c + r * d.c_stride + i * kLanes<V>);
+        order(v);
+        for (int i = 0; i < NV; i++) store(rows[r] + i * kLanes<V>, v[i] * splat<V>(d.scale));
+      }
+      int64_t at = rank * d.r_stride + n * d.n_stride;
+      if (d.n_stride == 1) {
+        for (int r = 0; r < ranks; r++) deliver_run<V>(d, at + r * d.r_stride, rows[r] + d.from, columns);
+        continue;
+      }
+      if constexpr (!kDouble<V>)
+        if (d.r_stride == 1 && ranks == kDelivered) {
+          deliver_turned(d, at, rows[0] + d.from, columns);
+          continue;
+        }
+      for (int r = 0; r < ranks; r++)
+        for (int i = 0; i < columns; i++)
+          set_element(d.data, at + r * d.r_stride + i * d.n_stride, d.dtype, rows[r][d.from + i]);
     }
 }
 

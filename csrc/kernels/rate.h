@@ -187,6 +187,7 @@ constexpr KernelTable table_of(const char* name) {
           &turn_any<Isa>,
           &run_back<Isa>,
           &Isa::outer,
+          &Isa::deliver,
           &thin_panel<Isa>,
           beside_experts<Isa>(&run_narrow<Isa::width>),
           beside_experts<Isa>(&run_attend<Isa::width>),

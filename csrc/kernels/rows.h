@@ -112,7 +112,10 @@ struct RowIsa {
   static void enter(int) {}
   static void leave() {}
   static Tiling tiling(int32_t live) { return {MR, (live + MR - 1) / MR}; }
-  static void outer(const Outer& o) { run_outer<Vector>(o); }
+  static void outer(const Outer& o) { run_outer<Vector, panel>(o); }
+  static void deliver(const Deliver& d) {
+    deliver_sums<Vector>(d, [](auto&) {});
+  }
   // The vector units do the product itself, so nothing is gained by mixing other rows' work into it.
   template <class Beside>
   static void multiply(const ProductOf<Real>& p, Beside& meanwhile) {

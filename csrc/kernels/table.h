@@ -182,9 +182,11 @@ struct Thin {
   Drop drop;
 };
 
-// A contraction over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
+// A contraction over rows: c[r][n] is, or grows by, the sum over m of weight[m] * p[m][r] * q[m][n].
 struct Outer {
-  const char* p;  // [rows][rank], as c in the type of the sums
+  const char* const* p;  // [rows] where each row of a rank panel lies
+  int64_t p_block;       // bytes from there to its ranks 32 ..., and so on
+  const double* weight;  // [rows], or null: all are 1
   int32_t rows;
   int32_t rank;          // a multiple of kRankStep
   const char* const* q;  // [rows] where each row's first column lies
@@ -193,17 +195,33 @@ struct Outer {
   int32_t columns;
   Drop drop;  // of q, whose first column is number `column`
   int32_t column;
-  char* c;  // [rank][c_stride]; written up to a multiple of 32 columns
-  int64_t c_stride;
-  char* scratch;  // outer_scratch(rank, sum_bytes) bytes
+  bool first;  // c starts from zero
+  char* c;     // [rank up to a multiple of 16][c_stride]; written up to a multiple of 32 columns, which lie in the
+  int64_t c_stride;  // variant's own order within each 32
+  char* scratch;     // outer_scratch(rank, sum_bytes) bytes
 };
-constexpr int kOuterRows = 256;                    // at most
+constexpr int kOuterRows = 128;                    // at most
+constexpr int kOuterColumns = 1024;                // made into tiles at a time
 constexpr int kWideRows = 64, kWideColumns = 256;  // written out as sums at a time
 constexpr int kWideStride = kWideColumns + 16;     // not a power of two: rows must not share cache sets
 constexpr int64_t outer_scratch(int64_t rank, int64_t sum_bytes) {
-  int64_t wide = kWideRows * kWideStride * sum_bytes, tiles = (round_up(rank, kTileN) + kBlockN) * kOuterRows * 2;
+  int64_t ranks = round_up(rank, kTileN), tiles = (ranks + kOuterColumns) * kOuterRows * 2;
+  int64_t wide = (kOuterRows * ranks + kWideRows * kWideStride) * sum_bytes;
   return wide > tiles ? wide : tiles;
 }
+
+// What `outer` summed up, times `scale`, into a tensor: element (r, n) to data[r * r_stride + n * n_stride].
+struct Deliver {
+  const char* c;  // from the first rank wanted on
+  int64_t c_stride;
+  int32_t ranks;
+  int32_t from, each;  // of every 32 columns `each` from `from` on: all, or 16 of gate or of up
+  int32_t count;       // of n
+  double scale;
+  void* data;
+  DType dtype;
+  int64_t r_stride, n_stride;
+};
 constexpr int kRankStep = 8;
 
 // One matrix of one expert as the checkpoint has it: element (n, k) at data + n * n_stride + k * k_stride (elements).
@@ -290,6 +308,7 @@ struct KernelTable {
   void (*transpose)(const Transpose&);
   void (*back)(const Back&);
   void (*outer)(const Outer&);
+  void (*deliver)(const Deliver&);
   void (*thin)(const Thin&);
   void (*narrow)(const Narrow&);  // null: not in this precision
   void (*attend)(const Attend&);  // likewise

@@ -13,39 +13,59 @@ namespace {
 
 int32_t tiles_of(int32_t rank) { return (int32_t)ceil_div(rank, kTileK); }
 
-template <class Real>
-void write_one(const SourceMatrix& m, int32_t expert, int32_t rows, int32_t columns, Real scale, Real* out,
-               int64_t width) {
-  const Source& s = m.source;
-  bool plain = s.dtype == (sizeof(Real) == 8 ? DType::f64 : DType::f32) && s.k_stride == 1;
-  for (int32_t n = 0; n < rows; n++, out += width) {
-    int64_t at = expert * m.expert_stride + n * s.n_stride;
-    if (plain) {
-      const Real* from = (const Real*)s.data + at;
-      for (int32_t k = 0; k < columns; k++) out[k] = scale * from[k];
-    } else {
-      for (int32_t k = 0; k < columns; k++) out[k] = scale * element_of<Real>(s.data, at + k * s.k_stride, s.dtype);
-    }
-  }
-}
-
 constexpr int32_t kTogether = 4;  // experts
+
+// What write_out is asked for; the dtype is a constant below, so that the loops are vectors where numbers are side by
+// side.
+template <class Real>
+struct Plain {
+  const SourceMatrix& m;
+  int32_t expert, count, rows, columns;
+  Real scale;
+  Real* out;
+  int64_t width, next;
+};
+
+template <DType type, class Real>
+void write_as(const Plain<Real>& p) {
+  const Source& s = p.m.source;
+  auto number = [&](int64_t at) { return p.scale * element_of<Real>(s.data, at, type); };
+  if (p.m.expert_stride == 1 && p.count == kTogether) {
+    for (int32_t n = 0; n < p.rows; n++)
+      for (int32_t k = 0; k < p.columns; k++)
+        for (int32_t e = 0; e < kTogether; e++)
+          p.out[e * p.next + n * p.width + k] = number(p.expert + n * s.n_stride + k * s.k_stride + e);
+    return;
+  }
+  for (int32_t e = 0; e < p.count; e++)
+    for (int32_t n = 0; n < p.rows; n++) {
+      int64_t at = (p.expert + e) * p.m.expert_stride + n * s.n_stride;
+      Real* out = p.out + e * p.next + n * p.width;
+      if (s.k_stride == 1) {
+        for (int32_t k = 0; k < p.columns; k++) out[k] = number(at + k);
+      } else {
+        for (int32_t k = 0; k < p.columns; k++) out[k] = number(at + k * s.k_stride);
+      }
+    }
+}
 
 // out[n][k] = scale * m(n, k), rows of `width`; the same for `count` experts, each `next` further on.
 template <class Real>
 void write_out(const SourceMatrix& m, int32_t expert, int32_t count, int32_t rows, int32_t columns, Real scale,
                Real* out, int64_t width, int64_t next) {
-  const Source& s = m.source;
-  if (m.expert_stride == 1 && count == kTogether && s.dtype == (sizeof(Real) == 8 ? DType::f64 : DType::f32)) {
-    for (int32_t n = 0; n < rows; n++) {
-      const Real* from = (const Real*)s.data + expert + n * s.n_stride;
-      for (int32_t k = 0; k < columns; k++)
-        for (int32_t e = 0; e < kTogether; e++) out[e * next + n * width + k] = scale * from[k * s.k_stride + e];
-    }
-    return;
+  Plain<Real> p{m, expert, count, rows, columns, scale, out, width, next};
+  switch (m.source.dtype) {
+    case DType::f32:
+      return write_as<DType::f32>(p);
+    case DType::bf16:
+      return write_as<DType::bf16>(p);
+    case DType::f16:
+      return write_as<DType::f16>(p);
+    case DType::f64:
+      return write_as<DType::f64>(p);
   }
-  for (int32_t e = 0; e < count; e++) write_one(m, expert + e, rows, columns, scale, out + e * next, width);
 }
+
 }  // namespace
 
 // A unit is a few experts; Real is the type of the kernels' sums.

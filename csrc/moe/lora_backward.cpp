@@ -146,10 +146,7 @@ void Backward::after_lanes(char* slice) {
   for (int64_t n; (n = next_factor_++) < all;) {
     int32_t piece = (int32_t)(n % per_expert), expert = (int32_t)(n / per_expert % s.experts), factor = 0;
     while (piece >= pieces[factor]) piece -= pieces[factor++];
-    with_sums_of(experts_.kernels(), [&](auto zero) {
-      size_t adapter = (size_t)(n / per_expert / s.experts);
-      factor_gradient<decltype(zero)>(adapter, expert, (Factor)factor, piece * columns_, slice);
-    });
+    factor_gradient((size_t)(n / per_expert / s.experts), expert, (Factor)factor, piece * columns_, slice);
   }
 }
 
@@ -172,58 +169,52 @@ Backward::WideRows Backward::wide_rows(Factor factor, const Run& run) const {
           experts_.weights().down().k_tiles()};
 }
 
-// Rows [row0, row0 + rows) of a rank panel as [rows][rank] numbers, times the routing weight for the factors of down.
-template <class Real>
-void Backward::spread_ranks(Factor factor, int32_t n, int32_t row0, int32_t rows, int32_t rank, Real* out) const {
+// `columns` columns of one factor's gradient from `column` on, into sums [rank][sums_stride()].
+void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t columns, int32_t rank, char* sums,
+                        char* scratch) const {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
   const Adapter& adapter = *adapters_[(size_t)run.adapter];
-  const double* weight = routing_.weight.data() + routing_.segments[(size_t)run.segment].begin;
-  bool wide = factor == Factor::wide_a || factor == Factor::wide_b;
-  int64_t at[] = {ranks.gb, ranks.xa, ranks.yb, ranks.ha};  // in the order of Factor
-  const char* panel = workspace_.data() + at[(size_t)factor];
-  int32_t tile_rows = plan_.tilings[(size_t)run.segment].rows;
-  int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = row_bytes * tile_rows;
-  int32_t k_tiles = wide ? adapter.wide_tiles() : adapter.down_tiles();
-  for (int32_t row = row0; row < row0 + rows; row++, out += rank) {
-    const char* from =
-        panel + (row / tile_rows - (ranks.tile0 - 1)) * tile_bytes * k_tiles + (row % tile_rows) * row_bytes;
-    Real scale = wide ? Real(1) : (Real)weight[row];
-    for (int32_t c = 0; c < rank; c++) {
-      const char* tile = from + (c / kTileK) * tile_bytes;
-      out[c] = scale * element_of<Real>(tile, c % kTileK, experts_.kernels().panel);
-    }
-  }
-}
-
-// `columns` columns of one factor's gradient from `column` on, into sums [rank][columns_].
-template <class Real>
-void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t columns, int32_t rank, Real* sums) const {
-  const Run& run = routing_.runs[(size_t)n];
   int32_t begin = routing_.segments[(size_t)run.segment].begin, tile_rows = plan_.tilings[(size_t)run.segment].rows;
   const int32_t* token = routing_.token.data() + begin;
+  bool down = factor == Factor::down_a || factor == Factor::down_b;
+  int64_t panels[] = {ranks.gb, ranks.xa, ranks.yb, ranks.ha};  // in the order of Factor
+  int64_t rank_row = (int64_t)kTileK * experts_.kernels().elem, rank_block = rank_row * tile_rows;
+  int64_t rank_tile = rank_block * (down ? adapter.down_tiles() : adapter.wide_tiles());
+  const char* panel = workspace_.data() + panels[(size_t)factor] - (ranks.tile0 - 1) * rank_tile;
   WideRows wide = wide_rows(factor, run);
   int64_t size = (int64_t)size_of(wide.dtype);
-  Real* p = sums + (int64_t)rank * columns_;
-  const char* q[kOuterRows];
+  const char *p[kOuterRows], *q[kOuterRows];
   for (int32_t row0 = run.first, end = run.first + run.count; row0 < end; row0 += kOuterRows) {
     int32_t rows = std::min(kOuterRows, end - row0);
-    spread_ranks(factor, n, row0, rows, rank, p);
     for (int32_t i = 0; i < rows; i++) {
-      int32_t row = row0 + i, tile = row / tile_rows;
-      q[i] = wide.data + (wide.block ? (tile * (int64_t)wide.blocks + column / kBlockN) * wide.block +
-                                           (row % tile_rows) * kTileK * size
-                                     : (token[row] * wide.stride + column) * size);
+      int32_t row = row0 + i, tile = row / tile_rows, in_tile = row % tile_rows;
+      p[i] = panel + tile * rank_tile + in_tile * rank_row;
+      q[i] = wide.data + (wide.block
+                              ? (tile * (int64_t)wide.blocks + column / kBlockN) * wide.block + in_tile * kTileK * size
+                              : (token[row] * wide.stride + column) * size);
     }
-    Drop drop = factor == Factor::wide_a   ? drop_from(routing_.drop_x, begin + row0)
-                : factor == Factor::down_a ? drop_from(routing_.drop_h, begin + row0)
-                                           : Drop{};
-    experts_.kernels().outer({(const char*)p, rows, rank, q, wide.block ? wide.block : kBlockN * size, wide.dtype,
-                              columns, drop, column, (char*)sums, columns_, (char*)(p + (int64_t)kOuterRows * rank)});
+    Outer outer{};
+    outer.p = p;
+    outer.p_block = rank_block;
+    outer.weight = down ? routing_.weight.data() + begin + row0 : nullptr;
+    outer.rows = rows;
+    outer.rank = rank;
+    outer.q = q;
+    outer.q_block = wide.block ? wide.block : kBlockN * size;
+    outer.dtype = wide.dtype;
+    outer.columns = columns;
+    if (factor == Factor::wide_a) outer.drop = drop_from(routing_.drop_x, begin + row0);
+    if (factor == Factor::down_a) outer.drop = drop_from(routing_.drop_h, begin + row0);
+    outer.column = column;
+    outer.first = row0 == run.first;
+    outer.c = sums;
+    outer.c_stride = sums_stride(columns_);
+    outer.scratch = scratch;
+    experts_.kernels().outer(outer);
   }
 }
 
-template <class Real>
 void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int32_t column, char* slice) {
   const Adapter& adapter = *adapters_[index];
   const LayerShape& s = experts_.shape();
@@ -234,60 +225,64 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
   if (factor == Factor::wide_b) width = experts_.weights().up().blocks() * kBlockN;
   if (factor == Factor::down_a) width = experts_.weights().down().k_tiles() * kTileK;
   int32_t columns = std::min(columns_, width - column);
-  Real* sums = (Real*)slice;
-  std::memset(sums, 0, (size_t)rank * columns_ * sizeof(Real));
+  int64_t row_bytes = sums_stride(columns_) * experts_.kernels().sum_bytes;
   int32_t n = run_of_[index * (size_t)s.experts + (size_t)expert];
-  if (n >= 0) contract(factor, n, column, columns, rank, sums);
-  store_columns(index, expert, factor, column, columns, sums);
+  if (n >= 0) {
+    contract(factor, n, column, columns, rank, slice, slice + round_up(rank, kTileN) * row_bytes);
+  } else {
+    std::memset(slice, 0, (size_t)(rank * row_bytes));
+  }
+  deliver(index, expert, factor, column, columns, slice);
 }
-
-namespace {
-
-// target(n + i, k + j) = scale * sums[i * i_step + j * j_step] for i < n_count, j < k_count.
-template <class Real>
-void store_piece(const Target& t, int32_t expert, int64_t n, int32_t n_count, int64_t k, int32_t k_count, Real scale,
-                 const Real* sums, int64_t i_step, int64_t j_step) {
-  if (!t.data) return;
-  int64_t at = expert * t.expert_stride + n * t.n_stride + k * t.k_stride;
-  for (int32_t i = 0; i < n_count; i++, at += t.n_stride, sums += i_step)
-    for (int32_t j = 0; j < k_count; j++) set_element(t.data, at + j * t.k_stride, t.dtype, scale * sums[j * j_step]);
-}
-
-}  // namespace
 
 // Sums [rank][columns] into the caller's tensors: A as it lies, B turned and scaled.
-template <class Real>
-void Backward::store_columns(size_t index, int32_t expert, Factor factor, int32_t column, int32_t columns,
-                             const Real* sums) const {
+void Backward::deliver(size_t index, int32_t expert, Factor factor, int32_t column, int32_t columns,
+                       const char* sums) const {
   const LoraTargets& to = gradients_.lora[index];
   const Adapter& adapter = *adapters_[index];
   const LoraRanks& ranks = adapter.ranks();
   const LayerShape& s = experts_.shape();
-  // Ranks [first, first + count) of the sums are rows of an A ...
-  auto store_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
-    store_piece(t, expert, 0, count, column, std::min(columns, width - column), Real(1), sums + first * columns_,
-                columns_, 1);
+  Deliver d{};
+  d.c_stride = sums_stride(columns_);
+  // Ranks [first, first + count) of the sums; element (r, n) of the tensor is `at` on.
+  auto send = [&](const Target& t, int32_t first, int32_t count, int64_t at, int64_t r_stride, int64_t n_stride) {
+    if (!t.data) return;
+    d.c = sums + first * d.c_stride * experts_.kernels().sum_bytes;
+    d.ranks = count;
+    d.data = (char*)t.data + (expert * t.expert_stride + at) * (int64_t)size_of(t.dtype);
+    d.dtype = t.dtype;
+    d.r_stride = r_stride;
+    d.n_stride = n_stride;
+    experts_.kernels().deliver(d);
   };
-  // ... or columns of a B, whose rows from n on are the sums' columns from c on.
-  auto store_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t n, int32_t n_count,
-                     int32_t c) {
-    store_piece(t, expert, n, n_count, 0, count, (Real)scale, sums + first * columns_ + c, 1, columns_);
+  // They are rows of an A ...
+  auto send_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
+    d.from = 0, d.each = kBlockN, d.count = std::min(columns, width - column), d.scale = 1;
+    send(t, first, count, column * t.k_stride, t.n_stride, t.k_stride);
   };
-  if (factor == Factor::wide_a) {
-    store_a(to.gate_a, 0, ranks.gate, s.hidden);
-    if (!ranks.shared) store_a(to.up_a, adapter.up_at(), ranks.up, s.hidden);
-  } else if (factor == Factor::down_a) {
-    store_a(to.down_a, 0, ranks.down, s.intermediate);
-  } else if (factor == Factor::down_b) {
-    store_b(to.down_b, 0, ranks.down, to.down_scale, column, columns, 0);
-  } else if (!s.gated) {
-    store_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, column, std::min(columns, s.intermediate - column), 0);
-  } else {
-    for (int32_t c = 0; c < columns; c += kBlockN) {
-      int32_t n = (column + c) / kBlockN * kTileN, count = std::min(kTileN, s.intermediate - n);
-      store_b(to.gate_b, 0, ranks.gate, to.gate_scale, n, count, c);
-      store_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, n, count, c + kTileN);
-    }
+  // ... or columns of a B, whose rows from `n` on are all of the sums' columns, or 16 of every 32.
+  auto send_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t from, int32_t each,
+                    int32_t rows) {
+    int32_t n = column / kBlockN * each;
+    d.from = from, d.each = each, d.count = std::min(columns / kBlockN * each + columns % kBlockN, rows - n);
+    d.scale = scale;
+    send(t, first, count, n * t.n_stride, t.k_stride, t.n_stride);
+  };
+  switch (factor) {
+    case Factor::wide_a:
+      send_a(to.gate_a, 0, ranks.gate, s.hidden);
+      if (!ranks.shared) send_a(to.up_a, adapter.up_at(), ranks.up, s.hidden);
+      break;
+    case Factor::down_a:
+      send_a(to.down_a, 0, ranks.down, s.intermediate);
+      break;
+    case Factor::down_b:
+      send_b(to.down_b, 0, ranks.down, to.down_scale, 0, kBlockN, s.hidden);
+      break;
+    case Factor::wide_b:
+      if (s.gated) send_b(to.gate_b, 0, ranks.gate, to.gate_scale, 0, kTileN, s.intermediate);
+      send_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, s.gated ? kTileN : 0, s.gated ? kTileN : kBlockN,
+             s.intermediate);
   }
 }
 

@@ -86,15 +86,10 @@ class Backward final : public Task {
     int32_t blocks;
   };
   WideRows wide_rows(Factor factor, const Run& run) const;
-  template <class Real>
-  void spread_ranks(Factor factor, int32_t run, int32_t row0, int32_t rows, int32_t rank, Real* out) const;
-  template <class Real>
-  void contract(Factor factor, int32_t run, int32_t column, int32_t columns, int32_t rank, Real* sums) const;
-  template <class Real>
+  void contract(Factor factor, int32_t run, int32_t column, int32_t columns, int32_t rank, char* sums,
+                char* scratch) const;
   void factor_gradient(size_t adapter, int32_t expert, Factor factor, int32_t column, char* slice);
-  template <class Real>
-  void store_columns(size_t adapter, int32_t expert, Factor factor, int32_t column, int32_t columns,
-                     const Real* sums) const;
+  void deliver(size_t adapter, int32_t expert, Factor factor, int32_t column, int32_t columns, const char* sums) const;
 
   Gradients gradients_;
   std::atomic<int32_t> next_piece_{0}, next_factor_{0};

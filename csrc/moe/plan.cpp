@@ -80,9 +80,10 @@ int64_t largest_rank(const Routing& routing, const Adapters& adapters) {
   return round_up(rank, kRankStep);
 }
 
-// What a thread needs for gradients of factors, once everything else is done: a chunk of rows and a piece of sums.
+// What a thread needs for gradients of factors, once everything else is done: a piece of sums and a chunk of rows.
 static int64_t factor_bytes(int64_t rank, int64_t sum_bytes) {
-  return rank ? rank * (kOuterRows + factor_columns(rank)) * sum_bytes + outer_scratch(rank, sum_bytes) : 0;
+  int64_t sums = round_up(rank, kTileN) * sums_stride(factor_columns(rank)) * sum_bytes;
+  return rank ? sums + outer_scratch(rank, sum_bytes) : 0;
 }
 
 // Where the panels of all runs lie, from `at` on, and what a thread needs for those of a unit.

@@ -44,6 +44,8 @@ constexpr int32_t factor_columns(int64_t rank) {
   int64_t most = (64 << 10) / (rank ? rank : 1) / 256 * 256;
   return (int32_t)(most < 256 ? 256 : most > 2048 ? 2048 : most);
 }
+// From one rank's sums to the next: not a power of two, rows must not share cache sets.
+constexpr int64_t sums_stride(int32_t columns) { return columns + 16; }
 // Blocks that a thread transposes at a time: of a unit, and of a lane.
 constexpr int32_t kTurnedBlocks = 2, kTurnedLane = 4;
 
