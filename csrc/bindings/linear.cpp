@@ -1,4 +1,4 @@
-// Plain matrices from Python: a linear layer, LoRA on one and a norm for a few rows, and transposing.
+// Plain matrices from Python: linear layers, LoRA on one and a norm for a few rows, and transposing.
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
@@ -23,33 +23,36 @@ void PyExperts::transpose(nb::handle source, nb::handle target) const {
                 from.dtype().bits / 8);
 }
 
-void PyPool::linear(nb::handle x, nb::handle weight, nb::handle out) const {
-  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), w = array_of("weight", weight, 2, {kBFloat16});
-  Array to = array_of("out", out, 2, {kBFloat16, kFloat32});
-  int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), n = (int64_t)w.shape(0);
-  if (tokens < 1 || tokens > kNarrowTokens)
-    refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(kNarrowTokens));
+void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
+  const KernelTable& table = kernels();
+  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32});
+  int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1);
+  if (tokens < 1 || tokens > table.narrow_tokens)
+    refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(table.narrow_tokens));
   if (k % kNarrowK || k > (1 << 24))
     refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kNarrowK));
-  check_shape("weight", w, {n, k}, "outputs, columns of x");
-  check_shape("out", to, {tokens, n}, "rows of x, outputs");
   check_dense("x", rows);
-  check_dense("weight", w);
-  check_dense("out", to);
-  check_writable("out", out);
-  if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
-  Linear l{(const char*)w.data(),
-           row_stride(w) * 2,
-           n,
-           k,
-           rows.data(),
-           row_stride(rows),
-           const_cast<void*>(to.data()),
-           row_stride(to),
-           dtype_of(rows),
-           (int32_t)tokens};
+  if (weights.size() != outs.size() || !weights.size())
+    refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
+  std::vector<Array> held;  // their memory
+  std::vector<Matrix> matrices;
+  for (size_t i = 0; i < weights.size(); i++) {
+    Array w = array_of("weight", weights[i], 2, {kBFloat16}), to = array_of("out", outs[i], 2, {kBFloat16, kFloat32});
+    int64_t n = (int64_t)w.shape(0);
+    check_shape("weight", w, {n, k}, "outputs, columns of x");
+    check_shape("out", to, {tokens, n}, "rows of x, outputs");
+    check_dense("weight", w);
+    check_dense("out", to);
+    check_writable("out", outs[i]);
+    if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
+    matrices.push_back({(const char*)w.data(), row_stride(w) * 2, n, const_cast<void*>(to.data()), row_stride(to)});
+    held.push_back(std::move(w));
+    held.push_back(std::move(to));
+  }
+  Linear l{rows.data(),     row_stride(rows),        k, dtype_of(rows), (int32_t)tokens,
+           matrices.data(), (int32_t)matrices.size()};
   nb::gil_scoped_release released;
-  multiply(engine->pool, kernels(), l);
+  multiply(engine->pool, table, l);
 }
 
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {

@@ -79,6 +79,7 @@ NB_MODULE(_core, m) {
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);
   m.def("grid", &describe_grid, "format"_a);
+  m.def("linear_rows", [] { return kernels().narrow_tokens; });
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "epsilon"_a);
   m.def("add_lora", &add_lora, "x"_a, "a"_a, "b"_a, "out"_a, "scale"_a);
   m.def("lend", &lend, "bytes"_a);
@@ -96,7 +97,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("threads", [](const PyPool& p) { return p.engine->pool.threads(); })
       .def_prop_ro("groups", [](const PyPool& p) { return p.engine->pool.groups(); })
       .def_prop_ro("cpus", [](const PyPool& p) { return p.engine->pool.cpus(); })
-      .def("linear", &PyPool::linear, "x"_a, "weight"_a, "out"_a)
+      .def("linear", &PyPool::linear, "x"_a, "weights"_a, "outs"_a)
       .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a)
       .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0);
 

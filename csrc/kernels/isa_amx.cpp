@@ -5,17 +5,12 @@
 // so a panel is cut into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
 #include <immintrin.h>
 
+#include "kernels/narrow_tiles.h"
 #include "kernels/outer.h"
 #include "kernels/rate.h"
 
 namespace kt {
 namespace {
-
-struct alignas(64) TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t colsb[16];
-  uint8_t rows[16];
-};
 
 // Tiles 0-3 accumulate [token tile][weight tile], 4 holds activations, 6 and 7 weights; 5 is for the bare loop alone.
 inline void configure(int rows) {
@@ -25,9 +20,7 @@ inline void configure(int rows) {
     c.colsb[i] = 64;
     c.rows[i] = (uint8_t)(i < 6 ? rows : 16);
   }
-  // The compiler's own header names 8 of the 64 bytes as read.
-  asm volatile("" : : "m"(c));
-  _tile_loadconfig(&c);
+  c.use();
 }
 
 // Both token tiles pass through tile 4. Measured against a tile for each, with loads moved around in several ways, this
@@ -325,7 +318,7 @@ struct Amx {
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Amx>("amx");
+constexpr KernelTable kBf16 = table_of<Amx, FewTiles>("amx");
 
 }  // namespace
 

@@ -36,7 +36,31 @@ struct Avx512Bf16 : RowIsa<PairProduct, 2, 12> {
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Avx512Bf16>("avx512_bf16");
+// Few rows: both sides are pairs as they lie.
+struct PairRows {
+  static constexpr int width = 16;
+  static U32<16> open(const char* w) { return load<U32<16>>(w); }
+  static U32<16> at(const char* x, int32_t k, int32_t token, int64_t pair) {
+    return load<U32<16>>(x + (int64_t)token * k * 2 + pair * 4);
+  }
+  static F32<16> step(F32<16> sum, const U32<16>& w, const U32<16>& x) {
+    return (F32<16>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+  }
+};
+
+struct FewPairs {
+  static constexpr int32_t tokens = 16;
+  static void spread(const Spread& s) {
+    if (s.type == DType::f32) return WidenedRows<16>::spread(s);
+    for (int32_t t = 0; t < s.tokens; t++)
+      __builtin_memcpy(s.out + (int64_t)t * s.k * 2, (const char*)s.x + t * s.stride * 2, (size_t)s.k * 2);
+  }
+  static void multiply(const Narrow& n) {
+    n.type == DType::f32 ? narrow_vectors<WidenedRows<16>>(n) : narrow_vectors<PairRows>(n);
+  }
+};
+
+constexpr KernelTable kBf16 = table_of<Avx512Bf16, FewPairs>("avx512_bf16");
 
 }  // namespace
 

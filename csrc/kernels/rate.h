@@ -166,7 +166,8 @@ constexpr auto beside_experts(void (*kernel)(const Argument&)) {
   return kPairs<Isa> ? kernel : nullptr;
 }
 
-template <class Isa>
+// `Few` says how a variant multiplies few rows (narrow.h).
+template <class Isa, class Few = FewWidened<Isa::width>>
 constexpr KernelTable table_of(const char* name) {
   constexpr bool wide = sizeof(typename Isa::Real) == 8;
   return {name,
@@ -189,7 +190,9 @@ constexpr KernelTable table_of(const char* name) {
           &Isa::outer,
           &Isa::deliver,
           &thin_panel<Isa>,
-          beside_experts<Isa>(&run_narrow<Isa::width>),
+          kPairs<Isa> ? Few::tokens : 0,
+          beside_experts<Isa>(&Few::spread),
+          beside_experts<Isa>(&Few::multiply),
           beside_experts<Isa>(&run_attend<Isa::width>),
           beside_experts<Isa>(&run_norm<Isa::width>),
           beside_experts<Isa>(&run_adapt<Isa::width>),

@@ -245,16 +245,29 @@ struct Pack {
 // Rates of bare loops for the benches' roof and the thread probe; all run on the calling thread for about `seconds`.
 enum class Rate : uint8_t { registers, panels, read };
 
-// A few rows times a matrix of bf16 rows; K a multiple of kNarrowK.
-constexpr int32_t kNarrowTokens = 8, kNarrowK = 32;
+// A few rows times a matrix of bf16 rows; K a multiple of kNarrowK. First the rows are laid out as a variant multiplies
+// them (`spread`), which depends on their type: bf16 rows may meet the weights in bf16, f32 rows stay f32.
+constexpr int32_t kNarrowK = 32, kNarrowRows = 16;  // rows of the matrix that are read together
+struct Spread {
+  const void* x;   // [tokens][K]
+  DType type;      // bf16 or f32
+  int64_t stride;  // elements
+  int32_t k, tokens;
+  char* out;  // spread_bytes(tokens, k), aligned to 64
+};
+constexpr int64_t spread_bytes(int64_t tokens, int64_t k) { return tokens * k * 4; }
+
 struct Narrow {
   const char* weights;
   int64_t weight_stride;  // bytes from row to row
   int32_t rows;           // of the matrix
   int32_t k, tokens;
-  const float *even, *odd;  // [tokens][k / 2]: activations of k 0, 2, 4 ... and 1, 3, 5 ...
-  float* out;               // [tokens][out_stride], `rows` of them
+  const char* x;  // as spread
+  DType type;     // of x before, and of out
+  char* out;      // [tokens][out_stride] elements, `rows` of them
   int64_t out_stride;
+  bool cold;         // nobody has fetched the first rows
+  const char* next;  // rows that this thread will read after these, or null
 };
 
 // One query of each head of a group against a stretch of keys and values. Sizes are multiples of kAttendSize.
@@ -310,7 +323,9 @@ struct KernelTable {
   void (*outer)(const Outer&);
   void (*deliver)(const Deliver&);
   void (*thin)(const Thin&);
-  void (*narrow)(const Narrow&);  // null: not in this precision
+  int32_t narrow_tokens;          // at most, in one call
+  void (*spread)(const Spread&);  // null: not in this precision
+  void (*narrow)(const Narrow&);  // likewise
   void (*attend)(const Attend&);  // likewise
   void (*norm)(const Norm&);      // likewise
   void (*adapt)(const Adapt&);    // likewise

@@ -1,51 +1,86 @@
+// Threads take pieces of the matrices, one group of rows or several: long ones first, because each piece is one run
+// through memory, single groups in the end, so that all are done together. Everyone takes a piece ahead: what comes
+// next is fetched while this is multiplied.
 #include "moe/linear.h"
 
 #include <algorithm>
 #include <atomic>
-#include <vector>
+#include <memory>
 
 namespace kt {
 
 namespace {
 
-constexpr int64_t kRowsAtATime = 32;
+constexpr int64_t kMostGroups = 16;  // in a piece
+constexpr int64_t kPieces = 4;       // for each thread, of what is left
+
+// Activations as they are multiplied; kept by the thread that asks, because it asks for every layer of every token.
+char* scratch_of(int64_t bytes) {
+  struct Free {
+    void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
+  };
+  thread_local std::unique_ptr<char[], Free> memory;
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    memory.reset((char*)::operator new[]((size_t)bytes, std::align_val_t{64}));
+    size = bytes;
+  }
+  return memory.get();
+}
 
 class LinearJob : public Job {
  public:
-  LinearJob(const KernelTable& kernels, const Linear& linear) : kernels_(kernels), l_(linear) {
-    int64_t half = l_.k / 2;
-    even_.resize((size_t)(l_.tokens * half));
-    odd_.resize(even_.size());
-    for (int32_t t = 0; t < l_.tokens; t++)
-      for (int64_t i = 0; i < half; i++) {
-        even_[(size_t)(t * half + i)] = element_of<float>(l_.x, t * l_.x_stride + 2 * i, l_.dtype);
-        odd_[(size_t)(t * half + i)] = element_of<float>(l_.x, t * l_.x_stride + 2 * i + 1, l_.dtype);
-      }
+  LinearJob(const KernelTable& kernels, const Linear& linear, int threads)
+      : kernels_(kernels), l_(linear), threads_(threads), x_(scratch_of(spread_bytes(l_.tokens, l_.k))) {
+    for (int32_t i = 0; i < l_.count; i++) groups_ += ceil_div(l_.matrices[i].rows, kNarrowRows);
+    kernels_.spread({l_.x, l_.dtype, l_.x_stride, (int32_t)l_.k, l_.tokens, x_});
   }
 
   void work(const Worker&) override {
-    float sums[kNarrowTokens * kRowsAtATime];
-    for (int64_t row; (row = next_.fetch_add(kRowsAtATime)) < l_.rows;) {
-      int64_t count = std::min(kRowsAtATime, l_.rows - row);
-      kernels_.narrow({l_.weights + row * l_.weight_stride, l_.weight_stride, (int32_t)count, (int32_t)l_.k, l_.tokens,
-                       even_.data(), odd_.data(), sums, kRowsAtATime});
-      for (int32_t t = 0; t < l_.tokens; t++)
-        for (int64_t i = 0; i < count; i++)
-          set_element(l_.out, t * l_.out_stride + row + i, l_.dtype, (double)sums[t * kRowsAtATime + i]);
+    bool cold = true;
+    for (Piece piece = take(); piece.matrix; cold = false) {
+      Piece next = take();
+      const Matrix& m = *piece.matrix;
+      kernels_.narrow({m.weights + piece.row * m.weight_stride, m.weight_stride, (int32_t)piece.rows, (int32_t)l_.k,
+                       l_.tokens, x_, l_.dtype, (char*)m.out + piece.row * (int64_t)size_of(l_.dtype), m.out_stride,
+                       cold, next.matrix ? next.matrix->weights + next.row * next.matrix->weight_stride : nullptr});
+      piece = next;
     }
   }
 
  private:
+  struct Piece {
+    const Matrix* matrix;  // null: nothing is left
+    int64_t row, rows;
+  };
+
+  Piece take() {
+    int64_t first = next_.load(std::memory_order_relaxed);
+    while (first < groups_) {
+      const Matrix* m = l_.matrices;
+      int64_t at = first, own = ceil_div(m->rows, kNarrowRows);
+      for (; at >= own; own = ceil_div(m->rows, kNarrowRows)) at -= own, m++;
+      int64_t share = std::clamp<int64_t>((groups_ - first) / (kPieces * threads_), 1, kMostGroups);
+      int64_t count = std::min(share, own - at);
+      if (next_.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) {
+        int64_t row = at * kNarrowRows;
+        return {m, row, std::min(count * kNarrowRows, m->rows - row)};
+      }
+    }
+    return {};
+  }
+
   const KernelTable& kernels_;
   const Linear& l_;
-  std::vector<float> even_, odd_;
+  int64_t threads_, groups_ = 0;
+  char* x_;
   std::atomic<int64_t> next_{0};
 };
 
 }  // namespace
 
 void multiply(Pool& pool, const KernelTable& kernels, const Linear& linear) {
-  LinearJob job(kernels, linear);
+  LinearJob job(kernels, linear, pool.threads());
   pool.run(job);
 }
 

@@ -1,4 +1,4 @@
-// A linear layer for a few token rows: out = x W^T, W [N, K] in bf16 where it lies.
+// Linear layers for a few token rows: out = x W^T, each W [N, K] in bf16 where it lies.
 #pragma once
 
 #include "kernels/table.h"
@@ -6,16 +6,23 @@
 
 namespace kt {
 
-struct Linear {
+struct Matrix {
   const char* weights;
   int64_t weight_stride;  // bytes
-  int64_t rows, k;        // N and K
-  const void* x;          // [tokens, K]
-  int64_t x_stride;       // elements
+  int64_t rows;           // N
   void* out;              // [tokens, N]
-  int64_t out_stride;
+  int64_t out_stride;     // elements
+};
+
+// Several matrices that meet the same x are one job.
+struct Linear {
+  const void* x;     // [tokens, K]
+  int64_t x_stride;  // elements
+  int64_t k;
   DType dtype;  // of x and out
   int32_t tokens;
+  const Matrix* matrices;
+  int32_t count;
 };
 
 void multiply(Pool& pool, const KernelTable& kernels, const Linear& linear);

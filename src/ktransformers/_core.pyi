@@ -38,6 +38,9 @@ def grid(format: str) -> tuple[Any, Any]:
     eight codes, those of even columns from bit 0 up and those of odd ones from bit 16 up, four bits each; and the 16
     float32 levels that codes stand for."""
 
+def linear_rows() -> int:
+    """How many rows of x `Pool.linear` takes at most, in the variant that is in use."""
+
 def rms_norm(x: Any, weight: Any, out: Any, epsilon: float) -> None:
     """out [n, d] = x [n, d] over its root mean square, rounded, times weight [d]; all bfloat16 or all float32, on the
     calling thread."""
@@ -66,8 +69,8 @@ class Pool:
     def groups(self) -> int: ...
     @property
     def cpus(self) -> list[int]: ...
-    def linear(self, x: Any, weight: Any, out: Any) -> None:
-        """out [T, N] = x [T, K] times weight [N, K] transposed, for up to 8 rows; the weight in bfloat16."""
+    def linear(self, x: Any, weights: list[Any], outs: list[Any]) -> None:
+        """Each out [T, N] = x [T, K] times its weight [N, K] transposed, for few rows; weights in bfloat16."""
 
     def attend(
         self,

@@ -3,12 +3,21 @@ it, torch's path for everything else."""
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ktransformers import _core
-from ktransformers.nn.linear import LEAST, ROWS, hasten
+from ktransformers.nn.linear import LEAST, hasten
+
+ROWS = _core.linear_rows()
+ROUTER: Any = Qwen3MoeTopKRouter
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -16,32 +25,35 @@ from ktransformers.nn.linear import LEAST, ROWS, hasten
 def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
     pool, generator = _core.Pool(2), torch.Generator().manual_seed(0)
     outputs, columns = shape
-    weight = torch.randn(outputs, columns, generator=generator).bfloat16()
+    weights = [torch.randn(count, columns, generator=generator).bfloat16() for count in (outputs, 16)]
     x = torch.randn(ROWS, columns, generator=generator).to(dtype)
-    want = x.double() @ weight.double().t()
-    alone = []
+    want = [x.double() @ weight.double().t() for weight in weights]
+    alone: list[list[torch.Tensor]] = [[], []]
     for rows in range(1, ROWS + 1):
-        out = torch.empty(rows, outputs, dtype=dtype)
-        pool.linear(x[:rows], weight, out)
-        apart = (out.double() - want[:rows]).abs().max() / want.abs().max()
-        assert apart < (2**-8 if dtype == torch.bfloat16 else 1e-5)
-        alone.append(out[0])
-    assert all(torch.equal(row, alone[0]) for row in alone), "a row depends on its neighbours"
+        outs = [torch.empty(rows, weight.shape[0], dtype=dtype) for weight in weights]
+        pool.linear(x[:rows], weights, outs)
+        for found, wanted, kept in zip(outs, want, alone, strict=True):
+            apart = (found.double() - wanted[:rows]).abs().max() / wanted.abs().max()
+            assert apart < (2**-8 if dtype == torch.bfloat16 else 1e-5)
+            kept.append(found[0])
+    assert all(torch.equal(row, kept[0]) for kept in alone for row in kept), "a row depends on its neighbours"
 
 
 def test_what_does_not_fit_is_refused() -> None:
     pool = _core.Pool(1)
     weight, x, out = torch.zeros(4, 64).bfloat16(), torch.zeros(2, 64).bfloat16(), torch.zeros(2, 4).bfloat16()
     with pytest.raises(ValueError, match="multiple of 32"):
-        pool.linear(x[:, :40], weight[:, :40], out)
+        pool.linear(x[:, :40], [weight[:, :40]], [out])
     with pytest.raises(ValueError, match="weight"):
-        pool.linear(x[:, :32], weight, out)
-    with pytest.raises(ValueError, match="9 rows"):
-        pool.linear(torch.zeros(9, 64).bfloat16(), weight, torch.zeros(9, 4).bfloat16())
+        pool.linear(x[:, :32], [weight], [out])
+    with pytest.raises(ValueError, match=f"{ROWS + 1} rows"):
+        pool.linear(torch.zeros(ROWS + 1, 64).bfloat16(), [weight], [torch.zeros(ROWS + 1, 4).bfloat16()])
+    with pytest.raises(ValueError, match="outs"):
+        pool.linear(x, [weight, weight], [out])
     with pytest.raises(TypeError, match="weight"):
-        pool.linear(x, weight.float(), out)
+        pool.linear(x, [weight.float()], [out])
     with pytest.raises(TypeError, match="out"):
-        pool.linear(x, weight, out.float())
+        pool.linear(x, [weight], [out.float()])
 
 
 @pytest.mark.filterwarnings("ignore:.*bf16.*")
@@ -67,3 +79,52 @@ def test_layers_of_a_model() -> None:
         assert torch.equal(large(x[:0]), stock["large"](x[:0]))
     learned = large(x.requires_grad_())
     assert learned.grad_fn is not None and torch.equal(learned, stock["large"](x))
+
+
+class Counted:
+    """A pool that counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls, self._pool = 0, _core.Pool(2)
+
+    def linear(self, *given: Any) -> None:
+        self.calls += 1
+        self._pool.linear(*given)
+
+
+def test_a_router_is_no_linear_layer() -> None:
+    """Its weight stays a parameter, in name, value, gradient and copies."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=512, num_experts=LEAST // 512, num_experts_per_tok=4)
+    router: Any = ROUTER(config).bfloat16()
+    nn.init.normal_(router.weight)
+    stock, pool = copy.deepcopy(router), Counted()
+    assert hasten(nn.ModuleList([router]), pool) == 1 and hasten(nn.ModuleList([router]), pool) == 0  # type: ignore[arg-type]
+    x = torch.randn(3, 512).bfloat16()
+    with torch.inference_mode():
+        logits, shares, ids = router(x)
+        wanted = stock(x)
+    assert pool.calls == 1 and type(logits) is torch.Tensor
+    assert (logits.float() - wanted[0].float()).norm() < 5e-3 * wanted[0].float().norm()
+    assert shares.shape == wanted[1].shape and ids.shape == wanted[2].shape
+    with torch.no_grad():
+        many = torch.randn(ROWS + 1, 512).bfloat16()
+        assert torch.equal(F.linear(many, router.weight), F.linear(many, stock.weight))
+        assert torch.equal(F.linear(x.float(), router.weight.float()), F.linear(x.float(), stock.weight.float()))
+    for one in (router, stock):
+        one(x)[0].sum().backward()
+    assert torch.equal(router.weight.grad, stock.weight.grad)
+    state = router.state_dict()
+    assert type(state["weight"]) is torch.Tensor and torch.equal(state["weight"], stock.weight)
+    assert torch.equal(copy.deepcopy(router).weight, stock.weight) and pool.calls == 1
+
+
+def test_a_matrix_that_two_modules_share_stays_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+    weight = nn.Parameter(torch.zeros(LEAST // 512, 512, dtype=torch.bfloat16))
+    model = nn.ModuleList([Tied(weight), Tied(weight), nn.Embedding(LEAST // 512, 512, dtype=torch.bfloat16)])
+    assert hasten(model) == 0 and model[0].weight is model[1].weight
