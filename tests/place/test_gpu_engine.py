@@ -75,15 +75,23 @@ def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = Fal
 
 
 def placed(
-    store: ExpertStore, device: str, policy: str, slots: int, residents: tuple[int, ...] = (), pinned: int = 1 << 40
+    store: ExpertStore,
+    device: str,
+    policy: str,
+    slots: int,
+    residents: tuple[int, ...] = (),
+    pinned: int = 1 << 40,
+    split: bool = True,
 ) -> PlacedStore:
-    """`pinned`: bytes that may be registered with the driver."""
+    """`pinned`: bytes that may be registered with the driver; `split`: auto is as if both sides had been found best."""
     where, sizes = torch.device(device), geometry_of(store)
     registered = Registered(pinned) if where.type == "cuda" and pinned else None
     engine = Engine(where, policy, Slots(sizes, slots, where, registered))
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = {"forward": EVEN, "backward": EVEN}
     engine.layers[0] = layer
+    if split:
+        engine.trials.enter = lambda *_: "both"  # type: ignore[method-assign]
     if residents:
         engine.side.residents[0] = Slots(sizes, len(residents), where, registered)
         engine.side.residents[0].fetch(0, layer.packed.source, residents)
@@ -182,6 +190,31 @@ def test_policies(policy: str, retain: bool, device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("again", [True, False])
+def test_ways_are_tried(again: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are right in every way that is tried, until one is found for each direction; costs prefer none."""
+    store, given = make_store(SMALL), inputs(SMALL, device)
+    want, place, seen = expected(store, given), placed(store, device, "auto", 16, (1, 6), split=False), set()
+    factors = factors_of(given.lora)
+    monkeypatch.setattr(place.engine, "_foretell", lambda *_: dict.fromkeys(("both", "cpu", "stream"), 1e-3))
+
+    def pass_(x: Tensor) -> Tensor:
+        return place(x, given.ids, given.weights, factors, NO_DROPOUT, not again)
+
+    for _ in range(60):
+        out = checkpoint(pass_, given.hidden, use_reentrant=False) if again else pass_(given.hidden)
+        compare([out, *gradients(out, given)], want)
+        last = place.layer.last["forward"]
+        seen.add((bool(last.there + last.streamed), bool(last.cpu)))
+        if place.engine.trials.settled(SMALL.tokens):
+            break
+    assert place.engine.trials.settled(SMALL.tokens), place.engine.trials.ways()
+    assert {name.split()[0] for name in place.engine.trials.ways()} == {"forward", "back"}
+    assert len(seen) > 1, "one way only"
+    assert all(len(found["seconds"]) == 3 for found in place.engine.trials.ways().values())
+
+
+@devices
 @pytest.mark.parametrize("spec", ["int8", "int4:32", "fp8:128x128", "mxfp4", "q4_0"])
 def test_formats(spec: str, device: str) -> None:
     store, given = make_store(SMALL, spec), inputs(SMALL, device)
@@ -275,7 +308,7 @@ def test_no_rows_and_inference(device: str) -> None:
 
 @devices
 def test_few_tokens_stay_with_the_cpu(device: str) -> None:
-    """Unless something of the layer is on the GPU already."""
+    """Unless it has residents."""
     size = replace(SMALL, tokens=2)
     store, given = make_store(size), inputs(size, device)
     want = expected(store, given)

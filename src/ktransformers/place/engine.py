@@ -1,11 +1,11 @@
 """One batch through one layer of experts on two machines: those on the GPU, or brought there, and those on the CPU.
 
 Hidden states `[T, H]`, ids and routing weights `[T, k]` are on the device. The ids come down first and are counted;
-`split` decides; the CPU's share starts in a thread of its own (the core needs no GIL) as soon as its hidden states are
-down, while this thread queues copies, decoding and products for the device. The results meet at the end; then copies
-for the layer that came next the last time are queued. Backward is the same walk. The surprising decision: what autograd
-keeps has the same shapes whatever the split was, because recomputation under checkpointing may split another way and is
-compared with the first pass by shapes.
+`split` decides, under `auto` in the way that `trials` has found; the CPU's share starts in a thread of its own (the
+core needs no GIL) as soon as its hidden states are down, while this thread queues copies, decoding and products for the
+device. The results meet at the end; then copies for the layer that came next the last time are queued. Backward is the
+same walk. The surprising decision: what autograd keeps has the same shapes whatever the split was, because
+recomputation under checkpointing may split another way and is compared with the first pass by shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed,
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import Descent, start_down
+from ktransformers.place.corrections import SETTLE, Corrections
 from ktransformers.place.few import FEW, Few
 from ktransformers.place.gpu.factors import to_host
 from ktransformers.place.gpu.pull import Puller
@@ -35,11 +36,9 @@ from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.split import Costs, Split, split
+from ktransformers.place.trials import POLICY, Trials
 
 Result = TypeVar("Result")
-SETTLE = 0.5  # weight of the newest measurement in the correction of the CPU's costs
-MOST = 8.0  # the correction, or one over it: costs may have been measured while others used the machine
-WORTH = 1e-3  # seconds that a share of the CPU must be expected to take to tell something about its costs
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 
 
@@ -49,8 +48,6 @@ class Layer:
     home: weakref.ReferenceType[ExpertStore]  # the operator finds layers by their store, which must be free to go
     costs: dict[str, Costs]  # by direction
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
-    # What the CPU takes over what it was expected to; by direction, and whether experts are streamed beside it.
-    correction: dict[tuple[str, bool], float] = field(default_factory=dict)
     last: dict[str, Split] = field(default_factory=dict)  # by phase
     seen: dict[str, tuple[NDArray[np.int64], int]] = field(default_factory=dict)  # rows of experts, tokens; by phase
 
@@ -76,10 +73,19 @@ class Phase:
     name: str  # forward, again (recomputed in a backward pass) or backward
     direction: str
 
+    @property
+    def walk(self) -> str:
+        """What is computed again belongs to the walk back: the one finds what the other fetched."""
+        return "forward" if self.name == "forward" else "back"
+
+
+PHASES = {"forward": Phase("forward", "forward"), "again": Phase("again", "forward")}
+PHASES["backward"] = Phase("backward", "backward")
+
 
 def phase_of(direction: str) -> Phase:
     again = direction == "forward" and torch._C._current_graph_task_id() != -1
-    return Phase("again" if again else direction, direction)
+    return PHASES["again" if again else direction]
 
 
 class Engine:
@@ -96,40 +102,60 @@ class Engine:
         self._lock = threading.RLock()
         self._after: dict[tuple[int, str], tuple[int, str]] = {}
         self._before: tuple[int, str] | None = None
-        self._packing = 0.0  # seconds that an adapter takes when it has changed
+        self._packing = self._packed = 0.0  # seconds that an adapter takes when it has changed, and took just now
         self._left = 0.0  # when copies for the next layer were queued
-        self._gaps: dict[tuple[int, str], float] = {}  # seconds from then on until it asks, by layer and phase
+        # Seconds from then on until it asks, the last two times, by layer and phase.
+        self._gaps: dict[tuple[int, str], tuple[float, float]] = {}
+        self.trials = Trials(device)
+        self.corrections = Corrections()
 
     def decide(
-        self, layer: Layer, counts: NDArray[np.int64], tokens: int, phase: Phase, factors: Factors | None = None
+        self,
+        layer: Layer,
+        counts: NDArray[np.int64],
+        tokens: int,
+        phase: Phase,
+        factors: Factors | None = None,
+        begun: Any = None,
     ) -> Split:
+        """`begun`: the moment at which the layer was called."""
         index = layer.packed.index
-        there = self._resident(index)
-        coming: tuple[int, ...] = ()
-        if self.policy != "resident":
-            coming = self.slots.coming(index)
-            there |= self.slots.present(index) - frozenset(coming)
         here = (index, phase.name)
         if self._left and self._after.get(self._before or (-1, "")) == here:
             gap = max(0.0, time.perf_counter() - self._left)
-            self._gaps[here] = gap + (1 - SETTLE) * (self._gaps.get(here, gap) - gap)
-        costs, backlog = self._costs(layer, phase.direction), self.slots.backlog()
+            self._gaps[here] = (self._gaps.get(here, (gap, gap))[1], gap)
+        costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
         if factors is not None and not is_packed(layer.store, factors):
             costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
-        return split(counts, tokens, costs, there=there, coming=coming, backlog=backlog, policy=self.policy)
+        there, policy = self._resident(index), self.policy
+        if policy == "auto":
+            moment = self.trials.mark() if begun is None else begun
+            way = self.trials.enter(
+                phase.walk, tokens, here, moment, lambda: self._foretell(counts, tokens, costs, here)
+            )
+            policy = POLICY[way]
+        if policy == "resident":
+            return split(counts, tokens, costs, there=there, policy=policy)
+        coming = self.slots.coming(index)
+        there |= self.slots.present(index) - frozenset(coming)
+        return split(counts, tokens, costs, there=there, coming=coming, backlog=self.slots.backlog(), policy=policy)
 
-    def _costs(self, layer: Layer, direction: str) -> Costs:
-        costs, scale = layer.costs[direction], layer.correction.get((direction, True), 1.0)
-        alone = layer.correction.get((direction, False), 1.0)
-        return replace(
-            costs, cpu_expert=costs.cpu_expert * alone, cpu_row=costs.cpu_row * alone, crowding=scale / alone
-        )
+    def _foretell(
+        self, counts: NDArray[np.int64], tokens: int, costs: Costs, here: tuple[int, str]
+    ) -> dict[str, float]:
+        """Seconds of a layer like this one by way, as costs have it; both only where they gain."""
+        leads = sorted(min(gaps) for (_, name), gaps in self._gaps.items() if name == here[1])
+        lead, there = leads[len(leads) // 2] if leads else 0.0, self._resident(here[0])
+        found = {
+            way: split(counts, tokens, costs, there=there, backlog=-lead, policy=policy)
+            for way, policy in POLICY.items()
+        }
+        mixed = bool(found["both"].streamed) and bool(found["both"].cpu)
+        return {way: one.seconds for way, one in found.items() if way != "both" or mixed}
 
     def _few(self, layer: Layer, batch: Batch) -> bool:
-        """So few tokens, and nothing of the layer on the GPU, that the CPU has them all without a thought."""
-        if self.policy == "stream" or batch.ids.shape[0] > FEW:
-            return False
-        return not self._resident(layer.packed.index) and not self.slots.present(layer.packed.index)
+        """So few tokens, and no residents, that the CPU has them all without a thought."""
+        return self.policy != "stream" and batch.ids.shape[0] <= FEW and not self._resident(layer.packed.index)
 
     def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
@@ -144,7 +170,7 @@ class Engine:
             return self.forward(layer, batch, False)[0]
 
     def _forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
-        phase = phase_of("forward")
+        phase, begun = phase_of("forward"), self._mark()
         few = self._few(layer, batch)
         routes = start_down((batch.ids, batch.hidden, batch.weights) if few else (batch.ids,))
         ids = routes.finish()[0]
@@ -153,7 +179,7 @@ class Engine:
         if few:
             found = Split((), (), tuple(np.flatnonzero(counts).tolist()), 0.0, 0.0)
         else:
-            found = self.decide(layer, counts, ids.shape[0], phase, batch.factors)
+            found = self.decide(layer, counts, ids.shape[0], phase, batch.factors, begun)
         layer.last[phase.name] = found
         keeps = retain and self.policy != "stream"  # whatever the split: checkpointing compares shapes
         keep = layer.store.new_keep(*ids.shape) if keeps else ids.new_empty(0, dtype=torch.uint8)
@@ -173,6 +199,7 @@ class Engine:
             result = self._puller.pull(share())
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
+        self._leave(few)
         return result, Kept(ids, keep, cpu)
 
     def backward(
@@ -185,9 +212,10 @@ class Engine:
     def _backward(
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        phase = phase_of("backward")
+        phase, begun = phase_of("backward"), self._mark()
         counts = count(kept.ids, layer.packed.geometry.experts)
-        found = layer.last[phase.name] = self.decide(layer, counts, kept.ids.shape[0], phase, batch.factors)
+        found = self.decide(layer, counts, kept.ids.shape[0], phase, batch.factors, begun)
+        layer.last[phase.name] = found
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         if found.there or found.streamed or not torch.equal(cpu, kept.cpu):  # rows are kept in the order of one split
             kept = replace(kept, keep=kept.keep[:0])
@@ -221,7 +249,15 @@ class Engine:
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         if grad_hidden is None or grad_weights is None:
             grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
+        self._leave()
         return grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype), grads
+
+    def _mark(self) -> Any:
+        return self.trials.mark() if self.policy == "auto" else None
+
+    def _leave(self, few: bool = False) -> None:
+        if self.policy == "auto" and not few:
+            self.trials.leave()
 
     # The CPU's share: tensors in host memory.
 
@@ -244,7 +280,7 @@ class Engine:
                 **(host_options(batch.several) or {"adapters": adapters}),
             )
 
-        return self._start(layer, "forward", found, work)
+        return self._start("forward", ids.shape[0], found, work)
 
     def _cpu_backward(
         self,
@@ -272,7 +308,7 @@ class Engine:
                 dropout=batch.dropout,
             )
 
-        return self._start(layer, "backward", found, work)
+        return self._start("backward", kept.ids.shape[0], found, work)
 
     def _adapters(self, layer: Layer, batch: Batch) -> list[_core.Adapter]:
         if batch.factors is None:
@@ -280,39 +316,37 @@ class Engine:
         known, begun = is_packed(layer.store, batch.factors), time.perf_counter()
         found = packed(layer.store, batch.factors)
         if not known:
-            taken = time.perf_counter() - begun
+            taken = self._packed = time.perf_counter() - begun
             self._packing = taken + (1 - SETTLE) * (self._packing - taken) if self._packing else taken
         return [found]
 
-    def _start(self, layer: Layer, direction: str, found: Split, work: Callable[[], Result]) -> Callable[[], Result]:
+    def _start(self, direction: str, tokens: int, found: Split, work: Callable[[], Result]) -> Callable[[], Result]:
         """The share, to be called for when it is wanted. Where the GPU has one too it is at work when this returns
         (until then its thread wants the GIL, which this one would keep); where not, nobody has to be woken."""
         if not found.there and not found.streamed:
-            return lambda: self._timed(layer, direction, found, work)
+            return lambda: self._timed(direction, tokens, found, work)
         begun = threading.Event()
-        share = self._worker.submit(self._timed, layer, direction, found, work, begun)
+        share = self._worker.submit(self._timed, direction, tokens, found, work, begun)
         begun.wait()
         return share.result
 
     def _timed(
         self,
-        layer: Layer,
         direction: str,
+        tokens: int,
         found: Split,
         work: Callable[[], Result],
         begun: threading.Event | None = None,
     ) -> Result:
-        """What the CPU takes corrects what it is expected to take the next time."""
-        start = time.perf_counter()
+        """What the CPU takes corrects what it is expected to take the next time; not when a way has just been taken up
+        and touches memory that nobody had touched before."""
+        start, self._packed = time.perf_counter(), 0.0
         if begun is not None:
             begun.set()
         result = work()
-        key = direction, bool(found.streamed)
-        before = layer.correction.get(key, 1.0)
-        expected = (found.cpu_seconds - layer.costs[direction].cpu_call) / before
-        if expected > WORTH:
-            seen = (time.perf_counter() - start) / expected
-            layer.correction[key] = min(MOST, max(1 / MOST, before + SETTLE * (seen - before)))
+        taken = time.perf_counter() - start - self._packed
+        if self.policy == "auto" and not self.trials.fresh:
+            self.corrections.learn(direction, tokens, found, taken)
         return result
 
     # What comes next.
@@ -327,17 +361,19 @@ class Engine:
         layer.seen[phase.name] = counts, tokens
         following = self._after.get(here)
         many = counts.sum() >= MANY * len(counts)
-        if following is None or not many or self.policy not in ("auto", "stream"):
+        if following is None or not many:
             return
         target = self.layers[following[0]]
-        before = target.seen.get(following[1])
-        if before is None or not self.slots.direct(target.packed.source):
+        before, towards = target.seen.get(following[1]), PHASES[following[1]]
+        policy = self.policy
+        if policy == "auto" and before is not None:
+            policy = POLICY.get(self.trials.coming(towards.walk, before[1]), "resident")
+        if before is None or policy not in ("auto", "stream") or not self.slots.direct(target.packed.source):
             return
         index, resident = target.packed.index, self._resident(target.packed.index)
-        direction = "backward" if following[1] == "backward" else "forward"
-        costs = self._costs(target, direction)
-        lead = self._gaps.get(following, 0.0)  # of the link, over the layer that will ask
-        likely = split(*before, costs, there=resident, backlog=-lead, policy=self.policy).streamed[: self.slots.count]
+        costs = self.corrections.apply(target.costs[towards.direction], towards.direction, before[1])
+        lead = min(self._gaps.get(following, (0.0,)))  # of the link, over the layer that will ask; a pause is none
+        likely = split(*before, costs, there=resident, backlog=-lead, policy=policy).streamed[: self.slots.count]
         self.slots.fetch(index, target.packed.source, sorted(likely))
 
     def _resident(self, index: int) -> frozenset[int]:

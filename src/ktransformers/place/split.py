@@ -67,6 +67,7 @@ class Split:
     cpu: tuple[int, ...]
     seconds: float  # what the costs say
     cpu_seconds: float
+    cpu_work: float = 0.0  # of these, what the core takes
 
 
 def seconds(costs: Costs, counts: NDArray[np.int64], tokens: int, split: Split, backlog: float = 0.0) -> float:
@@ -138,4 +139,5 @@ def _made(
 ) -> Split:
     cpu_seconds = costs.cpu(len(cpu), float(rows[list(cpu)].sum()), tokens, bool(streamed))
     found = Split(there, streamed, cpu, 0.0, cpu_seconds)
-    return Split(there, streamed, cpu, seconds(costs, rows, tokens, found, backlog), cpu_seconds)
+    work = max(0.0, cpu_seconds - costs.cpu_call - tokens * costs.cpu_token)
+    return Split(there, streamed, cpu, seconds(costs, rows, tokens, found, backlog), cpu_seconds, work)
