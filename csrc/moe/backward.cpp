@@ -18,18 +18,7 @@ void Backward::begin() {
   for (int32_t t = 0; t < batch_.tokens; t++)
     std::memset((char*)gradients_.weights + t * gradients_.weights_stride * (int64_t)size, 0,
                 (size_t)batch_.top_k * size);
-  next_piece_ = next_factor_ = 0;
-  if (ranks_left_.size() < routing_.segments.size())
-    ranks_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
-  for (auto& left : ranks_left_) left.store(0, std::memory_order_relaxed);
-  for (const Piece& p : plan_.pieces) ranks_left_[(size_t)p.segment]++;
-  columns_ = factor_columns(largest_rank(routing_, adapters_));
-  size_t experts = (size_t)experts_.shape().experts;
-  run_of_.assign(adapters_.size() * experts, -1);
-  for (size_t n = 0; n < routing_.runs.size(); n++) {
-    const Run& run = routing_.runs[n];
-    run_of_[(size_t)run.adapter * experts + (size_t)routing_.segments[(size_t)run.segment].expert] = (int32_t)n;
-  }
+  begin_ranks();
 }
 
 // The k tile of stored blocks [first, first + count) as one block of the transposed matrix. The blocks may lie with
@@ -90,6 +79,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
     kernels.gather(gather);
+    if (k == 0) ranks_of_gathered(unit, r, slice);
     back.block_bytes = store.k_bytes(now);
     back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), turned, now};
     back.first = k == 0;

@@ -6,9 +6,13 @@
 //   gate/up:  dA = (g B')^T x    dB = scale g^T (x A^T)    and g B' A joins the gradient of x
 //   down:     dA = (w y B')^T h  dB = scale (w y)^T (h A^T)  and y B' A joins the gradient of h
 //
-// So there are four rank panels. Those of x and y are made before anything else, those of h and g once a segment's
-// units are done; the contractions over rows come last, a few hundred columns of one factor of one expert at a time,
-// each by one thread in the order of the rows, so that the bits do not depend on the threads.
+// So there are four rank panels. Gathering rows of x and y from their tokens costs more than a product with a rank, so
+// both are gathered once for all that is done with them: y by the units, the first of which to have a piece's rows
+// makes their panel, and x by the contraction that is dA of gate/up. Where rows are not gathered whole (a long K is
+// taken in chunks), or gate and up are computed again, which takes the panel of x, the panels are made before anything
+// else. Those of h and g are made once a segment's units are done; the contractions over rows come last, a few hundred
+// columns of one factor of one expert at a time, each by one thread in the order of the rows, so that the bits do not
+// depend on the threads.
 #include <algorithm>
 #include <cstring>
 
@@ -17,77 +21,124 @@
 
 namespace kt {
 
-// Pieces of rows: x times A of gate/up, and y times B of down.
+void Backward::begin_ranks() {
+  next_piece_ = next_factor_ = 0;
+  const BlockStore& up = experts_.weights().up();
+  columns_ = factor_columns(largest_rank(routing_, adapters_));
+  whole_rows_ = plan_.up_chunk >= up.k_tiles();
+  gathers_x_ = whole_rows_ && columns_ >= experts_.shape().hidden;
+  late_x_ = gathers_x_ && gradients_.keep;
+  size_t segments = routing_.segments.size(), runs = routing_.runs.size();
+  if (ranks_left_.size() < segments) ranks_left_ = std::vector<std::atomic<int32_t>>(segments);
+  if (y_made_.size() < plan_.pieces.size()) y_made_ = std::vector<std::atomic<Made>>(plan_.pieces.size());
+  if (x_made_.size() < runs) x_made_ = std::vector<std::atomic<Made>>(runs);
+  for (auto& left : ranks_left_) left.store(0, std::memory_order_relaxed);
+  for (auto& made : y_made_) made.store(Made::no, std::memory_order_relaxed);
+  for (auto& made : x_made_) made.store(late_x_ ? Made::no : Made::yes, std::memory_order_relaxed);
+  piece0_.assign(segments + 1, 0);
+  for (const Piece& p : plan_.pieces) piece0_[(size_t)p.segment + 1]++;
+  for (size_t n = 0; n < segments; n++) {
+    if (!whole_rows_ || !late_x_) ranks_left_[n] = piece0_[n + 1];
+    piece0_[n + 1] += piece0_[n];
+  }
+  size_t experts = (size_t)experts_.shape().experts;
+  run_of_.assign(adapters_.size() * experts, -1);
+  for (size_t n = 0; n < runs; n++) {
+    const Run& run = routing_.runs[n];
+    run_of_[(size_t)run.adapter * experts + (size_t)routing_.segments[(size_t)run.segment].expert] = (int32_t)n;
+  }
+}
+
+// Pieces of rows whose panels cannot be made on the way: x times A of gate/up, and y times B of down.
 void Backward::before_units(char* slice) {
+  if (whole_rows_ && late_x_) return;
   for (int32_t n; (n = next_piece_++) < (int32_t)plan_.pieces.size();) {
     const Piece& piece = plan_.pieces[(size_t)n];
-    narrow_piece(piece, slice);
+    if (!late_x_) narrow_piece(piece, false, slice);
+    if (!whole_rows_) narrow_piece(piece, true, slice);
     ranks_left_[(size_t)piece.segment].fetch_sub(1, std::memory_order_acq_rel);
   }
 }
 
-void Backward::await_ranks(size_t segment) const {
-  for (int looks = 0; ranks_left_[segment].load(std::memory_order_acquire); looks++)
+namespace {
+template <class Number>
+void await(const std::atomic<Number>& number, Number wanted) {
+  for (int looks = 0; number.load(std::memory_order_acquire) != wanted; looks++)
     looks < 1000 ? relax() : (void)sched_yield();
 }
+}  // namespace
 
-void Backward::narrow_piece(const Piece& piece, char* slice) {
-  const KernelTable& kernels = experts_.kernels();
+void Backward::await_ranks(size_t segment) const { await(ranks_left_[segment], 0); }
+
+// y times B of down, from the rows that a unit has just gathered: by the first unit that has them.
+void Backward::ranks_of_gathered(const UpUnit& unit, const UnitRows& r, char* slice) {
+  size_t n = (size_t)piece0_[(size_t)unit.segment], end = (size_t)piece0_[(size_t)unit.segment + 1];
+  if (n == end || !whole_rows_) return;
+  while (plan_.pieces[n].tile0 != unit.tile0) n++;
+  Made before = Made::no;
+  if (!y_made_[n].compare_exchange_strong(before, Made::under_way, std::memory_order_acq_rel))
+    return await(y_made_[n], Made::yes);
+  Narrowed narrowed{unit, r, true, 0, experts_.weights().up().k_tiles(), slice, slice + plan_.rank_sums_at};
+  for (int32_t run = routing_.run0[(size_t)unit.segment]; run < routing_.run0[(size_t)unit.segment + 1]; run++)
+    narrow_run(run, narrowed, slice);
+  y_made_[n].store(Made::yes, std::memory_order_release);
+}
+
+void Backward::narrow_piece(const Piece& piece, bool output, char* slice) {
   const Segment& segment = routing_.segments[(size_t)piece.segment];
   UnitRows r = rows_of(piece);
-  int64_t tile_bytes = (int64_t)r.tiling.rows * kTileK * kernels.elem;
   int32_t all = experts_.weights().up().k_tiles();
-  char* turned = slice + plan_.turned_at;
   const std::vector<uint32_t> none;
-
-  for (bool output : {false, true}) {
-    Gather gather = output ? gather_of(piece, r, gradients_.out, gradients_.out_dtype, gradients_.out_stride, slice)
-                           : gather_of(piece, r, batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, slice);
-    for (int32_t k = 0; k < all; k += r.chunk) {
-      int32_t now = std::min(r.chunk, all - k);
-      gather.k0 = k * kTileK;
-      gather.k_tiles = now;
-      bool gathered = false;
-      const char* rows_in = slice;
-      char* sums = slice + plan_.rank_sums_at;
-      for_runs((size_t)piece.segment, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
-        int32_t k_tiles = output ? adapter.down_tiles() : adapter.wide_tiles();
-        int32_t tile0 = std::max(ranks.tile0, piece.tile0), tile1 = std::min(ranks.tile1, piece.tile1);
-        if (tile0 >= tile1 || !k_tiles) return;
-        if (!gathered) {
-          kernels.gather(gather);
-          // Dropout is of LoRA's inputs: of x here, not of y.
-          rows_in = thin(slice, r.tiling, r.live, gather.k0, now,
-                         drop_from(output ? none : routing_.drop_x, segment.begin + r.first), slice);
-        }
-        gathered = true;
-        Tiling tiling{r.tiling.rows, tile1 - tile0};
-        int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
-        int64_t panel_tile = tile_bytes * k_tiles;
-        char* panel = workspace_.data() + (output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
-        Stretch base{rows_in + (tile0 - piece.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), nullptr, now};
-        bool first = k == 0, last = k + now == all;
-        int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * kernels.sum_bytes;
-        if (output) {
-          for (int32_t i = 0; i < k_tiles; i++) {
-            turn(adapter.down_b(), segment.expert, k, now, i, turned);
-            base.b = turned;
-            narrow({base, 0, i, i + 1, first, last, sums}, tiling, live, panel, k_tiles, slice);
-            sums += block_sums;
-          }
-        } else {
-          base.b = adapter.wide_a().at(segment.expert, 0, k);
-          narrow({base, adapter.wide_a().block_bytes(), 0, k_tiles, first, last, sums}, tiling, live, panel, k_tiles,
-                 slice);
-          sums += block_sums * k_tiles;
-        }
-        if (!last) return;
-        // The ends of the run's panel belong to its first and its last piece.
-        int32_t before = tile0 == ranks.tile0 ? 1 : 0, after = tile1 == ranks.tile1 ? 1 : 0;
-        clear_others(run, tile0 - before, tile1 + after, k_tiles, panel - before * panel_tile);
-      });
-    }
+  Gather gather = output ? gather_of(piece, r, gradients_.out, gradients_.out_dtype, gradients_.out_stride, slice)
+                         : gather_of(piece, r, batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, slice);
+  for (int32_t k = 0; k < all; k += r.chunk) {
+    int32_t now = std::min(r.chunk, all - k);
+    gather.k0 = k * kTileK;
+    gather.k_tiles = now;
+    experts_.kernels().gather(gather);
+    // Dropout is of LoRA's inputs: of x here, not of y.
+    const char* rows_in = thin(slice, r.tiling, r.live, gather.k0, now,
+                               drop_from(output ? none : routing_.drop_x, segment.begin + r.first), slice);
+    Narrowed narrowed{piece, r, output, k, now, rows_in, slice + plan_.rank_sums_at};
+    for (int32_t run = routing_.run0[(size_t)piece.segment]; run < routing_.run0[(size_t)piece.segment + 1]; run++)
+      narrow_run(run, narrowed, slice);
   }
+}
+
+// The share of one run in a chunk of a piece's rows.
+void Backward::narrow_run(int32_t n, Narrowed& from, char* slice) const {
+  const Run& run = routing_.runs[(size_t)n];
+  const RankPanels& ranks = plan_.ranks[(size_t)n];
+  const Adapter& adapter = *adapters_[(size_t)run.adapter];
+  const Segment& segment = routing_.segments[(size_t)run.segment];
+  int32_t k_tiles = from.output ? adapter.down_tiles() : adapter.wide_tiles();
+  int32_t tile0 = std::max(ranks.tile0, from.piece.tile0), tile1 = std::min(ranks.tile1, from.piece.tile1);
+  if (tile0 >= tile1 || !k_tiles) return;
+  Tiling tiling{from.rows.tiling.rows, tile1 - tile0};
+  int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
+  int64_t tile_bytes = (int64_t)tiling.rows * kTileK * experts_.kernels().elem, panel_tile = tile_bytes * k_tiles;
+  char* panel = workspace_.data() + (from.output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
+  Stretch base{from.in + (tile0 - from.piece.tile0) * tile_bytes * from.now, (size_t)(tile_bytes * from.now), nullptr,
+               from.now};
+  bool first = from.k == 0, last = from.k + from.now == experts_.weights().up().k_tiles();
+  int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * experts_.kernels().sum_bytes;
+  if (from.output) {
+    char* turned = slice + plan_.turned_at;
+    for (int32_t i = 0; i < k_tiles; i++, from.sums += block_sums) {
+      turn(adapter.down_b(), segment.expert, from.k, from.now, i, turned);
+      base.b = turned;
+      narrow({base, 0, i, i + 1, first, last, from.sums}, tiling, live, panel, k_tiles, slice);
+    }
+  } else {
+    const BlockStore& store = adapter.wide_a();
+    base.b = store.at(segment.expert, 0, from.k);
+    narrow({base, store.block_bytes(), 0, k_tiles, first, last, from.sums}, tiling, live, panel, k_tiles, slice);
+    from.sums += block_sums * k_tiles;
+  }
+  if (!last) return;
+  // The ends of the run's panel belong to its first and its last piece.
+  int32_t before = tile0 == ranks.tile0 ? 1 : 0, after = tile1 == ranks.tile1 ? 1 : 0;
+  clear_others(run, tile0 - before, tile1 + after, k_tiles, panel - before * panel_tile);
 }
 
 // h times A of down, and g times B of gate/up.
@@ -134,19 +185,21 @@ std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, in
   return extras;
 }
 
-// Pieces of all factors of all experts of all adapters; experts without rows get zeros.
+// Pieces of all factors of all experts of all adapters; experts without rows get zeros. All of A of gate/up come first:
+// they make the panels of x that their B wait for.
 void Backward::after_lanes(char* slice) {
   if (gradients_.lora.empty()) return;
-  const LayerShape& s = experts_.shape();
   int32_t blocks[4] = {experts_.weights().down().blocks(), experts_.weights().up().blocks(),
                        experts_.weights().down().k_tiles(), experts_.weights().down().blocks()};
-  int32_t pieces[4], per_expert = 0;
-  for (int f = 0; f < 4; f++) per_expert += pieces[f] = (int32_t)ceil_div(blocks[f] * kBlockN, columns_);
-  int64_t all = (int64_t)adapters_.size() * s.experts * per_expert;
-  for (int64_t n; (n = next_factor_++) < all;) {
-    int32_t piece = (int32_t)(n % per_expert), expert = (int32_t)(n / per_expert % s.experts), factor = 0;
+  int32_t pieces[4], others = 0;
+  for (int f = 0; f < 4; f++) pieces[f] = (int32_t)ceil_div(blocks[f] * kBlockN, columns_);
+  for (int f = 1; f < 4; f++) others += pieces[f];
+  int64_t experts = experts_.shape().experts, each = (int64_t)adapters_.size() * experts, first = each * pieces[0];
+  for (int64_t n; (n = next_factor_++) < first + each * others;) {
+    int64_t count = n < first ? pieces[0] : others, number = n < first ? n : n - first, of = number / count;
+    int32_t piece = (int32_t)(number % count), factor = n < first ? 0 : 1;
     while (piece >= pieces[factor]) piece -= pieces[factor++];
-    factor_gradient((size_t)(n / per_expert / s.experts), expert, (Factor)factor, piece * columns_, slice);
+    factor_gradient((size_t)(of / experts), (int32_t)(of % experts), (Factor)factor, piece * columns_, slice);
   }
 }
 
@@ -157,82 +210,122 @@ Backward::WideRows Backward::wide_rows(Factor factor, const Run& run) const {
   int64_t block = (int64_t)t.rows * kTileK * experts_.kernels().elem;
   switch (factor) {
     case Factor::wide_a:
-      return {(const char*)batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, 0, 0};
+      return {(const char*)batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, 0, 0, 0, false};
     case Factor::down_b:
-      return {(const char*)gradients_.out, gradients_.out_dtype, gradients_.out_stride, 0, 0};
+      return {(const char*)gradients_.out, gradients_.out_dtype, gradients_.out_stride, 0, 0, 0, false};
     case Factor::wide_b:
-      return {panel_of((size_t)run.segment), panel_type, 0, block, plan_.panel_k_tiles};
+      return {panel_of((size_t)run.segment), panel_type, 0, block, plan_.panel_k_tiles, 0, false};
     case Factor::down_a:
       break;
   }
-  return {workspace_.data() + plan_.rows_at[(size_t)run.segment], panel_type, 0, block,
-          experts_.weights().down().k_tiles()};
+  return {workspace_.data() + plan_.rows_at[(size_t)run.segment],
+          panel_type,
+          0,
+          block,
+          experts_.weights().down().k_tiles(),
+          0,
+          false};
 }
 
-// `columns` columns of one factor's gradient from `column` on, into sums [rank][sums_stride()].
-void Backward::contract(Factor factor, int32_t n, int32_t column, int32_t columns, int32_t rank, char* sums,
-                        char* scratch) const {
+// Rows [begin, end) of a run join `columns` columns of one factor's gradient from `column` on, in sums
+// [rank][sums_stride()].
+void Backward::contract(Factor factor, int32_t n, const WideRows& wide, int32_t begin, int32_t end, int32_t column,
+                        int32_t columns, const Sums& to) const {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
   const Adapter& adapter = *adapters_[(size_t)run.adapter];
-  int32_t begin = routing_.segments[(size_t)run.segment].begin, tile_rows = plan_.tilings[(size_t)run.segment].rows;
-  const int32_t* token = routing_.token.data() + begin;
+  int32_t row_of_all = routing_.segments[(size_t)run.segment].begin;
+  int32_t tile_rows = plan_.tilings[(size_t)run.segment].rows;
+  const int32_t* token = routing_.token.data() + row_of_all;
   bool down = factor == Factor::down_a || factor == Factor::down_b;
   int64_t panels[] = {ranks.gb, ranks.xa, ranks.yb, ranks.ha};  // in the order of Factor
   int64_t rank_row = (int64_t)kTileK * experts_.kernels().elem, rank_block = rank_row * tile_rows;
   int64_t rank_tile = rank_block * (down ? adapter.down_tiles() : adapter.wide_tiles());
   const char* panel = workspace_.data() + panels[(size_t)factor] - (ranks.tile0 - 1) * rank_tile;
-  WideRows wide = wide_rows(factor, run);
   int64_t size = (int64_t)size_of(wide.dtype);
   const char *p[kOuterRows], *q[kOuterRows];
-  for (int32_t row0 = run.first, end = run.first + run.count; row0 < end; row0 += kOuterRows) {
+  for (int32_t row0 = begin; row0 < end; row0 += kOuterRows) {
     int32_t rows = std::min(kOuterRows, end - row0);
     for (int32_t i = 0; i < rows; i++) {
       int32_t row = row0 + i, tile = row / tile_rows, in_tile = row % tile_rows;
       p[i] = panel + tile * rank_tile + in_tile * rank_row;
-      q[i] = wide.data + (wide.block
-                              ? (tile * (int64_t)wide.blocks + column / kBlockN) * wide.block + in_tile * kTileK * size
-                              : (token[row] * wide.stride + column) * size);
+      q[i] = wide.data + (wide.block ? ((tile - wide.tile0) * (int64_t)wide.blocks + column / kBlockN) * wide.block +
+                                           in_tile * kTileK * size
+                                     : (token[row] * wide.stride + column) * size);
     }
     Outer outer{};
     outer.p = p;
     outer.p_block = rank_block;
-    outer.weight = down ? routing_.weight.data() + begin + row0 : nullptr;
+    outer.weight = down ? routing_.weight.data() + row_of_all + row0 : nullptr;
     outer.rows = rows;
-    outer.rank = rank;
+    outer.rank = to.rank;
     outer.q = q;
     outer.q_block = wide.block ? wide.block : kBlockN * size;
     outer.dtype = wide.dtype;
     outer.columns = columns;
-    if (factor == Factor::wide_a) outer.drop = drop_from(routing_.drop_x, begin + row0);
-    if (factor == Factor::down_a) outer.drop = drop_from(routing_.drop_h, begin + row0);
+    if (factor == Factor::wide_a && !wide.thinned) outer.drop = drop_from(routing_.drop_x, row_of_all + row0);
+    if (factor == Factor::down_a) outer.drop = drop_from(routing_.drop_h, row_of_all + row0);
     outer.column = column;
     outer.first = row0 == run.first;
-    outer.c = sums;
+    outer.c = to.sums;
     outer.c_stride = sums_stride(columns_);
-    outer.scratch = scratch;
+    outer.scratch = to.scratch;
     experts_.kernels().outer(outer);
   }
+}
+
+// All of x is gathered, a piece of a run's rows at a time, for the gradient of A and, where that is not made yet, for
+// its product with A.
+void Backward::contract_gathered(int32_t n, const Sums& to, char* slice) {
+  const Run& run = routing_.runs[(size_t)n];
+  const RankPanels& ranks = plan_.ranks[(size_t)n];
+  size_t index = (size_t)run.segment;
+  const Segment& segment = routing_.segments[index];
+  int32_t k_tiles = experts_.weights().up().k_tiles(), tile_rows = plan_.tilings[index].rows;
+  for (int32_t i = piece0_[index]; i < piece0_[index + 1]; i++) {
+    Piece piece = plan_.pieces[(size_t)i];
+    piece.tile0 = std::max(piece.tile0, ranks.tile0), piece.tile1 = std::min(piece.tile1, ranks.tile1);
+    if (piece.tile0 >= piece.tile1) continue;
+    UnitRows r = rows_of(piece);
+    Gather gather = gather_of(piece, r, batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, slice);
+    gather.k_tiles = k_tiles;
+    experts_.kernels().gather(gather);
+    const char* rows_in =
+        thin(slice, r.tiling, r.live, 0, k_tiles, drop_from(routing_.drop_x, segment.begin + r.first), slice);
+    Narrowed narrowed{piece, r, false, 0, k_tiles, rows_in, slice + plan_.rank_sums_at};
+    if (late_x_) narrow_run(n, narrowed, slice);
+    int64_t block = (int64_t)tile_rows * kTileK * experts_.kernels().elem;
+    WideRows wide{rows_in, experts_.kernels().panel, 0, block, k_tiles, piece.tile0, true};
+    contract(Factor::wide_a, n, wide, std::max(run.first, piece.tile0 * tile_rows),
+             std::min(run.first + run.count, piece.tile1 * tile_rows), 0, experts_.shape().hidden, to);
+  }
+  x_made_[(size_t)n].store(Made::yes, std::memory_order_release);
 }
 
 void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int32_t column, char* slice) {
   const Adapter& adapter = *adapters_[index];
   const LayerShape& s = experts_.shape();
-  bool wide = factor == Factor::wide_a || factor == Factor::wide_b;
-  int32_t rank = (int32_t)round_up(wide ? adapter.wide_rank() : adapter.ranks().down, kRankStep);
+  bool of_wide = factor == Factor::wide_a || factor == Factor::wide_b;
+  int32_t rank = (int32_t)round_up(of_wide ? adapter.wide_rank() : adapter.ranks().down, kRankStep);
   if (!rank) return;
   int32_t width = s.hidden;
   if (factor == Factor::wide_b) width = experts_.weights().up().blocks() * kBlockN;
   if (factor == Factor::down_a) width = experts_.weights().down().k_tiles() * kTileK;
   int32_t columns = std::min(columns_, width - column);
   int64_t row_bytes = sums_stride(columns_) * experts_.kernels().sum_bytes;
+  char* sums = slice + plan_.factors_at;
+  Sums to{rank, sums, sums + round_up(rank, kTileN) * row_bytes};
   int32_t n = run_of_[index * (size_t)s.experts + (size_t)expert];
-  if (n >= 0) {
-    contract(factor, n, column, columns, rank, slice, slice + round_up(rank, kTileN) * row_bytes);
+  if (n < 0) {
+    std::memset(sums, 0, (size_t)(rank * row_bytes));
+  } else if (factor == Factor::wide_a && gathers_x_) {
+    contract_gathered(n, to, slice);
   } else {
-    std::memset(slice, 0, (size_t)(rank * row_bytes));
+    const Run& run = routing_.runs[(size_t)n];
+    if (factor == Factor::wide_b) await(x_made_[(size_t)n], Made::yes);
+    contract(factor, n, wide_rows(factor, run), run.first, run.first + run.count, column, columns, to);
   }
-  deliver(index, expert, factor, column, columns, slice);
+  deliver(index, expert, factor, column, columns, sums);
 }
 
 // Sums [rank][columns] into the caller's tensors: A as it lies, B turned and scaled.

@@ -209,7 +209,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.thin_at = plan.rank_at + plan.thread_bytes;
   plan.thread_bytes += routing.drop_x.empty() ? 0 : std::max(plan.panel_bytes, round_up(pair, 4096));
   int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters), kernels.sum_bytes) : 0;
-  plan.thread_bytes = round_up(std::max(plan.thread_bytes + plan.rank_at, factors), 4096);
+  plan.factors_at = round_up(plan.thread_bytes + plan.rank_at, 4096);
+  plan.thread_bytes = plan.factors_at + round_up(factors, 4096);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);
   plan.total_bytes = plan.threads_at + layout.threads * plan.thread_bytes;
 }

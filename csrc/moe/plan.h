@@ -80,6 +80,7 @@ struct Plan {
   int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, turned_at;
   // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
   int64_t rank_at, rank_sums_at, rank_turned_at, thin_at, thread_bytes;
+  int64_t factors_at;  // and sums of a factor's gradient, with what it takes to make them
 };
 
 // What one k tile of a block costs, in passes of two token tiles over it: fetching the weights is worth about six.
