@@ -191,7 +191,7 @@ def test_a_window_is_kept_over_chunks() -> None:
         forward.run([Piece(slot, tokens[first:last], first, None, True)])[0]
         for first, last in ((0, 13), (13, 14), (14, 33), (33, 40))
     ]
-    assert torch.allclose(torch.cat([part for part in found if part is not None]), expected, atol=1e-4)
+    assert torch.allclose(torch.cat([part.logits for part in found if part is not None]), expected, atol=1e-4)
 
 
 def pair(*shape: int) -> Pair:
