@@ -24,6 +24,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.linear import hasten
 from ktransformers.nn.mixed import mixed
 from ktransformers.nn.norm import hasten_norms
+from ktransformers.nn.pool import default_pool
 from ktransformers.serve.attention import NAME, Span, spans
 from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
 from ktransformers.serve.slots import Slot
@@ -89,7 +90,7 @@ class Forward:
         logits = self._call(tokens, positions, rows, shares, picked)
         ends = dict(zip(order, accumulate(counts[at] for at in order), strict=True))
         greedy = [at for at in order if pieces[at].greedy and counts[at]]
-        tokens_of = dict(zip(greedy, _most_likely(logits, [ends[at] - 1 for at in greedy]), strict=True))
+        tokens_of = dict(zip(greedy, most_likely(logits, [ends[at] - 1 for at in greedy]), strict=True))
         found: list[Found | None] = [None] * len(pieces)
         for at in order:
             if counts[at]:
@@ -158,7 +159,7 @@ class Alone:
         if not piece.scores and not piece.last:
             return None
         logits = logits if piece.scores else logits[-1:]
-        return Found(logits, int(logits[-1].argmax()) if piece.greedy else None)
+        return Found(logits, *most_likely(logits, [logits.shape[0] - 1] if piece.greedy else []))
 
     def check(self) -> int:
         slot = _compare(self, _stock_logits(self.model, self.device))
@@ -216,11 +217,13 @@ def _compare(forward: Forward | Alone, expected: list[Tensor]) -> Slot:
     return slots[0]
 
 
-def _most_likely(logits: Tensor, rows: list[int]) -> list[int]:
+def most_likely(logits: Tensor, rows: list[int]) -> list[int]:
     """The first of the largest in each of these rows; rounded to fewer bits or not, it is the same."""
     if not rows:
         return []
     picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
+    if picked.is_cpu and picked.dtype in (torch.bfloat16, torch.float32):
+        return default_pool().argmax(picked)
     found: list[int] = picked.argmax(-1).tolist()
     return found
 
