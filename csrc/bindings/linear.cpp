@@ -1,7 +1,9 @@
-// Plain matrices from Python: linear layers, LoRA on one and a norm for a few rows, and transposing.
+// Plain matrices from Python: linear layers, LoRA on one and a norm for a few rows, the largest of each row, and
+// transposing.
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
+#include "moe/largest.h"
 #include "moe/transpose.h"
 
 namespace kt {
@@ -53,6 +55,21 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
            matrices.data(), (int32_t)matrices.size()};
   nb::gil_scoped_release released;
   multiply(engine->pool, table, l);
+}
+
+nb::list PyPool::argmax(nb::handle x) const {
+  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32});
+  int64_t count = (int64_t)rows.shape(0), columns = (int64_t)rows.shape(1);
+  if (!columns) refuse_value("x", "no columns", "one or more");
+  check_dense("x", rows);
+  std::vector<int64_t> found((size_t)count);
+  {
+    nb::gil_scoped_release released;
+    find_largest(engine->pool, rows.data(), dtype_of(rows), count, columns, row_stride(rows), found.data());
+  }
+  nb::list places;
+  for (int64_t place : found) places.append(place);
+  return places;
 }
 
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {

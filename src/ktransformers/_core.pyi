@@ -72,6 +72,9 @@ class Pool:
     def linear(self, x: Any, weights: list[Any], outs: list[Any]) -> None:
         """Each out [T, N] = x [T, K] times its weight [N, K] transposed, for few rows; weights in bfloat16."""
 
+    def argmax(self, x: Any) -> list[int]:
+        """The place of the largest of each row of x [n, V], bfloat16 or float32; the first where several are."""
+
     def attend(
         self,
         query: Any,

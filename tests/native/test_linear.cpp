@@ -1,6 +1,7 @@
 // Products, norms and LoRA of few rows on every variant against double, each row's bits the same whoever is beside it;
-// and transposing.
+// and the largest of rows, and transposing.
 #include "check.h"
+#include "moe/largest.h"
 #include "moe/linear.h"
 #include "moe/transpose.h"
 #include "moe_layer.h"
@@ -107,6 +108,32 @@ TEST(adapt_every_variant) {
               CHECK(std::abs(found - want) <= (type == DType::f32 ? 1e-5 : 1e-2) * std::max(1.0, std::abs(want)));
             }
         }
+  }
+}
+
+TEST(largest_of_each_row) {
+  PoolOptions options;
+  options.threads = 3;
+  Pool pool(options);
+  const double inf = std::numeric_limits<double>::infinity(), nan = std::nan("");
+  for (DType type : {DType::bf16, DType::f32}) {
+    constexpr int64_t columns = 40000;  // more than two stretches
+    const std::vector<std::pair<std::vector<std::pair<int64_t, double>>, int64_t>> rows = {
+        {{{7, 2.0}, {20000, 3.0}, {39999, 3.0}}, 20000},
+        {{{0, -0.0}, {1, 0.0}}, 0},
+        {{{3, inf}, {5, inf}}, 3},
+        {{{3, inf}, {20001, -nan}, {39000, nan}}, 20001},
+        {{}, 0},
+    };
+    std::vector<char> x(rows.size() * columns * size_of(type));
+    for (size_t r = 0; r < rows.size(); r++) {
+      for (int64_t c = 0; c < columns; c++)
+        set_element(x.data(), (int64_t)r * columns + c, type, rows[r].first.empty() ? -inf : -1.0 - (double)(c % 5));
+      for (auto [c, value] : rows[r].first) set_element(x.data(), (int64_t)r * columns + c, type, value);
+    }
+    std::vector<int64_t> found(rows.size());
+    find_largest(pool, x.data(), type, (int64_t)rows.size(), columns, columns, found.data());
+    for (size_t r = 0; r < rows.size(); r++) CHECK(found[r] == rows[r].second);
   }
 }
 

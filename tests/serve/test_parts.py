@@ -16,7 +16,7 @@ import torch
 from ktransformers.adapters import Pair, in_memory
 from ktransformers.errors import InputError
 from ktransformers.serve.engine import Engine, Limits
-from ktransformers.serve.forward import Alone, Forward, Piece, open_forward
+from ktransformers.serve.forward import Alone, Forward, Piece, most_likely, open_forward
 from ktransformers.serve.lora import Places
 from ktransformers.serve.sampling import Sampling, choose, generator, scores
 from ktransformers.serve.sequence import Ask, Sequence
@@ -71,6 +71,39 @@ def test_sampling_keeps_what_it_says() -> None:
     assert set(draws(Sampling(temperature=0, presence_penalty=2.0), logits, new=(0, 1))) == {2}
     allowed = torch.tensor([False, False, True, False, True])
     assert choose(logits, Sampling(temperature=0), (0,), (), generator(Sampling(), 0), allowed) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy_rows_are_searched_together(dtype: torch.dtype) -> None:
+    """As one by one in float32, the first of equals included."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 20011).to(dtype)
+    logits[1] = logits[1].round()
+    logits[2] = -torch.inf
+    logits[3, 17:] = -0.0
+    logits[3, :17] = -1
+    logits[3, 40] = 0.0
+    logits[4, [50, 19000]] = torch.inf
+    plain, draw = Sampling(temperature=0), generator(Sampling(), 0)
+    one_by_one = [choose(row.float(), plain, (0,), (), draw) for row in logits]
+    assert one_by_one[2:] == [0, 17, 50]
+    assert most_likely(logits, [0, 1, 2, 3, 4]) == one_by_one
+    assert most_likely(logits, [3, 1]) == [one_by_one[3], one_by_one[1]] and most_likely(logits, []) == []
+
+
+def test_pieces_of_greedy_answers_bring_their_token() -> None:
+    model: Any = build("qwen3_moe")
+    forward = Forward(model)
+    asked = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
+    pieces = [
+        Piece(Slot(None, capacity=16), tokens, 0, None, scores=at == 0, greedy=greedy, last=greedy or last)
+        for at, (tokens, last, greedy) in enumerate(asked)
+    ]
+    first, middle, drawn, last = forward.run(pieces)
+    assert middle is None and first is not None and drawn is not None and last is not None
+    assert first.logits.shape[0] == 3 and drawn.token is None and drawn.logits.shape[0] == last.logits.shape[0] == 1
+    for found in (first, last):
+        assert found.token == int(found.logits[-1].float().argmax())
 
 
 def test_scores_are_the_models_own() -> None:
@@ -191,7 +224,7 @@ def test_a_window_is_kept_over_chunks() -> None:
         forward.run([Piece(slot, tokens[first:last], first, None, True)])[0]
         for first, last in ((0, 13), (13, 14), (14, 33), (33, 40))
     ]
-    assert torch.allclose(torch.cat([part for part in found if part is not None]), expected, atol=1e-4)
+    assert torch.allclose(torch.cat([part.logits for part in found if part is not None]), expected, atol=1e-4)
 
 
 def pair(*shape: int) -> Pair:

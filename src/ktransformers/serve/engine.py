@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.log import logger
-from ktransformers.serve.forward import Alone, Forward, Piece
+from ktransformers.serve.forward import Alone, Forward, Found, Piece
 from ktransformers.serve.sampling import Score, choose, scores
 from ktransformers.serve.sequence import Event, Sequence
 from ktransformers.serve.slots import Owner, Slots
@@ -152,9 +152,9 @@ class Engine:
         if not batch:
             return False
         found = self.forward.run([piece for _, piece in batch])
-        for (one, piece), logits in zip(batch, found, strict=True):
+        for (one, piece), part in zip(batch, found, strict=True):
             try:
-                self._advance(one, piece, logits)
+                self._advance(one, piece, part)
             except Exception as error:  # of this sequence alone: its grammar, its tokens
                 LOG.exception("a sequence failed")
                 self._close(one, "error", error=f"{type(error).__name__}: {error}")
@@ -209,7 +209,8 @@ class Engine:
             left -= count if missing > 1 else 0
             position, end = one.computed, one.computed + count
             scoring = one.ask.prompt_logprobs and not one.prompt_told
-            piece = Piece(one.slot, one.tokens[position:end], position, one.ask.adapter, scoring, count == missing)
+            tokens, last, greedy = one.tokens[position:end], count == missing, one.greedy
+            piece = Piece(one.slot, tokens, position, one.ask.adapter, scoring, last, last and greedy)
             batch.append((one, piece))
         return [(one, piece) for one, piece in batch if one.slot is piece.slot]
 
@@ -224,20 +225,21 @@ class Engine:
             self.counts.preempted += 1
         return one.slot is not None
 
-    def _advance(self, one: Sequence, piece: Piece, logits: Tensor | None) -> None:
+    def _advance(self, one: Sequence, piece: Piece, found: Found | None) -> None:
         prompt = one.ask.prompt
         self.counts.prompt_tokens += max(0, min(piece.position + len(piece.tokens), len(prompt)) - piece.position)
-        if piece.scores and logits is not None:
-            self._score_prompt(one, piece, logits)
-        if not piece.last or logits is None:
+        if piece.scores and found is not None:
+            self._score_prompt(one, piece, found.logits)
+        if not piece.last or found is None:
             return
         if one.ask.max_tokens == 0:
             self._close(one, "length")
             return
-        row = logits[-1]
-        allowed = None if one.grammar is None else one.grammar.allowed(row.numel())
-        token = choose(row, one.ask.sampling, prompt, one.new, one.draw, allowed)
-        told = () if one.ask.logprobs is None else tuple(scores(row[None], [token], one.ask.logprobs))
+        row, token = found.logits[-1], found.token
+        if token is None:
+            allowed = None if one.grammar is None else one.grammar.allowed(row.numel())
+            token = choose(row.float(), one.ask.sampling, prompt, one.new, one.draw, allowed)
+        told = () if one.ask.logprobs is None else tuple(scores(row.float()[None], [token], one.ask.logprobs))
         one.tokens.append(token)
         self.counts.new_tokens += 1
         if one.first_token is None:
@@ -253,7 +255,7 @@ class Engine:
         count = min(len(piece.tokens), len(prompt) - 1 - piece.position)
         if count > 0:
             following = prompt[piece.position + 1 : piece.position + 1 + count]
-            one.prompt_scores += scores(logits[:count], following, one.ask.logprobs or 0)
+            one.prompt_scores += scores(logits[:count].float(), following, one.ask.logprobs or 0)
         if piece.position + len(piece.tokens) >= len(prompt):
             piece.slot.scores, piece.slot.top = list(one.prompt_scores), one.ask.logprobs or 0
             one.prompt_told = True

@@ -1,7 +1,8 @@
 """One forward pass for many sequences: pieces of them, laid one after the other in a single row of tokens.
 
 Pieces of the same adapter are laid side by side, so that an adapter's rows are one slice. Logits `[n, V]` come back for
-those rows only that were asked for. `Forward` wants a past of keys and values alone. What a family does beyond that (a
+those rows only that were asked for, in the model's own type; where no more than the most likely token is wanted, it is
+looked for in all of them at once. `Forward` wants a past of keys and values alone. What a family does beyond that (a
 recurrent state, an index of its own, embeddings that look at the longest sequence) `Alone` computes, one sequence at a
 time, each with transformers' own cache. `check` runs two sequences in pieces and compares them with the stock model: a
 family that neither way computes rightly is refused by name before the server starts.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.linear import hasten
 from ktransformers.nn.mixed import mixed
 from ktransformers.nn.norm import hasten_norms
+from ktransformers.nn.pool import default_pool
 from ktransformers.serve.attention import NAME, Span, spans
 from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
 from ktransformers.serve.slots import Slot
@@ -40,6 +43,13 @@ class Piece:
     adapter: Resident | None
     scores: bool = False  # logits of every row, else of the last
     last: bool = True  # of the last row: not wanted in the middle of a prompt
+    greedy: bool = False  # of the last row no more than the most likely token
+
+
+@dataclass(frozen=True)
+class Found:
+    logits: Tensor  # [rows, V]: of every row with scores, of the last one without
+    token: int | None = None  # the most likely one of the last row, where the piece is greedy
 
 
 class Forward:
@@ -55,8 +65,8 @@ class Forward:
         if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
             raise InputError(model.config.model_type, "attention of its own", "transformers' attention interface")
 
-    def run(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
-        """Logits per piece, float32: `[rows, V]` with scores, `[1, V]` of the last row, or None."""
+    def run(self, pieces: Sequence[Piece]) -> list[Found | None]:
+        """For each piece; None where nothing is wanted of it."""
         order = sorted(range(len(pieces)), key=lambda at: _rank(pieces[at].adapter))
         tokens: list[int] = []
         positions: list[int] = []
@@ -78,12 +88,13 @@ class Forward:
             counts[at] = len(wanted)
             picked += wanted
         logits = self._call(tokens, positions, rows, shares, picked)
-        found: list[Tensor | None] = [None] * len(pieces)
-        start = 0
+        ends = dict(zip(order, accumulate(counts[at] for at in order), strict=True))
+        greedy = [at for at in order if pieces[at].greedy and counts[at]]
+        tokens_of = dict(zip(greedy, most_likely(logits, [ends[at] - 1 for at in greedy]), strict=True))
+        found: list[Found | None] = [None] * len(pieces)
         for at in order:
             if counts[at]:
-                found[at] = logits[start : start + counts[at]]
-            start += counts[at]
+                found[at] = Found(logits[ends[at] - counts[at] : ends[at]], tokens_of.get(at))
         for piece in pieces:
             piece.slot.tokens[piece.position :] = piece.tokens
         return found
@@ -102,7 +113,7 @@ class Forward:
                 **options,
             ).logits[0]
         logits: Tensor = out if self._picks else out[keep]
-        return logits.float()
+        return logits
 
     def check(self) -> int:
         """Compare with the stock model; returns the bytes of keys and values per token."""
@@ -126,10 +137,10 @@ class Alone:
         self.device = next(model.parameters()).device
         self._picks = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
-    def run(self, pieces: Sequence[Piece]) -> list[Tensor | None]:
+    def run(self, pieces: Sequence[Piece]) -> list[Found | None]:
         return [self._one(piece) for piece in pieces]
 
-    def _one(self, piece: Piece) -> Tensor | None:
+    def _one(self, piece: Piece) -> Found | None:
         slot, count = piece.slot, len(piece.tokens)
         if slot.cache is None or not piece.position:
             slot.cache = DynamicCache(config=self.model.config)
@@ -145,9 +156,10 @@ class Alone:
                 **options,
             ).logits[0]
         slot.tokens[piece.position :] = piece.tokens
-        if piece.scores:
-            return logits.float()
-        return logits[-1:].float() if piece.last else None
+        if not piece.scores and not piece.last:
+            return None
+        logits = logits if piece.scores else logits[-1:]
+        return Found(logits, *most_likely(logits, [logits.shape[0] - 1] if piece.greedy else []))
 
     def check(self) -> int:
         slot = _compare(self, _stock_logits(self.model, self.device))
@@ -186,23 +198,34 @@ def _compare(forward: Forward | Alone, expected: list[Tensor]) -> Slot:
     """Two sequences in uneven pieces against the stock model; a slot that holds one of them."""
     kind, texts = forward.model.config.model_type, _texts(forward.model)
     slots = [Slot(None, capacity=24), Slot(None, capacity=24)]
-    found: list[list[Tensor | None]] = [[], []]
+    found: list[list[Found | None]] = [[], []]
     steps = (((0, 0, 7), (1, 0, 4)), ((0, 7, 8), (1, 4, 12)), ((0, 8, 23), (1, 12, 13)), ((0, 23, 24),))
     try:
         for step in steps:
             pieces = [Piece(slots[at], texts[at][first:last], first, None, True) for at, first, last in step]
-            for (at, _, _), logits in zip(step, forward.run(pieces), strict=True):
-                found[at].append(logits)
+            for (at, _, _), part in zip(step, forward.run(pieces), strict=True):
+                found[at].append(part)
     except (InputError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise InputError("model", f"{kind} ({error})", "a family that can be computed in pieces") from error
     limit = LIMITS.get(forward.model.dtype, ROUGH)
     for parts, wanted in zip(found, expected, strict=True):
-        got = torch.cat([part for part in parts if part is not None])
+        got = torch.cat([part.logits for part in parts if part is not None]).float()
         apart = float((got - wanted).norm() / wanted.norm())
         if not apart <= limit:
             given = f"{kind}, whose logits differ by {apart:.2g} when it is computed in pieces"
             raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
     return slots[0]
+
+
+def most_likely(logits: Tensor, rows: list[int]) -> list[int]:
+    """The first of the largest in each of these rows; rounded to fewer bits or not, it is the same."""
+    if not rows:
+        return []
+    picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
+    if picked.is_cpu and picked.dtype in (torch.bfloat16, torch.float32):
+        return default_pool().argmax(picked)
+    found: list[int] = picked.argmax(-1).tolist()
+    return found
 
 
 def _rank(adapter: Resident | None) -> tuple[str, int]:

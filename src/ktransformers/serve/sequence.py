@@ -86,6 +86,11 @@ class Sequence:
         return self.tokens[len(self.ask.prompt) :]
 
     @property
+    def greedy(self) -> bool:
+        """The most likely token comes next, whatever came before."""
+        return self.grammar is None and self.ask.sampling.plain
+
+    @property
     def computed(self) -> int:
         return 0 if self.slot is None else self.slot.length
 

@@ -1,0 +1,13 @@
+// The place of the largest number in each row, which greedy decoding asks of logits [rows, columns].
+#pragma once
+
+#include "threads.h"
+#include "types.h"
+
+namespace kt {
+
+// The first one where several are the largest; a NaN is larger than anything. `type` is bf16 or f32, `stride` in
+// elements.
+void find_largest(Pool& pool, const void* x, DType type, int64_t rows, int64_t columns, int64_t stride, int64_t* found);
+
+}  // namespace kt
