@@ -217,6 +217,16 @@ def _checkpoint(peft: Any, retain: bool) -> None:
     peft.enable_input_require_grads()
 
 
+def _rolled(rows: torch.Tensor, by: int) -> torch.Tensor:
+    """As torch's `roll`, with all threads: the memory is new, and the system makes its pages on the way."""
+    import torch
+
+    found, by = torch.empty_like(rows), by % len(rows)
+    found[by:].copy_(rows[: len(rows) - by])
+    found[:by].copy_(rows[len(rows) - by :])
+    return found
+
+
 def _pack(model: Any, spec: str) -> None:
     """All experts of the first layer in the format; every other layer has the same bytes, experts in another order."""
     from ktransformers.checkpoint import Piece
@@ -241,8 +251,7 @@ def _pack(model: Any, spec: str) -> None:
             made = store.memory()
         else:
             experts = contract.shape.num_experts
-            bytes_ = {name: tensor.view(experts, -1).roll(place, 0).flatten() for name, tensor in made.items()}
-            store.adopt(**bytes_)
+            store.adopt(**{name: _rolled(tensor.view(experts, -1), place).flatten() for name, tensor in made.items()})
         settle(module, contract, store, strip(module, contract))
     select(model)
 
@@ -265,7 +274,7 @@ def _build_kt(recipe: Recipe, device: torch.device, activation: str, spec: str) 
     if recipe.dropout:
         set_lora_dropout(peft, recipe.dropout)
     _checkpoint(peft, activation == "retain")
-    place.attach(peft)  # as KT_PLACE says
+    peft.placement = place.attach(peft)  # as KT_PLACE says
     return peft
 
 
@@ -326,6 +335,42 @@ def loss_of(peft: Any, batch: torch.Tensor, rows: int) -> torch.Tensor:
         for states, labels in zip(hidden.split(rows), wanted.split(rows), strict=True)
     ]
     return torch.stack(parts).sum() / wanted.numel()  # type: ignore[arg-type]
+
+
+def answer(peft: Any, recipe: Recipe, device: torch.device, prompt: int, new: int = 16) -> dict[str, float]:
+    """Tokens a second of one sequence, a prompt's and new ones; the second of two, as the first touches everything."""
+    import time
+
+    import torch
+
+    peft.eval()
+    ids = torch.randint(recipe.vocabulary, (1, prompt), generator=torch.Generator().manual_seed(3)).to(device)
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        for _ in range(2):
+            moments, token, past = [time.perf_counter()], ids, None
+            for _ in range(new + 1):
+                out = peft(input_ids=token, past_key_values=past, use_cache=True, logits_to_keep=1)
+                token, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+                token.tolist()  # somebody reads it
+                moments.append(time.perf_counter())
+    peft.train()
+    prefill, decode = moments[1] - moments[0], moments[-1] - moments[1]
+    return {"prompt": prompt, "new": new, "prefill_per_s": prompt / prefill, "decode_per_s": new / decode}
+
+
+def _engines(peft: Any) -> list[Any]:
+    placement = getattr(peft, "placement", None)  # None: no engine, or not ours
+    return [] if placement is None else [engine for engine in placement.engines if engine.policy == "auto"]
+
+
+def settled(peft: Any, tokens: int) -> bool:
+    """Whether `auto` tries no other way for batches of so many tokens any more."""
+    return all(engine.trials.settled(tokens) for engine in _engines(peft))
+
+
+def ways(peft: Any) -> dict[str, Any]:
+    """What `auto` found, by direction and size of batch."""
+    return {name: found for engine in _engines(peft) for name, found in engine.trials.ways().items()}
 
 
 def expert_layers(peft: Any) -> list[nn.Module]:

@@ -3,8 +3,11 @@
     python bench/place.py --formats bf16,int4:32 --tokens 1,512,8192 --json place.json
 
 A step walks forward through several layers, more than the GPU has room for, and with `--backward` back through them
-with LoRA of rank 8; the time is per layer. Policies take turns within a round, so that a machine that drifts does so
-for all of them. The table shows each policy's median, auto over the best of the others, the bare kernels on tensors in
+with LoRA of rank 8; the time is per layer. Before a cell is timed `auto` takes steps until it has settled; how many is
+in the document, with all of their times. Policies take turns within a round, so that a machine that drifts does so for
+all of them; in its turn a policy takes one step untimed and then several in a row. A step is over when its results are
+there: copies that were queued for the next one go on, as they do between steps of training, and count where they are
+used. The table shows each policy's median, auto over the best of the others, the bare kernels on tensors in
 host memory (forward alone), and the floors: all bytes over PCIe, and all touched bytes out of memory, at the rates
 measured in the same run. The split is of the first layer: experts that were there, streamed, on the CPU. Needs CUDA.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -33,6 +37,8 @@ LAYERS = 4
 POLICIES = ("cpu", "stream", "auto")
 RANK = 8
 SLACK, SLACK_SECONDS = 1.05, 0.2e-3  # auto may be that much slower than the best fixed policy
+WARM, LONGEST = 3, 40  # steps before a cell is timed: at least, and at most until auto has settled
+TURN = 0.06  # seconds of timed steps in one turn, two steps at least
 
 
 @dataclass(frozen=True)
@@ -125,12 +131,11 @@ def lora_of(shape: Shape) -> Any:
 
 
 def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) -> float:
-    """Seconds per layer."""
+    """Seconds per layer, until the results are there."""
     import torch
 
     from ktransformers.nn.store import NO_DROPOUT
 
-    torch.cuda.synchronize()
     begun = time.perf_counter()
     hidden = load.hidden.detach().requires_grad_(backward)
     with torch.set_grad_enabled(backward):
@@ -139,7 +144,7 @@ def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) ->
             x = x + 0.1 * layer(x, ids, load.weights, factors if backward else None, NO_DROPOUT, backward)
         if backward:
             x.backward(load.hidden)
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()
     return (time.perf_counter() - begun) / len(layers)
 
 
@@ -166,25 +171,37 @@ def bare(made: list[ExpertStore], load: Load) -> float:
 
 
 def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
-    for layers in engines.values():  # kernels are loaded, memory is at hand, the split has settled
-        for _ in range(3):
-            step(layers, load, factors, args.backward)
+    import torch
+
+    warm: dict[str, list[float]] = {policy: [] for policy in engines}
+    for policy, layers in engines.items():  # kernels are loaded, memory is at hand, auto has settled
+        trials, tokens, times = layers[0].engine.trials, load.hidden.shape[0], warm[policy]
+        torch.cuda.synchronize()
+        while len(times) < WARM or (policy == "auto" and len(times) < LONGEST and not trials.settled(tokens)):
+            times.append(step(layers, load, factors, args.backward))
     taken: dict[str, list[float]] = {policy: [] for policy in engines}
     begun = time.perf_counter()
     for turn in range(args.rounds):
         if turn >= 2 and time.perf_counter() - begun > args.seconds:
             break
         for policy, layers in engines.items():
+            torch.cuda.synchronize()  # the link is nobody's
             step(layers, load, factors, args.backward)
-            taken[policy].append(step(layers, load, factors, args.backward))
+            spent: list[float] = []
+            while len(spent) < 2 or LAYERS * sum(spent) < TURN:
+                spent.append(step(layers, load, factors, args.backward))
+            taken[policy] += spent
     found: dict[str, Any] = {policy: statistics.median(times) for policy, times in taken.items()}
     if "auto" in engines:
         phase = "backward" if args.backward else "forward"
         last = [one.layer.last.get(phase) for one in engines["auto"]]
         found["splits"] = [None if one is None else [len(one.there), len(one.streamed), len(one.cpu)] for one in last]
         found["split"] = found["splits"][LAYERS // 2]  # the first had a pause before it
-        layer = engines["auto"][LAYERS // 2].layer
-        found["correction"] = {f"{key[0]}{' beside' * key[1]}": value for key, value in layer.correction.items()}
+        engine = engines["auto"][0].engine
+        known = engine.corrections.known.items()
+        found["correction"] = {f"{way}{' beside' * beside} {size}": value for (way, size, beside), value in known}
+        found["ways"], found["settled"] = engine.trials.ways(), engine.trials.settled(load.hidden.shape[0])
+        found["warm"], found["timed"] = warm["auto"], taken["auto"]
     return found
 
 
@@ -192,15 +209,17 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     args = parse(argv)
+    os.environ.setdefault("KT_PLACE", "auto")  # the pool leaves a CPU to the thread that launches, for all policies
     if not torch.cuda.is_available():
         print("place.py: no CUDA device", file=sys.stderr)
         return 1
+    from ktransformers.nn.pool import default_pool
     from ktransformers.place.gpu.pinned import Registered
 
     device, shape = torch.device("cuda:0"), SHAPES[args.shape]
     document: dict[str, Any] = {
         "bench": "place",
-        "machine": describe_machine() | {"gpu": torch.cuda.get_device_name(device)},
+        "machine": describe_machine() | {"gpu": torch.cuda.get_device_name(device), "threads": default_pool().threads},
         "shape": shape.name,
         "direction": "both" if args.backward else "forward",
         "pin": args.pin,
@@ -216,9 +235,10 @@ def main(argv: list[str] | None = None) -> int:
         "bare ms",
         "PCIe ms",
         "DRAM ms",
+        "steps",
         "split",
     ]
-    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 12])
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)
@@ -248,6 +268,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"{1e3 * times['bare']:.2f}",
                     f"{1e3 * row['pcie']:.2f}",
                     f"{1e3 * row['dram']:.2f}",
+                    str(len(times.get("warm", ()))),
                     "" if times.get("split") is None else "/".join(map(str, times["split"])),
                 ]
             )

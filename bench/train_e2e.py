@@ -6,9 +6,12 @@ A step is forward, backward (non-reentrant checkpointing) and AdamW on random to
 autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on the CPU; `gpu`, the stock model wholly
 on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. `kt` is measured for each of `--policies` (where
 experts are computed) and `--formats` (of their packed bytes). Each variant runs in a process of its own, so that no
-peak is another's. The seconds are the median of steps that nothing interrupts; where they go is told by one more step,
-in which the device is waited for at every border. `ideal` (`ideal.py`) is the best schedule that the machine's bare
-rates allow for ours. Without a GPU everything runs on the CPU (for tests).
+peak is another's. Steps come first until `auto` has settled (`warm_s`: the seconds of each, `settled`: whether it has).
+The seconds are the median of steps after that, which nothing interrupts (`timed_s`: of each); where they go is told by
+one more step, in which the device is waited for at every border. A step is over when its results are there: copies of
+experts that were queued for the next one go on, and count there. With `--serve` the model, its LoRA included, then
+answers: a prompt's tokens a second, and new tokens a second, one sequence, by stock transformers. `ideal` (`ideal.py`)
+is the best schedule that the machine's bare rates allow for ours. Without a GPU everything runs on the CPU (for tests).
 """
 
 from __future__ import annotations
@@ -27,7 +30,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from e2e_models import VARIANTS, Recipe, attention_layers, build, expert_layers, loss_of, recipes
+from e2e_models import (
+    VARIANTS,
+    Recipe,
+    answer,
+    attention_layers,
+    build,
+    expert_layers,
+    loss_of,
+    recipes,
+    settled,
+    ways,
+)
 from ideal import ideal, measure
 from peaks import GIB, Peaks
 from timing import Table, Watch, describe_machine, print_last_line, save, spread
@@ -38,6 +52,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("cpu", "stream", "resident", "auto")
 PLACE = "KT_PLACE"  # how the child learns the policy
+WARM, LONGEST = 2, 16  # steps before any is timed: at least, and at most until auto has settled
 PARTS = ("experts_forward", "experts_backward", "experts_again", "attention", "optimizer", "rest")
 
 
@@ -59,6 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--formats", type=words, default=["bf16"], help="of kt's experts: bf16, int8, int4:32 ...")
     parser.add_argument("--gpu-memory", type=float, default=0.0, help="GiB that torch may allocate; 0: all")
     parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
+    parser.add_argument("--serve", type=int, default=0, metavar="N", help="also a prompt of N tokens and 16 new ones")
     parser.add_argument("--seconds-per-cell", type=float, default=6.0, help="of timed steps, three of them at least")
     parser.add_argument("--longest", type=float, default=400.0, help="seconds that a variant's process may take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
@@ -183,20 +199,27 @@ class Trainer:
         if clock:
             clock.add("optimizer", begun)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         return total
 
     def measure(self, tokens: int, pieces: int, seconds: float) -> dict[str, Any]:
         batches = self.batches(tokens, pieces)
-        losses = [self.step(batches)]
+        losses: list[float] = []
+
+        def timed() -> float:
+            begun = time.perf_counter()
+            losses.append(self.step(batches))
+            return time.perf_counter() - begun
+
+        warm = [timed()]
         self.peaks.reset()
-        losses.append(self.step(batches))
+        of_piece = batches[0].numel()
+        while len(warm) < WARM or (len(warm) < LONGEST and not settled(self.model, of_piece)):
+            warm.append(timed())
         taken: list[float] = []
         watch = Watch()
         while len(taken) < 3 or sum(taken) < seconds:
-            begun = time.perf_counter()
-            losses.append(self.step(batches))
-            taken.append(time.perf_counter() - begun)
+            taken.append(timed())
         foreign = watch.foreign()
         peaks = self.peaks.read()
         whole, parts = self.profile(batches)
@@ -208,6 +231,10 @@ class Trainer:
             **peaks,
             "reps": len(taken),
             "spread": spread(taken),
+            "warm_s": warm,
+            "timed_s": taken,
+            "settled": settled(self.model, of_piece),
+            "ways": ways(self.model),
             "foreign": foreign,
             "losses": [losses[0], losses[-1]],
             "profiled_s": whole,
@@ -257,6 +284,8 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
             if pieces <= tokens // recipe.length:
                 cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
                 print(json.dumps({**cell, **trainer.built}), flush=True)
+    if args.serve:
+        print(json.dumps({"serve": answer(trainer.model, recipe, trainer.device, args.serve)}), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
@@ -294,6 +323,19 @@ class Bench:
         row += [f"{cell['gpu_peak_gib']:.2f}", f"{cell['host_peak_gib']:.2f}"]
         row += [f"{cell['parts'][part]:.3f}" for part in PARTS]
         self.table.row(row)
+        if cell["warm_s"][WARM:]:
+            words = "had settled" if cell["settled"] else "was stopped before it settled"
+            print(f"    auto {words} after {len(cell['warm_s'])} steps", flush=True)
+        if self.args.json:
+            save(self.document, self.args.json)
+
+    def serve(self, cell: dict[str, Any]) -> None:
+        self.document.setdefault("served", []).append(cell)
+        of = cell["serve"]
+        words = (
+            f"{of['prefill_per_s']:.0f} tokens/s of a prompt of {of['prompt']}, {of['decode_per_s']:.1f} new tokens/s"
+        )
+        print(f"    {cell['model']}, {cell['variant']} {cell['policy']} {cell['format']}: {words}", flush=True)
         if self.args.json:
             save(self.document, self.args.json)
 
@@ -320,7 +362,7 @@ class Bench:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", "--models", recipe.name]
         command += ["--variants", variant, "--layers", str(layers), "--activation", self.args.activation]
         command += ["--tokens", commas(self.args.tokens or recipe.tokens), "--formats", spec]
-        command += ["--gpu-memory", str(self.args.gpu_memory)]
+        command += ["--gpu-memory", str(self.args.gpu_memory), "--serve", str(self.args.serve)]
         command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
         command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
         env = {**os.environ, PLACE: policy or "cpu"}
@@ -333,6 +375,9 @@ class Bench:
             for line in process.stdout:
                 if line.startswith("{"):
                     cell = {**named, **json.loads(line)}
+                    if "serve" in cell:
+                        self.serve(cell)
+                        continue
                     if variant == "kt":
                         cell["ideal"] = ideal(recipe, cell, self.rates)
                     self.add(cell)
