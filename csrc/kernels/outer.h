@@ -44,14 +44,14 @@ inline V ranks_of_row(const Outer& o, int m, int rank) {
 
 // The two sides written out: p [rows][p_stride], q [kWideRows][kWideStride].
 template <class Real>
-struct Spread {
+struct Sides {
   const Real *p, *q;
   int64_t p_stride;
 };
 
 // `ranks` rows of c by NV vectors of columns, over `rows` rows of both sides.
 template <class V, int NV, int ranks>
-inline void outer_columns(const Outer& o, const Spread<Lane<V>>& s, bool first, int rows, int rank, int column) {
+inline void outer_columns(const Outer& o, const Sides<Lane<V>>& s, bool first, int rows, int rank, int column) {
   V acc[ranks][NV];
   using Real = Lane<V>;
   Real* c = (Real*)o.c + rank * o.c_stride + column;
@@ -81,7 +81,7 @@ void run_outer(const Outer& o) {
       int rows = o.rows - row0 < kWideRows ? o.rows - row0 : kWideRows;
       int end = o.columns - column0 < kWideColumns ? o.columns : column0 + kWideColumns;
       for (int m = 0; m < rows; m++) widen_row<V>(o, row0 + m, column0, end, q + m * kWideStride);
-      Spread<Real> sides{p + row0 * p_stride, q, p_stride};
+      Sides<Real> sides{p + row0 * p_stride, q, p_stride};
       for (int column = column0; column < end; column += NV * W)
         for (int rank = 0; rank < o.rank; rank += ranks)
           outer_columns<V, NV, ranks>(o, sides, o.first && !row0, rows, rank, column);
