@@ -24,12 +24,13 @@ def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> floa
 
 def test_sizes_are_the_engines() -> None:
     from ktransformers.place import placement
-    from ktransformers.place.gpu import measure, side
+    from ktransformers.place.gpu import factors, measure, side
     from ktransformers.place.sides import CROSSING
 
     assert (ENGINE.slot_layers, ENGINE.slot_share) == (placement.LAYERS, placement.SHARE)
     assert (ENGINE.group_bytes, ENGINE.group_rows) == (side.GROUP_BYTES, side.GROUP_ROWS)
     assert (ENGINE.room_bytes, CROSSING) == (side.ROOM_BYTES, measure.CROSSING)
+    assert ENGINE.factor_bytes == factors.KEPT_BYTES
 
 
 def test_streaming_runs_at_the_speed_of_the_link() -> None:

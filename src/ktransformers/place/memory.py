@@ -38,6 +38,7 @@ class Engine:
     room_bytes: int = 2 << 30  # or all of a layer's, where they fit into this with the slots
     group_rows: int = 16384  # at a time,
     token_rows: int = 2  # and so many more for each token
+    factor_bytes: int = 256 << 20  # of expert LoRA in bf16 that stays there, two layers at least
 
 
 ENGINE = Engine()
@@ -210,7 +211,9 @@ def _engine_bytes(model: ModelShape, work: Work, choice: Choice, free: int, engi
     rows = min(work.tokens * model.top_k, engine.group_rows + engine.token_rows * work.tokens)
     table["groups"] = decoded + rows * (6 * model.hidden + 14 * model.intermediate) + work.tokens * model.hidden * 10
     if isinstance(work, Training) and work.adapts_experts:
-        table["factors"] = expert_lora_numbers(model, work.rank) // model.expert_layers * FACTOR_BYTES
+        numbers = expert_lora_numbers(model, work.rank)
+        two, kept = 4 * numbers // model.expert_layers, min(engine.factor_bytes, 2 * numbers)
+        table["factors"] = numbers // model.expert_layers * FACTOR_BYTES + max(0, kept - two)
     return table
 
 

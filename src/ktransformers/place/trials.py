@@ -200,6 +200,7 @@ class Trials:
             self._last[kind] = way
         walk.visited.add(place)
         walk.begun.append(begun)
+        walk.ended = None  # a walk that breaks off in a layer tells nothing
         return walk.way
 
     def leave(self) -> None:

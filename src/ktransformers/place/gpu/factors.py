@@ -4,8 +4,9 @@ On the device gate and up have one pair of factors, as the native core has them:
 with zeros where the other's rank would be, the scale folded into B before rounding, ranks filled up to what products
 want. `seats` says where each of PEFT's tensors sits in there; laying them and reading their gradients follow the same
 table. Factors live in host memory, trained there by the optimiser; PEFT's B `[E, out, r]` is a view whose experts are
-the innermost dimension, so tensors and gradients travel as they lie and are turned on the device. Two layers are kept:
-recomputation and the backward pass behind it share one copy.
+the innermost dimension, so tensors and gradients travel as they lie and are turned on the device. Layers are kept there
+within a few bytes, so that the walk back finds what the walk forward brought; their tensors are held on to, because
+they are known by their addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from ktransformers.nn.factors import Factors
 from ktransformers.place.gpu.compute import ALIGN, GroupLora, Pair
 
-KEPT = 2
+KEPT_BYTES = 256 << 20  # of pairs that stay on the device, two layers at least
 
 
 @dataclass(frozen=True)
@@ -94,25 +95,39 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return laid.to(device, non_blocking=True).permute([order.index(dim) for dim in range(tensor.dim())])
 
 
+@dataclass(frozen=True)
+class _Laid:
+    versions: tuple[int, ...]
+    held: tuple[Tensor, ...]
+    pairs: dict[str, Pair]
+
+    @property
+    def bytes(self) -> int:
+        return sum(2 * (pair.a.numel() + pair.b.numel()) for pair in self.pairs.values())
+
+
 class DeviceFactors:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: OrderedDict[tuple[object, ...], dict[str, Pair]] = OrderedDict()
+        self._known: OrderedDict[tuple[object, ...], _Laid] = OrderedDict()
 
     def of(self, factors: Factors, wide: int) -> dict[str, Pair]:
         """Pairs for all experts of the layer."""
-        key: tuple[object, ...] = ()
-        if not any(tensor.is_inference() for tensor in factors.tensors):
-            key = (factors.scales, *((t.data_ptr(), t.shape, t.stride(), t._version) for t in factors.tensors))
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        found = lay(factors, [to_device(tensor, self._device) for tensor in factors.tensors], wide)
-        if key:
-            self._known[key] = found
-            while len(self._known) > KEPT:
-                self._known.popitem(last=False)
-        return found
+        if any(tensor.is_inference() for tensor in factors.tensors):
+            return self._lay(factors, wide)
+        key = (factors.scales, *((t.data_ptr(), t.shape, t.stride()) for t in factors.tensors))
+        versions = tuple(tensor._version for tensor in factors.tensors)
+        found = self._known.pop(key, None)
+        if found is None or found.versions != versions:
+            held = tuple(tensor.detach() for tensor in factors.tensors)
+            found = _Laid(versions, held, self._lay(factors, wide))
+        self._known[key] = found
+        while len(self._known) > 2 and sum(one.bytes for one in self._known.values()) > KEPT_BYTES:
+            self._known.popitem(last=False)
+        return found.pairs
+
+    def _lay(self, factors: Factors, wide: int) -> dict[str, Pair]:
+        return lay(factors, [to_device(tensor, self._device) for tensor in factors.tensors], wide)
 
 
 def chosen(pairs: Mapping[str, Pair], experts: Tensor, ends: Tensor) -> GroupLora:

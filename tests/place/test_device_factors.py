@@ -1,0 +1,34 @@
+"""LoRA on the device is laid when it is new or has changed, and kept within its bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktransformers.nn.factors import Factors, factors_of
+from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.place.gpu import factors as module
+from ktransformers.place.gpu.factors import DeviceFactors
+
+
+def layer(seed: int) -> Factors:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(*sizes, generator=generator) for sizes in ((2, 8, 16), (2, 32, 8)))
+    return factors_of(ExpertLora(gate_up=Factor(a, b, 1.0)))
+
+
+def test_what_has_not_changed_is_found() -> None:
+    known, layers = DeviceFactors(torch.device("cpu")), [layer(seed) for seed in range(6)]
+    first = [known.of(one, 32) for one in layers]
+    assert all(known.of(one, 32) is pairs for one, pairs in zip(layers, first, strict=True))
+    layers[2].tensors[0].mul_(2)
+    changed = known.of(layers[2], 32)["first"].a
+    assert torch.equal(changed[:, :8], layers[2].tensors[0].bfloat16()) and len(known._known) == 6
+    assert known.of(layers[3], 32) is first[3]
+
+
+def test_two_layers_stay_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_BYTES", 0)
+    known, layers = DeviceFactors(torch.device("cpu")), [layer(seed) for seed in range(4)]
+    last = [known.of(one, 32) for one in layers][-2:]
+    assert len(known._known) == 2 and [known.of(one, 32) for one in layers[-2:]] == last
