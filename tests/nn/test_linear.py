@@ -85,11 +85,53 @@ class Counted:
     """A pool that counts what it is asked for."""
 
     def __init__(self) -> None:
-        self.calls, self._pool = 0, _core.Pool(2)
+        self.calls, self.matrices, self._pool = 0, 0, _core.Pool(2)
 
-    def linear(self, *given: Any) -> None:
-        self.calls += 1
-        self._pool.linear(*given)
+    def linear(self, x: torch.Tensor, weights: list[Any], outs: list[Any]) -> None:
+        self.calls, self.matrices = self.calls + 1, self.matrices + len(weights)
+        self._pool.linear(x, weights, outs)
+
+
+class Three(nn.Module):
+    """q, k and v of x; v of another tensor where it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Linear(512, LEAST // 512 * n, bias=n == 2, dtype=torch.bfloat16) for n in (1, 2))
+        self.v = nn.Linear(512, LEAST // 512, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> list[torch.Tensor]:
+        return [self.q(x), self.k(x), self.v(x if y is None else y)]
+
+
+def test_layers_that_are_given_the_same_rows_are_one_call() -> None:
+    torch.manual_seed(0)
+    model, pool = Three(), Counted()
+    stock = copy.deepcopy(model)
+    assert hasten(model, pool) == 3  # type: ignore[arg-type]
+
+    def calls(*given: torch.Tensor) -> tuple[int, int]:
+        """And of how many matrices in all."""
+        before = pool.calls, pool.matrices
+        with torch.inference_mode():
+            for found, wanted in zip(model(*given), stock(*given), strict=True):
+                assert found.shape == wanted.shape
+                assert (found.float() - wanted.float()).norm() < 5e-3 * wanted.float().norm()
+                found.zero_()  # who is given a result owns it
+        return pool.calls - before[0], pool.matrices - before[1]
+
+    def rows() -> torch.Tensor:
+        return torch.randn(1, 2, 512).bfloat16()
+
+    assert [calls(rows()) for _ in range(3)] == [(3, 3), (1, 3), (1, 3)]
+    assert calls(rows(), rows()) == (2, 4)
+    assert calls(rows(), rows()) == (2, 3)  # v had not asked: it is not computed along again
+    assert [calls(rows()) for _ in range(2)] == [(2, 3), (1, 3)]
+    x = rows()
+    for _ in range(2):
+        x.normal_()  # the same tensor with other numbers, step by step
+        assert calls(x) == (1, 3)
+    assert calls(torch.randn(ROWS + 1, 512).bfloat16()) == (0, 0)
 
 
 def test_a_router_is_no_linear_layer() -> None:
