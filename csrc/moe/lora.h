@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "moe/weights.h"
+#include "moe/workspace.h"
 
 namespace kt {
 
@@ -29,7 +30,8 @@ struct SourceLora {
 
 class Adapter {
  public:
-  Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool);
+  // The pool and the arena must outlive it.
+  Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool, Arena& arena);
 
   void pack(const SourceLora& source);  // throws std::runtime_error while a call reads the factors
   void enter() const { readers_.enter("factors of an adapter"); }
@@ -56,6 +58,7 @@ class Adapter {
   LoraRanks ranks_;
   const KernelTable& kernels_;
   Pool& pool_;
+  Arena& arena_;
   BlockStore wide_a_, wide_b_, down_a_, down_b_;
 };
 

@@ -164,6 +164,18 @@ void Backward::narrow_gradients(size_t index, char* slice) {
   });
 }
 
+// What will be turned next comes into L2 meanwhile: of A of down a unit's next blocks, of A of gate/up a lane's own
+// ones of the next expert. They are too short for the hardware to follow.
+void Backward::fetch_after(size_t segment, const BlockStore& store, bool down, int32_t block0, int32_t block1) const {
+  int32_t first = down ? block1 : block0, count = std::min(block1 - block0, store.k_tiles() - first);
+  if (!down) segment++;
+  if (segment == routing_.segments.size()) return;
+  for (int32_t b = 0; b < store.blocks(); b++) {
+    const char* at = store.at(routing_.segments[segment].expert, b, first);
+    for (int64_t i = 0; i < (int64_t)store.k_bytes(std::max(0, count)); i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+}
+
 // A of down (or of gate/up) transposed, at columns of blocks [block0, block1), against the panels of y (or of g).
 std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
                                            char* slice) const {
@@ -180,6 +192,7 @@ std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, in
     extra.block_bytes = store.k_bytes(k_tiles);
     for (int32_t i = block0; i < block1; i++, turned += extra.block_bytes)
       turn(store, segment.expert, 0, k_tiles, i, turned);
+    fetch_after((size_t)piece.segment, store, down, block0, block1);
     extras.push_back(extra);
   });
   return extras;

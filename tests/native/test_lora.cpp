@@ -124,7 +124,9 @@ template <class Real>
 Packed packed_loras(const std::vector<LoraOf<Real>>& loras, const Experts& experts) {
   Packed p;
   for (const LoraOf<Real>& lora : loras) {
-    p.all.push_back(std::make_unique<Adapter>(experts.shape(), lora.ranks, experts.kernels(), experts.engine().pool));
+    Engine& engine = experts.engine();
+    p.all.push_back(
+        std::make_unique<Adapter>(experts.shape(), lora.ranks, experts.kernels(), engine.pool, engine.arena));
     p.all.back()->pack(lora.source(experts.shape()));
   }
   return p;
