@@ -45,6 +45,9 @@ class Adapter {
   const BlockStore& wide_b() const { return wide_b_; }
   const BlockStore& down_a() const { return down_a_; }
   const BlockStore& down_b() const { return down_b_; }
+  // Ranks that fill no more than half a block of an A or of a turned B.
+  bool wide_half() const { return wide_rank() <= kTileN; }
+  bool down_half() const { return ranks_.down <= kTileN; }
   int32_t wide_tiles() const { return wide_b_.k_tiles(); }  // 0: neither gate nor up
   int32_t down_tiles() const { return down_b_.k_tiles(); }
   size_t bytes() const { return wide_a_.bytes() + wide_b_.bytes() + down_a_.bytes() + down_b_.bytes(); }

@@ -119,7 +119,7 @@ void Backward::narrow_run(int32_t n, Narrowed& from, char* slice) const {
   int64_t tile_bytes = (int64_t)tiling.rows * kTileK * experts_.kernels().elem, panel_tile = tile_bytes * k_tiles;
   char* panel = workspace_.data() + (from.output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
   Stretch base{from.in + (tile0 - from.piece.tile0) * tile_bytes * from.now, (size_t)(tile_bytes * from.now), nullptr,
-               from.now};
+               from.now, from.output ? adapter.down_half() : adapter.wide_half()};
   bool first = from.k == 0, last = from.k + from.now == experts_.weights().up().k_tiles();
   int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * experts_.kernels().sum_bytes;
   if (from.output) {
@@ -154,7 +154,8 @@ void Backward::narrow_gradients(size_t index, char* slice) {
     Tiling tiling{whole.rows, ranks.tile1 - ranks.tile0};
     int32_t live = std::min(segment.count - ranks.tile0 * whole.rows, tiling.tiles * whole.rows);
     int64_t row_tile = tile_bytes * plan_.panel_k_tiles;
-    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, turned, plan_.panel_k_tiles};
+    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, turned, plan_.panel_k_tiles,
+                 adapter.wide_half()};
     char* panel = workspace_.data() + ranks.gb;
     for (int32_t i = 0; i < k_tiles; i++) {
       turn(adapter.wide_b(), segment.expert, 0, plan_.panel_k_tiles, i, turned);

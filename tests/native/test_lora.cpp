@@ -306,8 +306,8 @@ TEST(lora_one_adapter_many_rows_and_chunks) {
 // More rows than are gathered at a time, of two adapters that meet inside a piece.
 TEST(lora_pieces_of_rows) {
   for (const KernelTable* kernels : all_kernels())
-    if (kernels->precision == Precision::bf16)
-      check_lora({1, 1030, 8, true}, kSilu, {{3, 5, 2, false}, {8, 8, 8, true}}, 400, false, *kernels);
+    if (kernels->precision == Precision::bf16 && (!std::strcmp(kernels->name, "generic") || kernels->elem == 2))
+      check_lora({1, 2040, 4, true}, kSilu, {{3, 5, 2, false}, {8, 8, 8, true}}, 300, false, *kernels);
 }
 
 TEST(lora_dropout_where_slopes_are_fine_enough) {
