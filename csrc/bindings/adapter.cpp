@@ -30,7 +30,8 @@ PyAdapter::PyAdapter(const PyExperts& of, int64_t gate_rank, int64_t up_rank, in
     refuse_value("shared", "True with ranks " + std::to_string(gate_rank) + " and " + std::to_string(up_rank),
                  "one rank for gate and up");
   nb::gil_scoped_release released;
-  adapter = std::make_shared<Adapter>(experts->shape(), ranks, experts->kernels(), experts->engine().pool);
+  Engine& engine = experts->engine();
+  adapter = std::make_shared<Adapter>(experts->shape(), ranks, experts->kernels(), engine.pool, engine.arena);
 }
 
 void PyAdapter::pack(nb::handle gate_a, nb::handle gate_b, nb::handle up_a, nb::handle up_b, nb::handle down_a,

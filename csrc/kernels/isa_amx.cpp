@@ -12,7 +12,8 @@
 namespace kt {
 namespace {
 
-// Tiles 0-3 accumulate [token tile][weight tile], 4 holds activations, 6 and 7 weights; 5 is for the bare loop alone.
+// Tiles 0-3 accumulate [token tile][weight tile], 4 holds activations, 6 and 7 weights; 5 is for half blocks and the
+// bare loop.
 inline void configure(int rows) {
   TileConfig c = {};
   c.palette = 1;
@@ -49,6 +50,23 @@ inline void steps_of_two(const Stretch& s, const Product& p, Ahead ahead, Beside
   }
 }
 
+// Weight tiles 1, 3, 5 ... are zero: a factor of LoRA with few ranks.
+template <class Beside>
+inline void half_steps(const Stretch& s, const Product& p, Beside& meanwhile) {
+  const char* a = s.a + p.tile * (int64_t)s.a_tile;
+  int64_t step = p.rows * 64;
+  for (int k = 0; k < s.k_tiles; k++, a += step) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, meanwhile.tiles(s.b, k, kTileBytes), 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (p.tiles == 2) {
+      _tile_loadd(5, a + s.a_tile, 64);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    meanwhile.step();
+  }
+}
+
 template <class Beside>
 inline void multiply_two(const Product& p, Beside& meanwhile) {
   float* c1 = p.c + p.rows * kBlockN;
@@ -63,7 +81,7 @@ inline void multiply_two(const Product& p, Beside& meanwhile) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  steps_of_two(p.s, p, p.ahead, meanwhile);
+  p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_two(p.s, p, p.ahead, meanwhile);
   for_each_extra(p, [&](const Stretch& s) {
     Nothing nothing;
     steps_of_two(s, p, kNothingAhead, nothing);
@@ -103,7 +121,7 @@ inline void multiply_one(const Product& p, Beside& meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
   }
-  steps_of_one(p.s, p, p.ahead, meanwhile);
+  p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_one(p.s, p, p.ahead, meanwhile);
   for_each_extra(p, [&](const Stretch& s) {
     Nothing nothing;
     steps_of_one(s, p, kNothingAhead, nothing);

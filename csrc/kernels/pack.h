@@ -64,6 +64,10 @@ void pack_block(const Pack& p) {
     for (int half = 0; half < 2; half++) {
       const Source& s = p.half[half];
       char* tile = p.out + (kt * 2 + half) * (int64_t)kTileBytes;
+      if (p.n0[half] >= p.n_valid) {
+        __builtin_memset(tile, 0, kTileBytes);
+        continue;
+      }
       bool inside = p.n0[half] + kTileN <= p.n_valid && (kt + 1) * kTileK <= p.k;
       if (inside && s.dtype == DType::bf16 && s.k_stride == 1) {
         const uint16_t* rows = (const uint16_t*)s.data + p.n0[half] * s.n_stride + kt * kTileK;

@@ -24,6 +24,7 @@ struct Stretch {
   size_t a_tile;  // bytes from one token tile to the next
   const char* b;  // weight block at the first k tile of this stretch
   int32_t k_tiles;
+  bool half = false;  // outputs 16-31 of the blocks are zero, and may be left out
 };
 
 // Where a product reads encoded blocks: `base.b` is then a block's first byte, and k tiles from `k0` on are decoded

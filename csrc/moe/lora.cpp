@@ -1,11 +1,12 @@
 // Factors are small and come in any strides and dtype, so each expert's are first written out as plain matrices in the
 // type of the sums, scaled and in place, and packed from there like any weights. PEFT's B has the experts innermost, 16
 // of them in a line of memory: a few experts are written out together, so that a line is fetched a few times, not 16.
+// They are written into memory that calls have used before: fresh pages cost more than the packing.
 #include "moe/lora.h"
 
 #include <algorithm>
 #include <atomic>
-#include <vector>
+#include <utility>
 
 namespace kt {
 
@@ -68,18 +69,33 @@ void write_out(const SourceMatrix& m, int32_t expert, int32_t count, int32_t row
 
 }  // namespace
 
-// A unit is a few experts; Real is the type of the kernels' sums.
+// A unit is one expert or a few; Real is the type of the kernels' sums.
 template <class Real>
 class FactorJob : public Job {
  public:
-  FactorJob(Adapter& adapter, const SourceLora& source) : a_(adapter), source_(source) {}
+  FactorJob(Adapter& adapter, const SourceLora& source) : a_(adapter), source_(source) {
+    const LayerShape& s = a_.layer_;
+    for (const SourceFactor* f : {&source.gate, &source.up, &source.down})
+      if (f->a.expert_stride == 1 || f->b.expert_stride == 1) together_ = kTogether;
+    a_room_ = std::max<int64_t>((int64_t)a_.wide_rank() * s.hidden, (int64_t)a_.ranks_.down * s.intermediate);
+    wide_room_ = (int64_t)2 * s.intermediate * a_.wide_tiles() * kTileK;
+    down_room_ = (int64_t)s.hidden * a_.down_tiles() * kTileK;
+    bytes_ = round_up((a_room_ + wide_room_ + down_room_) * together_ * (int64_t)sizeof(Real), 4096);
+    memory_ = a_.arena_.borrow((size_t)(bytes_ * a_.pool_.threads()));
+  }
+  ~FactorJob() override { a_.arena_.give_back(std::move(memory_)); }
 
-  void work(const Worker&) override {
-    std::vector<Real> plain;
-    for (int32_t e; (e = next_.fetch_add(kTogether)) < a_.layer_.experts;) {
-      int32_t count = std::min(kTogether, a_.layer_.experts - e);
-      if (a_.wide_tiles()) pack_wide(e, count, plain);
-      if (a_.down_tiles()) pack_down(e, count, plain);
+  void work(const Worker& worker) override {
+    Real *a = (Real*)(memory_.data() + worker.index * bytes_), *wide = a + a_room_ * together_,
+         *down = wide + wide_room_ * together_;
+    // Whole tiles of K are packed faster, so the ranks of B are filled up with zeros, once for all experts.
+    bool cleared = false;
+    for (int32_t e; (e = next_.fetch_add(together_)) < a_.layer_.experts;) {
+      int32_t count = std::min(together_, a_.layer_.experts - e);
+      if (!cleared) std::fill(wide, down + down_room_ * together_, Real(0));
+      cleared = true;
+      if (a_.wide_tiles()) pack_wide(e, count, a, wide);
+      if (a_.down_tiles()) pack_down(e, count, a, down);
     }
   }
 
@@ -97,28 +113,25 @@ class FactorJob : public Job {
     }
   }
 
-  void pack_wide(int32_t first, int32_t count, std::vector<Real>& plain) {
+  void pack_wide(int32_t first, int32_t count, Real* all, Real* gate) {
     const LayerShape& s = a_.layer_;
     const LoraRanks& r = a_.ranks_;
     int64_t hidden = s.hidden, rank = a_.wide_rank(), next = rank * hidden;
-    plain.resize((size_t)(next * count));
-    Real* all = plain.data();
     if (r.gate) write_out(source_.gate.a, first, count, r.gate, s.hidden, Real(1), all, hidden, next);
     if (r.up && !r.shared)
       write_out(source_.up.a, first, count, r.up, s.hidden, Real(1), all + r.gate * hidden, hidden, next);
     for (int32_t e = 0; e < count; e++, all += next)
       pack(a_.wide_a_, first + e, all, all, kBlockN, kTileN, (int32_t)rank, s.hidden);
 
-    // Whole tiles of K are packed faster, so ranks are filled up with zeros here.
     int32_t width = a_.wide_tiles() * kTileK;
-    next = (int64_t)2 * s.intermediate * width;
-    plain.assign((size_t)(next * count), Real(0));
-    Real *gate = plain.data(), *up = gate + (int64_t)s.intermediate * width;
+    Real* up = gate + (int64_t)s.intermediate * width;
     if (r.gate)
-      write_out(source_.gate.b, first, count, s.intermediate, r.gate, Real(source_.gate.scale), gate, width, next);
+      write_out(source_.gate.b, first, count, s.intermediate, r.gate, Real(source_.gate.scale), gate, width,
+                wide_room_);
     if (r.up)
-      write_out(source_.up.b, first, count, s.intermediate, r.up, Real(source_.up.scale), up + a_.up_at(), width, next);
-    for (int32_t e = 0; e < count; e++, gate += next, up += next) {
+      write_out(source_.up.b, first, count, s.intermediate, r.up, Real(source_.up.scale), up + a_.up_at(), width,
+                wide_room_);
+    for (int32_t e = 0; e < count; e++, gate += wide_room_, up += wide_room_) {
       if (s.gated) {
         pack(a_.wide_b_, first + e, gate, up, kTileN, 0, s.intermediate, width);
       } else {
@@ -127,31 +140,29 @@ class FactorJob : public Job {
     }
   }
 
-  void pack_down(int32_t first, int32_t count, std::vector<Real>& plain) {
+  void pack_down(int32_t first, int32_t count, Real* all, Real* b) {
     const LayerShape& s = a_.layer_;
-    int32_t rank = a_.ranks_.down;
+    int32_t rank = a_.ranks_.down, width = a_.down_tiles() * kTileK;
     int64_t next = (int64_t)rank * s.intermediate;
-    plain.resize((size_t)(next * count));
-    Real* all = plain.data();
     write_out(source_.down.a, first, count, rank, s.intermediate, Real(1), all, s.intermediate, next);
     for (int32_t e = 0; e < count; e++, all += next)
       pack(a_.down_a_, first + e, all, all, kBlockN, kTileN, rank, s.intermediate);
-    int32_t width = a_.down_tiles() * kTileK;
-    next = (int64_t)width * s.hidden;
-    plain.assign((size_t)(next * count), Real(0));
-    all = plain.data();
-    write_out(source_.down.b, first, count, s.hidden, rank, Real(source_.down.scale), all, width, next);
-    for (int32_t e = 0; e < count; e++, all += next)
-      pack(a_.down_b_, first + e, all, all, kBlockN, kTileN, s.hidden, width);
+    write_out(source_.down.b, first, count, s.hidden, rank, Real(source_.down.scale), b, width, down_room_);
+    for (int32_t e = 0; e < count; e++, b += down_room_)
+      pack(a_.down_b_, first + e, b, b, kBlockN, kTileN, s.hidden, width);
   }
 
   Adapter& a_;
   const SourceLora& source_;
+  int32_t together_ = 1;                                // experts
+  int64_t a_room_ = 0, wide_room_ = 0, down_room_ = 0;  // numbers of one expert: an A, B of gate and up, B of down
+  int64_t bytes_ = 0;                                   // of a thread
+  Buffer memory_;
   std::atomic<int32_t> next_{0};
 };
 
-Adapter::Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool)
-    : layer_(layer), ranks_(ranks), kernels_(kernels), pool_(pool) {
+Adapter::Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool, Arena& arena)
+    : layer_(layer), ranks_(ranks), kernels_(kernels), pool_(pool), arena_(arena) {
   int32_t hidden_tiles = (int32_t)ceil_div(layer.hidden, kTileK), inner = (int32_t)ceil_div(layer.intermediate, kTileK);
   if (int32_t tiles = tiles_of(wide_rank())) {
     wide_a_ = BlockStore(layer.experts, tiles, hidden_tiles, kernels.tile_bytes);

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "moe/weights.h"
+#include "moe/workspace.h"
 
 namespace kt {
 
@@ -29,7 +30,8 @@ struct SourceLora {
 
 class Adapter {
  public:
-  Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool);
+  // The pool and the arena must outlive it.
+  Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool, Arena& arena);
 
   void pack(const SourceLora& source);  // throws std::runtime_error while a call reads the factors
   void enter() const { readers_.enter("factors of an adapter"); }
@@ -43,6 +45,9 @@ class Adapter {
   const BlockStore& wide_b() const { return wide_b_; }
   const BlockStore& down_a() const { return down_a_; }
   const BlockStore& down_b() const { return down_b_; }
+  // Ranks that fill no more than half a block of an A or of a turned B.
+  bool wide_half() const { return wide_rank() <= kTileN; }
+  bool down_half() const { return ranks_.down <= kTileN; }
   int32_t wide_tiles() const { return wide_b_.k_tiles(); }  // 0: neither gate nor up
   int32_t down_tiles() const { return down_b_.k_tiles(); }
   size_t bytes() const { return wide_a_.bytes() + wide_b_.bytes() + down_a_.bytes() + down_b_.bytes(); }
@@ -56,6 +61,7 @@ class Adapter {
   LoraRanks ranks_;
   const KernelTable& kernels_;
   Pool& pool_;
+  Arena& arena_;
   BlockStore wide_a_, wide_b_, down_a_, down_b_;
 };
 

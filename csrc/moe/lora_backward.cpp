@@ -119,7 +119,7 @@ void Backward::narrow_run(int32_t n, Narrowed& from, char* slice) const {
   int64_t tile_bytes = (int64_t)tiling.rows * kTileK * experts_.kernels().elem, panel_tile = tile_bytes * k_tiles;
   char* panel = workspace_.data() + (from.output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
   Stretch base{from.in + (tile0 - from.piece.tile0) * tile_bytes * from.now, (size_t)(tile_bytes * from.now), nullptr,
-               from.now};
+               from.now, from.output ? adapter.down_half() : adapter.wide_half()};
   bool first = from.k == 0, last = from.k + from.now == experts_.weights().up().k_tiles();
   int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * experts_.kernels().sum_bytes;
   if (from.output) {
@@ -154,7 +154,8 @@ void Backward::narrow_gradients(size_t index, char* slice) {
     Tiling tiling{whole.rows, ranks.tile1 - ranks.tile0};
     int32_t live = std::min(segment.count - ranks.tile0 * whole.rows, tiling.tiles * whole.rows);
     int64_t row_tile = tile_bytes * plan_.panel_k_tiles;
-    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, turned, plan_.panel_k_tiles};
+    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, turned, plan_.panel_k_tiles,
+                 adapter.wide_half()};
     char* panel = workspace_.data() + ranks.gb;
     for (int32_t i = 0; i < k_tiles; i++) {
       turn(adapter.wide_b(), segment.expert, 0, plan_.panel_k_tiles, i, turned);
@@ -162,6 +163,18 @@ void Backward::narrow_gradients(size_t index, char* slice) {
     }
     clear_others(run, ranks.tile0 - 1, ranks.tile1 + 1, k_tiles, panel);
   });
+}
+
+// What will be turned next comes into L2 meanwhile: of A of down a unit's next blocks, of A of gate/up a lane's own
+// ones of the next expert. They are too short for the hardware to follow.
+void Backward::fetch_after(size_t segment, const BlockStore& store, bool down, int32_t block0, int32_t block1) const {
+  int32_t first = down ? block1 : block0, count = std::min(block1 - block0, store.k_tiles() - first);
+  if (!down) segment++;
+  if (segment == routing_.segments.size()) return;
+  for (int32_t b = 0; b < store.blocks(); b++) {
+    const char* at = store.at(routing_.segments[segment].expert, b, first);
+    for (int64_t i = 0; i < (int64_t)store.k_bytes(std::max(0, count)); i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
 }
 
 // A of down (or of gate/up) transposed, at columns of blocks [block0, block1), against the panels of y (or of g).
@@ -180,6 +193,7 @@ std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, in
     extra.block_bytes = store.k_bytes(k_tiles);
     for (int32_t i = block0; i < block1; i++, turned += extra.block_bytes)
       turn(store, segment.expert, 0, k_tiles, i, turned);
+    fetch_after((size_t)piece.segment, store, down, block0, block1);
     extras.push_back(extra);
   });
   return extras;

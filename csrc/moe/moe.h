@@ -90,6 +90,7 @@ class Backward final : public Task {
   void await_ranks(size_t segment) const;
   std::vector<Extra> turned_extras(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
                                    char* slice) const;
+  void fetch_after(size_t segment, const BlockStore& store, bool down, int32_t block0, int32_t block1) const;
   struct WideRows {
     const char* data;
     DType dtype;

@@ -81,13 +81,14 @@ void Task::narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int
     Tiling tiling{rows.tiling.rows, tile1 - tile0};
     int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
     const char* b = adapter.wide_a().at(segment.expert, 0, k);
-    Narrow n{{rows_in + (tile0 - unit.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), b, now},
-             adapter.wide_a().block_bytes(),
-             0,
-             k_tiles,
-             k == 0,
-             extras != nullptr,
-             sums};
+    Narrow n{
+        {rows_in + (tile0 - unit.tile0) * tile_bytes * now, (size_t)(tile_bytes * now), b, now, adapter.wide_half()},
+        adapter.wide_a().block_bytes(),
+        0,
+        k_tiles,
+        k == 0,
+        extras != nullptr,
+        sums};
     narrow(n, tiling, live, panel + tile_bytes * k_tiles, k_tiles, slice);
     if (extras) {
       clear_others(run, tile0 - 1, tile1 + 1, k_tiles, panel);
@@ -119,7 +120,7 @@ void Task::narrow_rows(size_t index, const char* rows, char* slice) const {
       int32_t row = tile * whole.rows, live = std::min(segment.count - row, tiling.tiles * whole.rows);
       const char* in = thin(rows + tile * row_tile, tiling, live, 0, store.k_tiles(),
                             drop_from(routing_.drop_h, segment.begin + row), slice);
-      Narrow n{{in, (size_t)row_tile, store.at(segment.expert, 0), store.k_tiles()},
+      Narrow n{{in, (size_t)row_tile, store.at(segment.expert, 0), store.k_tiles(), adapter.down_half()},
                store.block_bytes(),
                0,
                k_tiles,

@@ -124,7 +124,9 @@ template <class Real>
 Packed packed_loras(const std::vector<LoraOf<Real>>& loras, const Experts& experts) {
   Packed p;
   for (const LoraOf<Real>& lora : loras) {
-    p.all.push_back(std::make_unique<Adapter>(experts.shape(), lora.ranks, experts.kernels(), experts.engine().pool));
+    Engine& engine = experts.engine();
+    p.all.push_back(
+        std::make_unique<Adapter>(experts.shape(), lora.ranks, experts.kernels(), engine.pool, engine.arena));
     p.all.back()->pack(lora.source(experts.shape()));
   }
   return p;
@@ -304,8 +306,8 @@ TEST(lora_one_adapter_many_rows_and_chunks) {
 // More rows than are gathered at a time, of two adapters that meet inside a piece.
 TEST(lora_pieces_of_rows) {
   for (const KernelTable* kernels : all_kernels())
-    if (kernels->precision == Precision::bf16)
-      check_lora({1, 1030, 8, true}, kSilu, {{3, 5, 2, false}, {8, 8, 8, true}}, 400, false, *kernels);
+    if (kernels->precision == Precision::bf16 && (!std::strcmp(kernels->name, "generic") || kernels->elem == 2))
+      check_lora({1, 2040, 4, true}, kSilu, {{3, 5, 2, false}, {8, 8, 8, true}}, 300, false, *kernels);
 }
 
 TEST(lora_dropout_where_slopes_are_fine_enough) {
