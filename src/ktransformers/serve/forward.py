@@ -24,7 +24,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.linear import hasten
 from ktransformers.nn.mixed import mixed
 from ktransformers.nn.norm import hasten_norms
-from ktransformers.nn.pool import default_pool
+from ktransformers.nn.pool import default_pool, expect
 from ktransformers.serve.attention import NAME, Span, spans
 from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
 from ktransformers.serve.slots import Slot
@@ -105,6 +105,7 @@ class Forward:
         keep = torch.tensor(picked or [0], device=self.device)
         options = {"logits_to_keep": keep} if self._picks else {}
         layers = expert_shares(shares, len(tokens))
+        expect(len(tokens))
         with torch.inference_mode(), spans(rows), linear_shares(shares, len(tokens)), mixed(layers):
             out = self.model(
                 input_ids=torch.tensor([tokens], device=self.device),

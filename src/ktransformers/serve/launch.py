@@ -107,7 +107,8 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     wish = wish_of(launch, target)
     spreads = device != "cpu" and wants_several(wish, launch, plan)
-    model = _open_model(launch, target, dtype, "cpu" if spreads else device, say)
+    places = device != "cpu" and wish.policy != "cpu"
+    model = _open_model(launch, target, dtype, "cpu" if spreads else device, places, say)
     homes = spread_model(model, wish, launch, plan, say) if spreads else None
     forward = open_forward(model)
     per_token = forward.check()
@@ -131,7 +132,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     return service
 
 
-def _open_model(launch: Launch, target: Target, dtype: Any, device: str, say: Say) -> Any:
+def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, say: Say) -> Any:
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
@@ -142,10 +143,11 @@ def _open_model(launch: Launch, target: Target, dtype: Any, device: str, say: Sa
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         return stock.to(device)
-    from ktransformers import _core
     from ktransformers.nn import load_model
+    from ktransformers.nn.pool import choose_pool
 
-    pool = _core.Pool(launch.threads or 0, launch.groups or 0) if launch.threads or launch.groups else None
+    wanted = launch.threads or 0, launch.groups or 0, spare
+    pool = choose_pool(*wanted) if any(wanted) else None
     experts = target.experts_of(launch.experts)
     if experts is not None:
         say(f"experts from {experts}")

@@ -18,6 +18,7 @@ from ktransformers import library
 from ktransformers.errors import InputError
 from ktransformers.nn.adapter import expert_adapters, set_lora_dropout
 from ktransformers.nn.checkpointing import retain_experts
+from ktransformers.place.wish import read_wish
 from ktransformers.train.resolve import isa_of
 from ktransformers.train.settings import LoraSettings, ModelSettings, Settings
 from ktransformers.train.targets import Targets
@@ -91,12 +92,13 @@ def check_formats(model: nn.Module, wanted: str) -> None:
                 raise InputError("kt_expert_weight_format", given, "auto", "or convert the experts with kt quant")
 
 
-def expert_pool(settings: Settings) -> tuple[_core.Pool | None, list[str]]:
-    """Threads as asked for, never more than this process may use."""
+def expert_pool(settings: Settings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
+    """Threads as asked for, never more than this process may use; `spare`: a GPU's work is launched beside them."""
     from ktransformers import _core
+    from ktransformers.nn.pool import choose_pool
 
     experts = settings.experts
-    if experts.kt_num_threads is None and experts.kt_threadpool_count is None:
+    if experts.kt_num_threads is None and experts.kt_threadpool_count is None and not spare:
         return None, []
     machine = _core.machine()
     notes, threads, groups = [], experts.kt_num_threads or 0, experts.kt_threadpool_count or 0
@@ -106,7 +108,7 @@ def expert_pool(settings: Settings) -> tuple[_core.Pool | None, list[str]]:
     if groups > machine["nodes"]:
         notes.append(f"kt_threadpool_count: {groups} asked for, {machine['nodes']} NUMA nodes are here: one each")
         groups = 0
-    return _core.Pool(threads=threads, groups=groups), notes
+    return choose_pool(threads, groups, spare), notes
 
 
 def open_model(
@@ -118,7 +120,8 @@ def open_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     from ktransformers.nn import load_model
 
-    pool, notes = expert_pool(settings)
+    places = device.type != "cpu" and read_wish(settings.place.model_dump()).policy != "cpu"
+    pool, notes = expert_pool(settings, spare=places)
     model = load_model(
         directory,
         experts=settings.experts.kt_weight_path,
