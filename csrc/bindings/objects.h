@@ -21,7 +21,7 @@ struct PyPool {
 
   PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin);
   void linear(nb::handle x, nb::list weights, nb::list outs) const;  // out = x weight^T for a few rows
-  nb::list argmax(nb::handle x) const;  // of each row
+  nb::list argmax(nb::handle x) const;                               // of each row
   // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of
   // `places`, (row, start, end, keys, values): the row's key and value become the slot's at end - 1, then its query
   // meets start to end of keys [groups, capacity, d] and values [groups, capacity, dv].
