@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from ktransformers.adapters.manifest import FILE, FORMAT, VERSION
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.upcycle import Recipe, upcycle
 from ktransformers.errors import InputError, KTError
 from ktransformers.evaluate import local as local_module
 from ktransformers.evaluate import remote
 from ktransformers.evaluate.backend import Prompt, Question
-from ktransformers.evaluate.local import LocalModel
+from ktransformers.evaluate.local import LocalModel, trained_experts
 from ktransformers.evaluate.remote import Endpoint, RemoteBackend
 
 PROMPTS = [
@@ -81,6 +83,39 @@ def test_packed_experts(local: LocalModel, model_directory: Path, adapter_direct
         ):
             for one, other in zip(ours, dense, strict=True):  # experts are bf16 there
                 assert one.logprob / one.tokens == pytest.approx(other.logprob / other.tokens, abs=0.25)
+
+
+def test_experts_that_an_adapter_was_trained_on(
+    local: LocalModel, model_directory: Path, adapter_directory: Path, tmp_path: Path
+) -> None:
+    """Those that its manifest names, in place of the model's own."""
+    for name in ("model", "others"):
+        upcycle(open_dense(model_directory), tmp_path / name, Recipe(dtype="float32"))
+    for shard in (tmp_path / "others").glob("*.safetensors"):  # other experts behind the same attention
+        halved = {key: tensor * 0.5 if "experts" in key else tensor for key, tensor in load_file(shard).items()}
+        save_file(halved, shard, metadata={"format": "pt"})
+    places = {"one": tmp_path / "one", "two": tmp_path / "two"}
+    for name, place in places.items():
+        shutil.copytree(adapter_directory, place)
+        if name == "one":
+            words = {"format": FORMAT, "version": VERSION, "tensors": {}, "experts": {"path": str(tmp_path / "others")}}
+            (place / FILE).write_text(json.dumps(words))
+    found = trained_experts({"one": places["one"]})
+    assert found == tmp_path / "others"
+    assert trained_experts({"two": places["two"]}) is None
+    own, other, directly = (
+        LocalModel.open(tmp_path / model, dtype="float32", experts=experts).backend().likelihoods(QUESTIONS)
+        for model, experts in (("model", None), ("model", found), ("others", None))
+    )
+    assert other == directly
+    assert own != other
+    with pytest.raises(InputError, match="the same experts"):
+        trained_experts(places)
+    with pytest.raises(InputError, match="engine"):
+        LocalModel.open(tmp_path / "model", experts=found, engine="transformers")
+    shutil.rmtree(tmp_path / "others")
+    with pytest.raises(InputError, match="which is not there"):
+        trained_experts({"one": places["one"]})
 
 
 def test_a_retrained_adapter_is_another_model(local: LocalModel, adapter_directory: Path, tmp_path: Path) -> None:

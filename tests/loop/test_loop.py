@@ -23,7 +23,7 @@ from ktransformers.loop.record import LARGE, Hashes
 from ktransformers.loop.report import make_report, text
 from ktransformers.loop.run import Runner
 from ktransformers.loop.settings import Loop, TrainSettings, read_loop
-from ktransformers.loop.stages import flags, stages_of
+from ktransformers.loop.stages import flags, places_of, serve_words, stages_of
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
 ALL = ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]  # besides the server
@@ -240,6 +240,11 @@ def test_stages_follow_the_settings(place: Path) -> None:
         s for s in stages_of(read_loop(place / "loop.yaml", ["quantise.format=int4"])) if s.name == "quantise"
     ]
     assert quantise.words[0] == "quant" and quantise.words[4:6] == ("--format", "int4")
+    loop = read_loop(place / "loop.yaml", ["train.keys.kt_weight_path=packed"])
+    (baseline,) = [stage for stage in stages_of(loop) if stage.name == "baseline"]
+    assert baseline.words[2:4] == ("--experts", "packed")
+    words = serve_words(loop, places_of(loop), 1)
+    assert words[words.index("--kt-weight-path") + 1] == "packed"
     assert flags({"a_b": 1, "c": True, "d": False, "e": [1, 2], "f": None}) == [
         "--a-b",
         "1",

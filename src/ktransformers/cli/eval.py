@@ -51,6 +51,9 @@ def evaluate(
     engine: Annotated[str, typer.Option(help="kt, transformers, or auto: kt where there are experts.")] = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, or auto: bf16 where it is fast.")] = "auto",
     device: Annotated[str, typer.Option(help="Of everything but the experts.")] = "cpu",
+    experts: Annotated[
+        Path | None, typer.Option(help="Experts from elsewhere. [default: those that the adapters were trained on]")
+    ] = None,
     served_model: Annotated[str | None, typer.Option(help="URL: the name of the base. [default: the first]")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="URL: the served model's tokenizer, to score chats.")] = None,
     judge_url: Annotated[str | None, typer.Option(help="OpenAI-compatible URL of a judge.")] = None,
@@ -99,7 +102,8 @@ def evaluate(
     else:
         from ktransformers.library import resolve
 
-        runs = _local(Path(resolve(targets[0])), wanted, base, engine, dtype, device, batch_size)
+        options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
+        runs = _local(Path(resolve(targets[0])), wanted, base, experts, options)
     results = _run(runs, tasks, out, judge, quiet=as_json)
     if len(results) > 1:
         _say(_compare(list(results), out), out, as_json)
@@ -164,17 +168,18 @@ def _remote(
 
 
 def _local(
-    directory: Path, adapters: dict[str, str], base: bool, engine: str, dtype: str, device: str, batch_size: int
+    directory: Path, adapters: dict[str, str], base: bool, experts: Path | None, options: dict[str, Any]
 ) -> Iterator[tuple[str, Backend]]:
     for name, place in adapters.items():
         if not (Path(place) / "adapter_config.json").is_file():
             raise InputError(f"adapter {name}", place, "a directory with an adapter_config.json")
-    from ktransformers.evaluate.local import LocalModel
+    from ktransformers.evaluate.local import LocalModel, trained_experts
 
-    model = LocalModel.open(directory, engine=engine, dtype=dtype, device=device, batch_size=batch_size)
+    places = {name: Path(place) for name, place in adapters.items()}
+    model = LocalModel.open(directory, experts=experts or trained_experts(places), **options)
     if base:
         yield BASE, model.backend()
-    model.add_adapters({name: Path(place) for name, place in adapters.items()})
+    model.add_adapters(places)
     for name in adapters:
         yield name, model.backend(name)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint import Shards, find_experts
 from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import Likelihood, Prompt, Question, Tokens
@@ -25,6 +26,23 @@ from ktransformers.system import bf16_is_fast
 ENGINES = ("auto", "kt", "transformers")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCORED_TOKENS = 4096  # rows times width of one scoring batch: logits are wide
+
+
+def trained_experts(adapters: Mapping[str, Path]) -> Path | None:
+    """Where the experts that adapters were trained on came from (`kt_weight_path`); None: from the model itself."""
+    found = {}
+    for name, directory in adapters.items():
+        path = ((read_manifest(directory) or {}).get("experts") or {}).get("path")
+        found[name] = Path(path) if path else None
+    places = set(found.values())
+    if len(places) > 1:
+        words = ", ".join(f"{name} on {place or 'those of the model'}" for name, place in found.items())
+        raise InputError("adapter", words, "adapters that were trained on the same experts", "judge them apart")
+    place = places.pop() if places else None
+    if place is not None and not place.exists():
+        given = f"{next(iter(found))}, trained on the experts of {place}, which is not there"
+        raise InputError("adapter", given, "these experts", "pass --experts DIR")
+    return place
 
 
 class LocalModel:
@@ -40,8 +58,16 @@ class LocalModel:
 
     @classmethod
     def open(
-        cls, directory: Path, *, engine: str = "auto", dtype: str = "auto", device: str = "cpu", batch_size: int = 8
+        cls,
+        directory: Path,
+        *,
+        engine: str = "auto",
+        dtype: str = "auto",
+        device: str = "cpu",
+        batch_size: int = 8,
+        experts: Path | None = None,
     ) -> LocalModel:
+        """`experts`: where they come from if not from the directory itself."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if engine not in ENGINES:
@@ -52,16 +78,20 @@ class LocalModel:
             raise InputError("dtype", repr(dtype), f"auto or one of {', '.join(DTYPES)}")
         if not (directory / "config.json").is_file():
             raise InputError("model", str(directory), "a Hugging Face directory, or a URL that starts with http")
+        if experts is not None and engine == "transformers":
+            raise InputError("engine", f"transformers, with experts from {experts}", "kt")
         if engine == "auto":
             engine = "kt" if find_experts(Shards.of_directory(directory).names) else "transformers"
         if engine == "kt":
             from ktransformers.nn import load_model
 
-            model: Any = load_model(directory, dtype=DTYPES[dtype], device=None if device == "cpu" else device)
+            where = None if device == "cpu" else device
+            model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=where)
         else:
             stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
             model = stock.to(device)
-        name = f"{directory} ({engine}, {dtype}, {_digest(directory, 'config.json')})"
+        words = f"{engine}, {dtype}, {_digest(directory, 'config.json')}"
+        name = f"{directory} ({words}{f', experts of {experts}' if experts is not None else ''})"
         return cls(model, AutoTokenizer.from_pretrained(directory), name, batch_size)
 
     def add_adapters(self, adapters: Mapping[str, Path]) -> None:

@@ -106,6 +106,14 @@ def recipe_of(loop: Loop, places: Places) -> dict[str, Any]:
     return keys
 
 
+def _experts(flag: str, loop: Loop, places: Places) -> list[str]:
+    """What was trained is judged on the experts that it was trained on."""
+    keys = recipe_of(loop, places)
+    within = keys.get("kt_config")
+    found = keys.get("kt_weight_path") or (within.get("kt_weight_path") if isinstance(within, dict) else None)
+    return [flag, str(found)] if found else []
+
+
 def bring(file: Path, keys: dict[str, Any], look: bool) -> bool:
     """Does the file say something else? Unless this is but a look, it says the same afterwards."""
     text = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
@@ -237,7 +245,7 @@ def _task_files(loop: Loop) -> tuple[Path, ...]:
 def _baseline(loop: Loop, places: Places) -> Stage:
     return Stage(
         "baseline",
-        ("eval", places.model, *_task_words(loop, places)),
+        ("eval", places.model, *_experts("--experts", loop, places), *_task_words(loop, places)),
         outputs=(places.eval / "base",),
         inputs=(Path(places.model), *_task_files(loop)),
         named=functools.partial(task_data, places, "base"),
@@ -299,6 +307,7 @@ def _models(loop: Loop, places: Places) -> list[Stage]:
 
 def serve_words(loop: Loop, places: Places, port: int) -> list[str]:
     words = ["serve", places.model, "--lora-paths", f"{loop.name}={places.adapter}", "--served-model-name", SERVED]
+    words += _experts("--kt-weight-path", loop, places)
     return [*words, "--host", "127.0.0.1", "--port", str(port), *flags(loop.serve)]
 
 
