@@ -102,8 +102,7 @@ struct Pool::Impl {
 
   Seating seating;
   std::vector<int> cpus, groups;
-  std::atomic<int> spin_us;
-  std::chrono::microseconds spin() const { return std::chrono::microseconds(spin_us.load(std::memory_order_relaxed)); }
+  std::chrono::microseconds spin;
   const uint32_t born = watch_forks();
 
   SpinLock lock;
@@ -115,7 +114,7 @@ struct Pool::Impl {
 };
 
 Pool::Impl::Impl(Seating where, int spin_us, bool pin)
-    : seating(std::move(where)), spin_us(seating.crowded ? 0 : spin_us) {
+    : seating(std::move(where)), spin(seating.crowded ? 0 : spin_us) {
   for (const Seat& seat : seating.seats) {
     groups.push_back(seat.group);
     cpus.push_back(pin ? seat.cpu : -1);
@@ -225,7 +224,7 @@ void Pool::Impl::await(Job& job, std::chrono::microseconds patience) {
 // Looks for an open job, then sleeps until the bell rings. True when it slept, or was about to.
 bool Pool::Impl::rest(Bell& bell) {
   const auto wanted = [&] { return bell.open.load() > 0 || stopping.load(); };
-  if (spin_until(wanted, spin())) return false;
+  if (spin_until(wanted, spin)) return false;
   bell.sleepers.fetch_add(1);
   const uint32_t seen = bell.rings.load();
   if (!wanted()) futex_wait(bell.rings, seen);
@@ -330,10 +329,6 @@ Pool::~Pool() {
   if (forks.load() != impl_->born) (void)impl_.release();
 }
 
-void Pool::spin(int us) {
-  if (!impl_->seating.crowded) impl_->spin_us.store(us, std::memory_order_relaxed);
-}
-
 int Pool::threads() const { return static_cast<int>(impl_->cpus.size()); }
 int Pool::groups() const { return static_cast<int>(impl_->seating.node_of.size()); }
 const std::vector<int>& Pool::cpus() const { return impl_->cpus; }
@@ -345,7 +340,7 @@ void Pool::run(Job& job) {
   impl_->enqueue(job, true);
   impl_->workers.ring(2);
   impl_->participate(job, {0, 0});
-  impl_->await(job, 4 * impl_->spin());  // what others have taken is as short as what this thread took
+  impl_->await(job, 4 * impl_->spin);  // what others have taken is as short as what this thread took
 }
 
 void Pool::submit(Job& job) {
@@ -357,7 +352,7 @@ void Pool::submit(Job& job) {
 
 void Pool::wait(Job& job) {
   impl_->check_process("wait()");
-  impl_->await(job, impl_->spin());
+  impl_->await(job, impl_->spin);
 }
 
 bool Pool::done(const Job& job) const { return job.state_.load(std::memory_order_acquire) == kDone; }

@@ -51,7 +51,6 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  void spin(int us);    // from now on, as in the options; nothing where threads share CPUs
   int threads() const;  // the caller of run() included
   int groups() const;
   const std::vector<int>& cpus() const;      // cpu of each worker index; -1 where not pinned to one, as is index 0

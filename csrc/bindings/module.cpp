@@ -97,8 +97,6 @@ NB_MODULE(_core, m) {
       .def_prop_ro("threads", [](const PyPool& p) { return p.engine->pool.threads(); })
       .def_prop_ro("groups", [](const PyPool& p) { return p.engine->pool.groups(); })
       .def_prop_ro("cpus", [](const PyPool& p) { return p.engine->pool.cpus(); })
-      .def(
-          "spin", [](PyPool& p, int64_t us) { p.engine->pool.spin(in_range("us", us, 0, 1000000)); }, "us"_a)
       .def("linear", &PyPool::linear, "x"_a, "weights"_a, "outs"_a)
       .def("argmax", &PyPool::argmax, "x"_a)
       .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a)

@@ -1,4 +1,4 @@
-"""One pool for all: who chooses it, and how long its threads look for work."""
+"""One pool for all, and who chooses it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from ktransformers import _core
 from ktransformers.nn import pool
 
 
@@ -34,26 +33,3 @@ def test_a_cpu_is_spared_where_there_are_enough(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("KT_PLACE", "auto")
     assert pool.default_pool().threads == spared
     assert pool.choose_pool(threads=2, spare=True).threads == 2, "a number that was given is kept"
-
-
-class Told:
-    def __init__(self) -> None:
-        self.us: list[int] = []
-
-    def spin(self, us: int) -> None:
-        self.us.append(us)
-
-
-def test_few_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-    monkeypatch.setattr(pool, "default_pool", lambda: told)
-    for rows in (1, _core.linear_rows(), _core.linear_rows() + 1):
-        pool.expect(rows)
-    assert told.us == [pool.PATIENT, pool.PATIENT, pool.BRIEF]
-
-
-def test_the_time_is_checked() -> None:
-    one = _core.Pool(1)
-    one.spin(0)
-    with pytest.raises(ValueError, match="us"):
-        one.spin(-1)

@@ -15,7 +15,6 @@ from ktransformers.nn.cores import share_cores
 
 _lock = threading.Lock()
 _default: list[_core.Pool] = []  # at most one
-PATIENT, BRIEF = 400, 50  # microseconds for which idle threads look for work before they sleep
 
 # Threads stay with the parent: a child that uses experts gets a pool of its own.
 os.register_at_fork(after_in_child=_default.clear)
@@ -44,12 +43,6 @@ def _made(threads: int, groups: int, spare: bool) -> _core.Pool:
     if spare and not threads and not env.text("KT_THREADS") and pool.threads > 2:
         return _core.Pool(pool.threads - 1, groups)
     return pool
-
-
-def expect(rows: int) -> None:
-    """So many rows come through the layers. Few of them ask for the threads many times in a millisecond: waking them
-    each time would take longer than their work."""
-    default_pool().spin(PATIENT if rows <= _core.linear_rows() else BRIEF)
 
 
 def beside_the_pool() -> None:

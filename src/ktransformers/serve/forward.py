@@ -24,7 +24,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.linear import hasten
 from ktransformers.nn.mixed import mixed
 from ktransformers.nn.norm import hasten_norms
-from ktransformers.nn.pool import default_pool, expect
+from ktransformers.nn.pool import default_pool
 from ktransformers.serve.attention import NAME, Span, spans
 from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
 from ktransformers.serve.slots import Slot
@@ -59,7 +59,6 @@ class Forward:
         self.model: Any = model
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
-        self._asks_core = self.device.type == "cpu" or any(hasattr(one, "kt_store") for one in model.modules())
         self.stock = model.config._attn_implementation
         self._picks = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         model.set_attn_implementation(NAME)
@@ -106,8 +105,6 @@ class Forward:
         keep = torch.tensor(picked or [0], device=self.device)
         options = {"logits_to_keep": keep} if self._picks else {}
         layers = expert_shares(shares, len(tokens))
-        if self._asks_core:
-            expect(len(tokens))
         with torch.inference_mode(), spans(rows), linear_shares(shares, len(tokens)), mixed(layers):
             out = self.model(
                 input_ids=torch.tensor([tokens], device=self.device),
