@@ -32,7 +32,7 @@ from ktransformers.serve.slots import Slot
 CARRIES = {"full_attention", "sliding_attention", "attention"}  # layer types whose past is keys and values
 MOVING = {"dynamic", "longrope"}  # rotary embeddings that change with the longest sequence of a batch
 LIMITS = {torch.float32: 1e-3}  # of the difference between served and stock logits, relative
-ROUGH = 0.25  # for 16-bit types: a router near a tie may choose otherwise; a family computed wrongly is off by 1
+ROUGH = 0.1  # for 16-bit types
 
 
 @dataclass(frozen=True)
