@@ -259,10 +259,11 @@ def _pack(model: Any, spec: str) -> None:
 def _build_kt(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
     import torch
 
-    from ktransformers import place
     from ktransformers.nn import set_lora_dropout
     from ktransformers.nn.distributed import keep_from_ddp
+    from ktransformers.nn.pool import choose_pool
 
+    choose_pool(spare=device.type == "cuda")
     host = torch.device("cpu")
     model = _blank(recipe, host, "eager")
     _share_experts(model)
@@ -274,7 +275,6 @@ def _build_kt(recipe: Recipe, device: torch.device, activation: str, spec: str) 
     if recipe.dropout:
         set_lora_dropout(peft, recipe.dropout)
     _checkpoint(peft, activation == "retain")
-    peft.placement = place.attach(peft)  # as KT_PLACE says
     return peft
 
 
@@ -313,6 +313,15 @@ BUILD = {"kt": _build_kt, "gpu": _build_gpu, "fsdp": _build_fsdp}
 def build(variant: str, recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
     """A PEFT model in training mode, ready for a step on `device`; `spec` is the format of kt's experts."""
     return BUILD[variant](recipe, device, activation, spec).train()
+
+
+def place_experts(peft: Any, policy: str) -> None:
+    """From now on ours are computed where `policy` says."""
+    from ktransformers import place
+
+    if getattr(peft, "placement", None) is not None:
+        peft.placement.detach()
+    peft.placement = place.attach(peft, policy=policy)
 
 
 def loss_of(peft: Any, batch: torch.Tensor, rows: int) -> torch.Tensor:

@@ -5,13 +5,14 @@
 A step is forward, backward (non-reentrant checkpointing) and AdamW on random tokens in sequences of 512, under bf16
 autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on the CPU; `gpu`, the stock model wholly
 on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. `kt` is measured for each of `--policies` (where
-experts are computed) and `--formats` (of their packed bytes). Each variant runs in a process of its own, so that no
-peak is another's. Steps come first until `auto` has settled (`warm_s`: the seconds of each, `settled`: whether it has).
-The seconds are the median of steps after that, which nothing interrupts (`timed_s`: of each); where they go is told by
-one more step, in which the device is waited for at every border. A step is over when its results are there: copies of
-experts that were queued for the next one go on, and count there. With `--serve` the model, its LoRA included, then
-answers: a prompt's tokens a second, and new tokens a second, one sequence, by stock transformers. `ideal` (`ideal.py`)
-is the best schedule that the machine's bare rates allow for ours. Without a GPU everything runs on the CPU (for tests).
+experts are computed) and `--formats` (of their packed bytes). Each variant and format runs in a process of its own, so
+that no peak is another's; its policies take turns on one model, the CPU's first. Steps come first until `auto` has
+settled (`warm_s`: the seconds of each, `settled`: whether it has). The seconds are the median of steps after that,
+which nothing interrupts (`timed_s`: of each); where they go is told by one more step, in which the device is waited for
+at every border. A step is over when its results are there: copies of experts that were queued for the next one go on,
+and count there. With `--serve` the model, its LoRA included, then answers: a prompt's tokens a second, and new tokens a
+second, one sequence, by stock transformers. `ideal` (`ideal.py`) is the best schedule that the machine's bare rates
+allow for ours. Without a GPU everything runs on the CPU (for tests).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -39,6 +39,7 @@ from e2e_models import (
     build,
     expert_layers,
     loss_of,
+    place_experts,
     recipes,
     settled,
     ways,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     import torch
 
 POLICIES = ("cpu", "stream", "resident", "auto")
-PLACE = "KT_PLACE"  # how the child learns the policy
 WARM, LONGEST = 2, 16  # steps before any is timed: at least, and at most until auto has settled
 
 
@@ -118,6 +118,14 @@ class Trainer:
             "torch_threads": torch.get_num_threads(),
         }
         self._generator = torch.Generator().manual_seed(1)
+
+    def place(self, policy: str) -> None:
+        """Where experts are computed from now on."""
+        import torch
+
+        place_experts(self.model, policy)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def batches(self, tokens: int, pieces: int) -> list[torch.Tensor]:
         import torch
@@ -226,13 +234,17 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
     warnings.filterwarnings("ignore")
     (variant,) = args.variants
     trainer = Trainer(variant, recipe, args.activation, args.formats[0], args.gpu_memory)
-    for tokens in args.tokens:
-        for pieces in args.accumulate:
-            if pieces <= tokens // recipe.length:
-                cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
-                print(json.dumps({**cell, **trainer.built}), flush=True)
-    if args.serve:
-        print(json.dumps({"serve": answer(trainer.model, recipe, trainer.device, args.serve)}), flush=True)
+    for policy in args.policies if variant == "kt" else [""]:
+        if policy:
+            trainer.place(policy)
+        for tokens in args.tokens:
+            for pieces in args.accumulate:
+                if pieces <= tokens // recipe.length:
+                    cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
+                    print(json.dumps({"policy": policy, **cell, **trainer.built}), flush=True)
+        if args.serve:
+            served = answer(trainer.model, recipe, trainer.device, args.serve)
+            print(json.dumps({"policy": policy, "serve": served}), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
@@ -293,16 +305,12 @@ class Bench:
             facts = {**dataclasses.asdict(recipe), "layers": layers, "activation": self.args.activation}
             self.document["models"][name] = {key: value for key, value in facts.items() if key != "config"}
             for variant in self.args.variants or recipe.variants:
-                if variant != "kt":
-                    self.measure(recipe, layers, variant, "", "bf16")
-                    continue
-                for spec in self.args.formats:
-                    for policy in self.args.policies:
-                        self.measure(recipe, layers, variant, policy, spec)
+                for spec in self.args.formats if variant == "kt" else ["bf16"]:
+                    self.measure(recipe, layers, variant, spec)
             for words in recipe.published:
                 print(f"    {name}, published for KTransformers: {words}", flush=True)
 
-    def measure(self, recipe: Recipe, layers: int, variant: str, policy: str, spec: str) -> None:
+    def measure(self, recipe: Recipe, layers: int, variant: str, spec: str) -> None:
         def commas(numbers: Any) -> str:
             return ",".join(map(str, numbers))
 
@@ -312,10 +320,10 @@ class Bench:
         command += ["--gpu-memory", str(self.args.gpu_memory), "--serve", str(self.args.serve)]
         command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
         command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
-        env = {**os.environ, PLACE: policy or "cpu"}
-        named = {"model": recipe.name, "variant": variant, "layers": layers, "policy": policy, "format": spec}
+        command += ["--policies", ",".join(sorted(self.args.policies, key=POLICIES.index))]
+        named = {"model": recipe.name, "variant": variant, "layers": layers, "format": spec}
         with tempfile.TemporaryFile("w+") as complaints:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=env)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)
             assert process.stdout is not None
             stop = threading.Timer(self.args.longest, process.kill)
             stop.start()
@@ -336,7 +344,7 @@ class Bench:
                 why = (
                     f"stopped after {self.args.longest:.0f} s" if status == -signal.SIGKILL else f"exit status {status}"
                 )
-                self.note(f"{recipe.name}, {variant} {policy} {spec}: {why}")
+                self.note(f"{recipe.name}, {variant} {spec}: {why}")
 
 
 def main(argv: list[str] | None = None) -> int:

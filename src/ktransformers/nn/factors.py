@@ -9,10 +9,11 @@ tensor. Whoever writes through `.data` escapes the version count, as he escapes 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,29 +83,17 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 @dataclass
 class _Packed:
     adapter: _core.Adapter
-    sources: tuple[Tensor, ...]  # keep the memory from being given to others
-    versions: tuple[int, ...] | None  # None: not packed yet, or not known
+    factors: Factors  # detached; they keep the memory from being given to others
+    versions: tuple[int, ...] | None = None  # None: not packed yet, or not known
 
-
-_packed: weakref.WeakKeyDictionary[ExpertStore, OrderedDict[tuple[Any, ...], _Packed]] = weakref.WeakKeyDictionary()
-
-
-def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
-    """The factors as the core reads them; packed only if they are new or have changed."""
-    known = _packed.setdefault(store, OrderedDict())
-    key, versions = _key(factors), _versions(factors)
-    entry = known.get(key)
-    if entry is None:
-        views = factors.halves([tensor.detach() for tensor in factors.tensors])
-        entry = _Packed(_new_adapter(store, views), tuple(views.values()), None)
-        known[key] = entry
-        while len(known) > KEPT:
-            known.popitem(last=False)
-    known.move_to_end(key)
-    if versions is None or entry.versions != versions:
-        views = factors.halves([tensor.detach() for tensor in factors.tensors])
-        gate, up, down = factors.scales
-        entry.adapter.pack(
+    def renew(self) -> None:
+        """Packs, if there is something new. Versions are read first: a change meanwhile is found the next time."""
+        versions = _versions(self.factors)
+        if versions is not None and self.versions == versions:
+            return
+        views = self.factors.halves(self.factors.tensors)
+        gate, up, down = self.factors.scales
+        self.adapter.pack(
             views.get("gate_a"),
             views.get("gate_b"),
             views.get("up_a"),
@@ -115,14 +104,49 @@ def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
             up_scale=up,
             down_scale=down,
         )
-        entry.versions = versions
+        self.versions = versions
+
+
+class _Shelf:
+    """What a store has packed, the last used last; one thread at a time packs."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[tuple[Any, ...], _Packed] = OrderedDict()
+        self.lock = threading.Lock()
+
+
+_shelves: weakref.WeakKeyDictionary[ExpertStore, _Shelf] = weakref.WeakKeyDictionary()
+
+
+def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
+    """The factors as the core reads them; packed only if they are new or have changed."""
+    shelf = _shelves.setdefault(store, _Shelf())
+    key = _key(factors)
+    with shelf.lock:
+        entry = shelf.known.get(key)
+        if entry is None:
+            mine = replace(factors, tensors=tuple(tensor.detach() for tensor in factors.tensors))
+            entry = shelf.known[key] = _Packed(_new_adapter(store, mine.halves(mine.tensors)), mine)
+            while len(shelf.known) > KEPT:
+                shelf.known.popitem(last=False)
+        shelf.known.move_to_end(key)
+        entry.renew()
     return entry.adapter
+
+
+def pack_again(store: ExpertStore) -> None:
+    """What was last asked for, if it has changed since then."""
+    shelf = _shelves.get(store)
+    if shelf is not None:
+        with shelf.lock:
+            if shelf.known:
+                next(reversed(shelf.known.values())).renew()
 
 
 def is_packed(store: ExpertStore, factors: Factors) -> bool:
     """Whether `packed` would have nothing to do."""
-    known = _packed.get(store)
-    entry = None if known is None else known.get(_key(factors))
+    shelf = _shelves.get(store)
+    entry = None if shelf is None else shelf.known.get(_key(factors))
     return entry is not None and entry.versions is not None and entry.versions == _versions(factors)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.nn.ahead import Ahead
 from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.factors import Factors, experts_innermost, factors_of, gradients_like, packed, turned
 from ktransformers.nn.lora import ExpertLora
@@ -30,6 +31,7 @@ from ktransformers.nn.transfer import down, up
 _stores: weakref.WeakValueDictionary[int, ExpertStore] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[ExpertStore, int] = weakref.WeakKeyDictionary()
 _count = itertools.count(1)
+_ahead = Ahead()
 
 
 def handle_of(store: ExpertStore) -> int:
@@ -230,7 +232,10 @@ def apply_experts(
     placed = placed_for(store, hidden.device)
     if placed is None and hidden.device.type != "cpu":
         rows, places, shares = down(hidden, ids, weights)
-        return up(apply_experts(store, rows, places, shares, lora=lora, retain=retain), hidden.device)
+        out = up(apply_experts(store, rows, places, shares, lora=lora, retain=retain), hidden.device)
+        if lora is not None and learns:
+            _ahead.passed(store)
+        return out
     if placed is not None:
         dropout = Dropout(share, int(torch.randint(2**62, ())) if share else 0)
         return placed(hidden, ids, weights, factors if factors.roles else None, dropout, retain and learns)

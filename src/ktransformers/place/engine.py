@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.nn.ahead import Ahead
 from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed, turned
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import Descent, start_down
 from ktransformers.place.corrections import SETTLE, Corrections
 from ktransformers.place.few import FEW, Few
-from ktransformers.place.gpu.factors import to_host
+from ktransformers.place.gpu.factors import start_to_host
 from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
@@ -99,6 +100,7 @@ class Engine:
         self.layers: dict[int, Layer] = {}
         self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
         weakref.finalize(self, self._worker.shutdown, wait=False)
+        self._ahead = Ahead(self._worker)
         self._lock = threading.RLock()
         self._after: dict[tuple[int, str], tuple[int, str]] = {}
         self._before: tuple[int, str] | None = None
@@ -199,6 +201,8 @@ class Engine:
             result = self._puller.pull(share())
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
+        if share is not None and batch.factors is not None:
+            self._ahead.passed(layer.store)
         self._leave(few)
         return result, Kept(ids, keep, cpu)
 
@@ -231,6 +235,7 @@ class Engine:
         laid: list[Tensor] = []
         if gpu := found.there + found.streamed:
             grad_hidden, grad_weights, laid = self.side.backward(layer.packed, batch, grad_out, gpu, counts, wanted)
+        leaving = start_to_host(laid) if laid and share is None else None
         self._prefetch(layer, phase, counts, batch.ids.shape[0])
         if share is not None:
             lower = share()
@@ -239,18 +244,21 @@ class Engine:
             else:
                 self._puller.add(lower[0], grad_hidden)
                 self._puller.add(lower[1], grad_weights)
-        if laid:
-            for there, here in zip(laid, grads, strict=False):
-                self._puller.add(here, there)
-            grads = to_host(laid)
+            if laid:
+                for there, here in zip(laid, grads, strict=False):
+                    self._puller.add(here, there)
+                leaving = start_to_host(laid)
+        if grad_hidden is None or grad_weights is None:  # nobody was asked for
+            grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
+        found_grads = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
+        self._leave()
+        if leaving is not None:
+            grads = leaving.finish()
         elif grads and batch.factors is not None:
             grads = turned(layer.store, batch.factors, grads)
-        elif wanted and not grads and batch.factors is not None:  # nobody was asked for
+        elif wanted and batch.factors is not None:  # nobody was asked for
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
-        if grad_hidden is None or grad_weights is None:
-            grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
-        self._leave()
-        return grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype), grads
+        return *found_grads, grads
 
     def _mark(self) -> Any:
         return self.trials.mark() if self.policy == "auto" else None
@@ -384,8 +392,9 @@ class Engine:
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:
     """Rows of each expert; ids outside count nowhere."""
     numbers = ids.numpy().reshape(-1)
-    inside = numbers[(numbers >= 0) & (numbers < experts)]
-    return np.bincount(inside, minlength=experts)
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= experts):
+        numbers = numbers[(numbers >= 0) & (numbers < experts)]
+    return np.bincount(numbers, minlength=experts)
 
 
 def mask(experts: Sequence[int], count: int) -> Tensor:

@@ -34,7 +34,7 @@ class Engine:
 
     slot_layers: float = 1.25  # whose experts there is room for
     slot_share: float = 0.25  # of a GPU's free memory that this may take
-    group_bytes: int = 640 << 20  # of decoded weights at a time,
+    group_bytes: int = 576 << 20  # of decoded weights at a time,
     room_bytes: int = 2 << 30  # or all of a layer's, where they fit into this with the slots
     group_rows: int = 16384  # at a time,
     token_rows: int = 2  # and so many more for each token

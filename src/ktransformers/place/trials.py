@@ -27,7 +27,7 @@ ENOUGH = 8  # layers that a pure way was timed over before it is judged; a mixtu
 MARGIN = {"both": 0.05, "cpu": 0.03, "stream": 0.03}  # by which a way must be faster than the one it replaces
 REACH = 1.6  # a pure way that costs say takes longer than that times the other is not tried
 NEAR = 1.25  # a way that was slower than that times the best is not tried again while nothing changes
-SOON, PATIENCE, LONGEST = 16, 64, 1024  # walks until another try: what seems faster now; what lost; at most
+SOON, PATIENCE, LONGEST = 4, 64, 1024  # walks until another try: what seems faster now; what lost; at most
 FADE = 0.3  # weight of the newest walk
 STRAY = 3.0  # one layer counts at most so many times the median
 

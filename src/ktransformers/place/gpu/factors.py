@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.nn.factors import Factors
+from ktransformers.nn.transfer import Descent, start_down
 from ktransformers.place.gpu.compute import ALIGN, GroupLora, Pair
 
 KEPT_BYTES = 256 << 20  # of pairs that stay on the device, two layers at least
@@ -167,15 +168,19 @@ class Gradients:
         return found
 
 
-def to_host(laid: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers with the same strides, pinned; waits for them."""
-    found = []
-    for tensor in laid:
-        order = dims_in_memory(tensor)
-        dense = tensor.permute(order)
-        there = torch.empty(dense.shape, dtype=dense.dtype, pin_memory=dense.is_cuda)
-        there.copy_(dense, non_blocking=dense.is_cuda)
-        found.append(there.permute([order.index(dim) for dim in range(tensor.dim())]))
-    if laid and laid[0].is_cuda:
-        torch.cuda.current_stream(laid[0].device).synchronize()
-    return found
+@dataclass(frozen=True)
+class Leaving:
+    """Tensors on their way into host memory, as they lie."""
+
+    descent: Descent
+    orders: tuple[list[int], ...]
+
+    def finish(self) -> list[Tensor]:
+        """The same numbers with the same strides, pinned; waits for them."""
+        found = zip(self.orders, self.descent.finish(), strict=True)
+        return [dense.permute([order.index(dim) for dim in range(dense.dim())]) for order, dense in found]
+
+
+def start_to_host(laid: Sequence[Tensor]) -> Leaving:
+    orders = tuple(dims_in_memory(tensor) for tensor in laid)
+    return Leaving(start_down([tensor.permute(order) for order, tensor in zip(orders, laid, strict=True)]), orders)

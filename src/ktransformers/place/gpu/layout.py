@@ -10,6 +10,7 @@ of data here: the fields of its headers and the widths of its planes. How a valu
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ktransformers.errors import InputError
@@ -104,23 +105,23 @@ class Strip:
     k_tiles: int
     columns: int
 
-    @property
+    @functools.cached_property
     def spans(self) -> int:
         return -(-self.columns // self.format.span) if self.format.span else 0
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         return sum(field.bytes for field in self.format.row)
 
-    @property
+    @functools.cached_property
     def span_bytes(self) -> int:
         return sum(field.bytes for field in self.format.fields)
 
-    @property
+    @functools.cached_property
     def codes_at(self) -> int:
         return _up(self.row_bytes + self.spans * self.span_bytes, LINE)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         return self.codes_at + self.k_tiles * 64 * self.format.bits
 
@@ -139,47 +140,51 @@ class Matrix:
             given = f"{self.formats[0].spec} beside {self.formats[1].spec}"
             raise InputError("formats of gate and up", given, "bf16 for both, or for none")
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         return self.formats[0].spec == "bf16"
 
-    @property
+    @functools.cached_property
     def k_tiles(self) -> int:
         return -(-self.columns // TILE_K)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         return 2 * -(-self.rows // 32) if self.paired else -(-self.rows // 32)
 
-    @property
+    @functools.cached_property
     def out_rows(self) -> int:
         """Of the decoded matrix: gate's before up's."""
         return 2 * self.rows if self.paired else self.rows
 
-    @property
+    @functools.cached_property
     def block_rows(self) -> int:
         """Rows by which a block is further down than the one before it."""
         return TILE_N if self.paired else 2 * TILE_N
 
-    @property
+    @functools.cached_property
     def half_rows(self) -> int:
         """Rows from half 0 to half 1 of a block."""
         return self.rows if self.paired else TILE_N
 
+    @functools.cached_property
+    def _strips(self) -> tuple[Strip, Strip]:
+        return Strip(self.formats[0], self.k_tiles, self.columns), Strip(self.formats[1], self.k_tiles, self.columns)
+
     def strip(self, half: int) -> Strip:
-        return Strip(self.formats[half], self.k_tiles, self.columns)
+        return self._strips[half]
 
     def strip_at(self, half: int) -> int:
         return half * self.strip(0).bytes
 
-    @property
+    @functools.cached_property
     def block_bytes(self) -> int:
         if self.plain:
             return (2 * self.k_tiles + (self.k_tiles % 8 == 0)) * TILE_BYTES
         lines = -(-(self.strip(0).bytes + self.strip(1).bytes) // LINE)
         return (lines | 1) * LINE
 
-    @property
+    @functools.cached_property
     def expert_bytes(self) -> int:
         return self.blocks * self.block_bytes
 
@@ -195,11 +200,11 @@ class Geometry:
     first: Matrix  # gate and up, or up
     down: Matrix
 
-    @property
+    @functools.cached_property
     def expert_bytes(self) -> int:
         return self.first.expert_bytes + self.down.expert_bytes
 
-    @property
+    @functools.cached_property
     def decoded_bytes(self) -> int:
         """Of one expert in bf16, as it is multiplied."""
         return 2 * self.hidden * self.intermediate * (3 if self.gated else 2)

@@ -27,9 +27,10 @@ from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
 from ktransformers.place.gpu.steps import Thinning
 
-GROUP_BYTES = 640 << 20  # of bf16 weights that are decoded at a time; a whole layer's
+GROUP_BYTES = 576 << 20  # of bf16 weights that are decoded at a time; a whole layer's
 ROOM_BYTES = 2 << 30  # where these, with the packed bytes in the slots, hold it
 GROUP_ROWS = 16384  # closes a group, with two more for each token: intermediates of a row are 20 to 40 kB
+SOON_BYTES = 64 << 20  # that are missing and a group is not worth: Python takes as long for one as they do
 AHEAD = 2  # groups whose copies are queued before the first of them is multiplied
 
 
@@ -77,8 +78,8 @@ class Side:
         return max(1, (whole if self.slots.bytes + whole <= ROOM_BYTES else GROUP_BYTES) // geometry.decoded_bytes)
 
     def _groups(self, layer: Packed, experts: Sequence[int], counts: NDArray[np.int64], tokens: int) -> list[Group]:
-        """Residents first, then what is here, then what has to come: in two groups at least, so that the first is
-        multiplied while the second arrives."""
+        """Residents first, then what is here, then what has to come: in two groups, so that the first is multiplied
+        while the second arrives; a few that are missing come with the others."""
         rooms = self.residents.get(layer.index)
         resident = rooms.present(layer.index) if rooms is not None else frozenset()
         here = self.slots.present(layer.index) - resident
@@ -87,6 +88,8 @@ class Side:
         there = [e for e in experts if e not in resident and e in here]
         fits = len(there) + len(coming) <= self.slots.count
         most = bulk if fits else max(1, min(bulk, self.slots.count // (AHEAD + 1)))
+        if there and len(coming) * self.slots.expert_bytes <= SOON_BYTES:
+            there, coming = sorted(there + coming), []
         parts = [(there, self.slots, most), (coming, self.slots, min(most, max(1, -(-len(coming) // 2))))]
         if rooms is not None:
             parts.insert(0, ([e for e in experts if e in resident], rooms, bulk))

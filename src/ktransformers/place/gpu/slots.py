@@ -1,15 +1,18 @@
 """Room on the GPU for packed experts: slots of one size, filled over PCIe, found again by layer and expert.
 
 A slot keeps its expert until the room is wanted, so what a layer's recomputation fetched its backward finds, and what
-was fetched ahead is there when the layer is called. Two events guard a slot: `ready`, behind the copy that fills it,
+was fetched ahead is there when the layer is called. Two events guard a slot: `arrived`, behind the copy that fills it,
 for those who decode it; and `read`, behind the last decoding, for the next copy into it. The copy stream and the
-computing stream never wait for each other otherwise. On a CPU, for tests, copies are plain.
+computing stream never wait for each other otherwise. Copies arrive in the order in which they were queued, so a number
+each is enough to know which have, and to wait for several is to wait for the last. On a CPU, for tests, copies are
+plain.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,11 +55,12 @@ class Slots:
             self._stream.wait_stream(torch.cuda.current_stream(device))
             weakref.finalize(self, self._stream.synchronize).atexit = False
         self._stages: Stages | None = None
-        self._slot: dict[Key, int] = {}
+        self._slot: dict[int, dict[int, int]] = {}  # by layer and expert
         self._owner: list[Key | None] = [None] * count
-        self._ready: list[torch.cuda.Event | None] = [None] * count
         self._read: list[torch.cuda.Event | None] = [None] * count
-        self._queued = [0] * count  # the place of a slot's copy among all copies
+        self._number = [0] * count  # of a slot's copy among all copies
+        self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()  # the last number of each queued bundle
+        self._arrived = 0  # copies up to this number have
         self._used = [0] * count
         self._clock = self._copies = 0
 
@@ -70,19 +74,19 @@ class Slots:
 
     def present(self, layer: int) -> frozenset[int]:
         """Experts of a layer that are here or on their way."""
-        return frozenset(expert for owner, expert in self._slot if owner == layer)
+        return frozenset(self._slot.get(layer, ()))
 
     def coming(self, layer: int) -> tuple[int, ...]:
         """Those of `present` whose copies have not ended, in the order of the queue."""
-        found = []
-        for (owner, expert), slot in self._slot.items():
-            ready = self._ready[slot]
-            if owner == layer and ready is not None:
-                if ready.query():  # type: ignore[no-untyped-call]
-                    self._ready[slot] = None  # nobody has to wait for it any more
-                else:
-                    found.append((self._queued[slot], expert))
-        return tuple(expert for _, expert in sorted(found))
+        self._look()
+        numbers, mine = self._number, self._slot.get(layer, {})
+        found = sorted((numbers[slot], expert) for expert, slot in mine.items() if numbers[slot] > self._arrived)
+        return tuple(expert for _, expert in found)
+
+    def _look(self) -> None:
+        """Which copies have arrived."""
+        while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
+            self._arrived = self._under_way.popleft()[0]
 
     def direct(self, source: Source) -> bool:
         """Whether copies from there need no staging; decides it when first asked."""
@@ -100,27 +104,39 @@ class Slots:
         """Slots of these experts; those that are missing are put on their way, in place of the longest unused that
         nobody in `keep` owns. As many as there is room for."""
         self._clock += 1
-        wanted = {(layer, expert) for expert in experts}
-        missing = [expert for expert in experts if (layer, expert) not in self._slot]
-        free = [slot for slot in range(self.count) if self._owner[slot] not in wanted and self._owner[slot] not in keep]
-        free.sort(key=lambda slot: self._used[slot])
-        filled = list(zip(missing, free, strict=False))
-        for expert, slot in filled:
-            owner = self._owner[slot]
-            if owner is not None:
-                del self._slot[owner]
-            self._owner[slot] = (layer, expert)
-            self._slot[layer, expert] = slot
-        self._copy(source, filled)
-        found = [self._slot[layer, expert] for expert in experts if (layer, expert) in self._slot]
+        mine = self._slot.setdefault(layer, {})
+        if missing := [expert for expert in experts if expert not in mine]:
+            self._copy(source, self._seat(layer, mine, missing, frozenset(experts), keep))
+        found = [mine[expert] for expert in experts if expert in mine]
         for slot in found:
             self._used[slot] = self._clock
         return found
 
+    def _seat(
+        self, layer: int, mine: dict[int, int], missing: Sequence[int], wanted: frozenset[int], keep: frozenset[Key]
+    ) -> list[tuple[int, int]]:
+        """(expert, slot), both in rising order as far as there is room: neighbours travel in one copy."""
+        free = [
+            slot
+            for slot, owner in enumerate(self._owner)
+            if owner is None or not (owner in keep or (owner[0] == layer and owner[1] in wanted))
+        ]
+        free.sort(key=self._used.__getitem__)
+        count = min(len(free), len(missing))
+        filled = list(zip(sorted(missing[:count]), sorted(free[:count]), strict=True))
+        for expert, slot in filled:
+            owner = self._owner[slot]
+            if owner is not None:
+                del self._slot[owner[0]][owner[1]]
+            self._owner[slot] = (layer, expert)
+            mine[expert] = slot
+        return filled
+
     def retain(self, layer: int, experts: frozenset[int]) -> None:
         """Forget all of a layer but these."""
-        for key in [key for key in self._slot if key[0] == layer and key[1] not in experts]:
-            self._owner[self._slot.pop(key)] = None
+        mine = self._slot.get(layer, {})
+        for expert in [expert for expert in mine if expert not in experts]:
+            self._owner[mine.pop(expert)] = None
 
     def _copy(self, source: Source, filled: Sequence[tuple[int, int]]) -> None:
         if not filled:
@@ -145,9 +161,10 @@ class Slots:
                         self._stage(buffer[slot : slot + count].view(-1), bytes_[expert : expert + count].view(-1))
             arrived = self._stream.record_event()
         for _, slot in filled:
-            self._ready[slot], self._read[slot] = arrived, None
             self._copies += 1
-            self._queued[slot] = self._copies
+            self._read[slot], self._number[slot] = None, self._copies
+        self._look()
+        self._under_way.append((self._copies, arrived))
         if self.link_rate:
             self.link_free = max(time.perf_counter(), self.link_free) + len(filled) * self.expert_bytes / self.link_rate
 
@@ -158,11 +175,13 @@ class Slots:
 
     def await_ready(self, slots: Sequence[int]) -> None:
         """The current stream waits until these are filled."""
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self.device)
-        for event in {id(e): e for slot in slots if (e := self._ready[slot]) is not None}.values():
-            current.wait_event(event)
+        last = max((self._number[slot] for slot in slots), default=0)
+        for number, arrived in self._under_way:
+            if last <= self._arrived:
+                return
+            if number >= last:
+                torch.cuda.current_stream(self.device).wait_event(arrived)
+                return
 
     def done_reading(self, slots: Sequence[int]) -> None:
         """What the current stream was given so far is all that reads these."""
