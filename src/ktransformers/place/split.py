@@ -3,8 +3,8 @@
 Experts whose weights are on the GPU stay there. Of the others the hottest are streamed and the rest computed by the
 CPU, so many that the later of the two sides ends as early as possible. Streaming costs the same for every expert and
 the CPU's time grows with rows, so for any number of streamed experts the hottest are the right ones, and trying every
-number is enough. Experts whose copies are under way come first in that order, because theirs end first; those that
-would come too late are left to the CPU. Both sides draw on the same memory: while the link reads, the CPU has only the
+number is enough. Experts whose copies are under way are streamed in any case: a copy that is queued takes its time of
+the link, wanted or not. Both sides draw on the same memory: while the link reads, the CPU has only the
 rest of it. The surprising decision: two sides must be a tenth faster than the better of one alone. Handing rows from
 one to the other takes Python's time, which no seconds here know, and a model is not right to a tenth.
 """
@@ -106,6 +106,7 @@ def split(
         return _made(costs, rows, tokens, here, (), tuple(sorted(order)), backlog)
     behind = backlog if backlog < 0 else max(0.0, backlog - len(queued) * costs.link_expert)  # queued for others
     number = _best(costs, rows[order], len(here), float(rows[list(here)].sum()), tokens, behind)
+    number = max(number, len(queued))
     return _made(costs, rows, tokens, here, tuple(order[:number]), tuple(sorted(order[number:])), behind)
 
 

@@ -110,8 +110,8 @@ class Trial:
         record = self.records[way]
         if not record.layers:
             record.seconds = seconds
-        elif record.layers < self._needed(way):
-            record.seconds = min(record.seconds, seconds)
+        elif record.layers < self._needed(way):  # the mean of the walks of a try
+            record.seconds += (seconds - record.seconds) * layers / (record.layers + layers)
         else:
             record.seconds += FADE * (seconds - record.seconds)
         if way == self.way:
