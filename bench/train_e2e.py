@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import itertools
 import json
 import signal
 import statistics
@@ -71,7 +73,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="of the model; default: the recipe's")
     parser.add_argument("--policies", type=words, default=["cpu"], help=f"where kt computes: {', '.join(POLICIES)}")
     parser.add_argument("--formats", type=words, default=["bf16"], help="of kt's experts: bf16, int8, int4:32 ...")
-    parser.add_argument("--gpu-memory", type=float, default=0.0, help="GiB that torch may allocate; 0: all")
+    parser.add_argument("--gpu-memory", type=numbers, default=[0], help="GiB that torch may allocate; 0: all")
     parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
     parser.add_argument("--serve", type=int, default=0, metavar="N", help="also a prompt of N tokens and 16 new ones")
     parser.add_argument("--seconds-per-cell", type=float, default=6.0, help="of timed steps, three of them at least")
@@ -98,13 +100,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 class Trainer:
     """One model in training: steps of a count of tokens, cut into pieces."""
 
-    def __init__(self, variant: str, recipe: Recipe, activation: str, spec: str = "bf16", gib: float = 0.0) -> None:
+    def __init__(self, variant: str, recipe: Recipe, activation: str, spec: str = "bf16", gib: int = 0) -> None:
         import torch
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if gib and self.device.type == "cuda":
-            share = gib * GIB / torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(share)
+        self.allow(gib)
         self.recipe = recipe
         self.peaks = Peaks(self.device)
         begun = time.perf_counter()
@@ -118,6 +118,16 @@ class Trainer:
             "torch_threads": torch.get_num_threads(),
         }
         self._generator = torch.Generator().manual_seed(1)
+        gc.collect()
+        gc.freeze()  # as `kt train` does it: looking through all modules takes a quarter of a second
+
+    def allow(self, gib: int) -> None:
+        """GiB of the GPU that torch may allocate from now on; 0: all."""
+        import torch
+
+        if self.device.type == "cuda":
+            whole = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / whole) if gib else 1.0)
 
     def place(self, policy: str) -> None:
         """Where experts are computed from now on."""
@@ -233,18 +243,19 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
 
     warnings.filterwarnings("ignore")
     (variant,) = args.variants
-    trainer = Trainer(variant, recipe, args.activation, args.formats[0], args.gpu_memory)
-    for policy in args.policies if variant == "kt" else [""]:
+    trainer = Trainer(variant, recipe, args.activation, args.formats[0], 0 if 0 in args.gpu_memory else max(args.gpu_memory))
+    for gib, policy in itertools.product(args.gpu_memory, args.policies if variant == "kt" else [""]):
+        named = {"gpu_memory": gib, "policy": policy}
+        trainer.allow(gib)
         if policy:
             trainer.place(policy)
-        for tokens in args.tokens:
-            for pieces in args.accumulate:
-                if pieces <= tokens // recipe.length:
-                    cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
-                    print(json.dumps({"policy": policy, **cell, **trainer.built}), flush=True)
+        for tokens, pieces in itertools.product(args.tokens, args.accumulate):
+            if pieces <= tokens // recipe.length:
+                cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
+                print(json.dumps({**named, **cell, **trainer.built}), flush=True)
         if args.serve:
             served = answer(trainer.model, recipe, trainer.device, args.serve)
-            print(json.dumps({"policy": policy, "serve": served}), flush=True)
+            print(json.dumps({**named, "serve": served}), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
@@ -294,7 +305,8 @@ class Bench:
         words = (
             f"{of['prefill_per_s']:.0f} tokens/s of a prompt of {of['prompt']}, {of['decode_per_s']:.1f} new tokens/s"
         )
-        print(f"    {cell['model']}, {cell['variant']} {cell['policy']} {cell['format']}: {words}", flush=True)
+        within = f" within {cell['gpu_memory']} GiB" if cell["gpu_memory"] else ""
+        print(f"    {cell['model']}, {cell['policy']} {cell['format']}{within}: {words}", flush=True)
         if self.args.json:
             save(self.document, self.args.json)
 
@@ -317,7 +329,7 @@ class Bench:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", "--models", recipe.name]
         command += ["--variants", variant, "--layers", str(layers), "--activation", self.args.activation]
         command += ["--tokens", commas(self.args.tokens or recipe.tokens), "--formats", spec]
-        command += ["--gpu-memory", str(self.args.gpu_memory), "--serve", str(self.args.serve)]
+        command += ["--gpu-memory", commas(self.args.gpu_memory), "--serve", str(self.args.serve)]
         command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
         command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
         command += ["--policies", ",".join(sorted(self.args.policies, key=POLICIES.index))]

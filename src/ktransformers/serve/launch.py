@@ -213,7 +213,8 @@ def serve(launch: Launch, say: Say, show: Show) -> None:
         say(str(forecast.at_start(plan, service)))
     say(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
-        server.run(sockets=[door])
+        with system.uncollected():
+            server.run(sockets=[door])
     finally:
         if watch is not None:
             watch.stop()

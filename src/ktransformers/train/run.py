@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ktransformers.place import Comparison, Meter, compare, refuse
+from ktransformers.system import uncollected
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
 from ktransformers.train.data.render import PairTokens
 from ktransformers.train.homes import Placing
@@ -140,7 +141,7 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     journal, residents = Journal(output, clock, watcher.stepped), placing.trained(watcher.noted)
     for callback in (trainer.witness, journal, stopper, *_early(settings), *residents):
         trainer.add_callback(callback)
-    with stopper.listening(), Meter() as meter:
+    with uncollected(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
     attend_as_before(model)
