@@ -3,12 +3,14 @@
 `python -m tests.place.measured NAME` builds a random model, trains it for a few steps and prints predicted and measured
 as one JSON line; `python -m tests.place.measured` runs them all and prints the table of docs/plan.md. Models are large
 enough that what is planned outweighs what Python itself takes, and float32 besides their experts, because CPUs without
-bf16 instructions need minutes otherwise.
+bf16 instructions need minutes otherwise. What an allocator keeps of freed memory for a while is nobody's need and
+depends on how fast a step is (5 % either way on two busy cores), so it is told to keep nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "tests" / "data" / "minimind_6400"
+PROMPT = {"MIMALLOC_PURGE_DELAY": "0"}  # torch's allocator on ARM gives back at once what is freed
 
 GROUPED: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -67,6 +70,10 @@ CASES = {
     "no-checkpointing": Case(GROUPED, {"disable_gradient_checkpointing": True, "cutoff_len": 768}),
     "rank-64-accumulated": Case(GROUPED, {"lora_rank": 64, "gradient_accumulation_steps": 2}),
     "attention-alone": Case(LATENT, {"lora_target": "q_b_proj,o_proj"}),
+    "train-on-prompt": Case(GROUPED, {"train_on_prompt": True}),
+    "preference": Case(
+        GROUPED, {"stage": "dpo", "dataset": "dpo_en_demo", "max_samples": 40, "packing": False, "cutoff_len": 384}
+    ),
     "wide-vocabulary": Case(GROUPED | {"vocab_size": 32000, "num_hidden_layers": 4}, {"cutoff_len": 384}),
     "few-large-experts": Case(
         GROUPED
@@ -129,7 +136,9 @@ def measure(name: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for part in ("build", "train"):
             command = [sys.executable, "-m", "tests.place.measured", name, part, folder]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, cwd=ROOT, env=os.environ | PROMPT, capture_output=True, text=True, check=False
+            )
             if done.returncode:
                 raise RuntimeError(f"{name}: {part}: {done.stderr[-2000:]}")
             found |= json.loads(done.stdout.splitlines()[-1])

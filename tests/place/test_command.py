@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ktransformers import system
 from ktransformers.cli.main import app
 from ktransformers.cli.train import plan_lines
 from ktransformers.errors import InputError
-from ktransformers.train.forecast import work_of
+from ktransformers.train.forecast import Lengths, fullest, work_of
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import train
@@ -117,8 +118,44 @@ def test_keys_mean_what_the_trainer_makes_of_them() -> None:
     assert attention.adapts_attention and not attention.adapts_experts
     experts = work_of(read_settings(BASE | {"lora_target": "experts"}), 2)
     assert experts.adapts_experts and not experts.adapts_attention
-    assert work_of(read_settings(BASE), 2, longest=100).sequence == 100
-    assert work_of(read_settings(BASE | {"packing": True}), 2, longest=100).sequence == 2048
+    assert work_of(read_settings(BASE), 2, Lengths(100, 50)).sequence == 100
+    assert work_of(read_settings(BASE | {"packing": True}), 2, Lengths(100, 50)).sequence == 2048
+
+
+def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, known = {"per_device_train_batch_size": 2}, Lengths(longest=100, learned=50)
+    assert work_of(read_settings(BASE | rows), 2).labelled == 1  # nobody has seen the data
+    assert work_of(read_settings(BASE | rows), 2, known).labelled == 50 / 200
+    assert work_of(read_settings(BASE | rows | {"packing": True}), 2, known).scored == 50
+    assert work_of(read_settings(BASE | rows | {"label_smoothing_factor": 0.1}), 2, known).labelled == 1
+    pairs = read_settings(BASE | rows | {"stage": "dpo"})
+    assert work_of(pairs, 2, known).labelled == 1  # on a CPU pairs are scored whole
+    monkeypatch.setattr("ktransformers.train.forecast.device_of", lambda settings: torch.device("cuda"))
+    assert work_of(pairs, 2, known).labelled == 50 / 400
+
+
+def test_the_fullest_batch_is_found() -> None:
+    sequences = [(10, 4), (30, 20), (20, 1), (40, 8)]
+    assert fullest(sequences, 1, None, seed=0) == 20 and fullest(sequences, 4, None, seed=0) == 33
+    assert fullest(sequences, 4, 40, seed=0) == 20  # 10 with 20, 30 alone, 40 alone: padding counts
+    assert fullest(sequences, 4, 90, seed=0) == 25
+
+
+def test_labels_of_the_data_reach_the_forecast(tmp_path: Path) -> None:
+    save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512), tmp_path / "model")
+    for file in TOKENIZER.glob("*.json"):
+        shutil.copyfile(file, tmp_path / "model" / file.name)
+    found = {}
+    for packing in (False, True):
+        for whole in (False, True):
+            keys = recipe(tmp_path / "model", tmp_path / "out", packing=packing, train_on_prompt=whole)
+            plan = make_plan(read_settings(keys)).plan
+            assert plan.data is not None and plan.forecast is not None
+            assert 0 < plan.data.learned_at_once <= 2 * 96
+            found[packing, whole] = plan.data.learned_at_once, plan.forecast.nearest.memory.host["activations"]
+    for packing in (False, True):
+        assert found[packing, False] < found[packing, True]
+    assert found[False, True] < found[True, True]
 
 
 def test_training_prints_its_plan_and_is_refused_where_memory_lacks(

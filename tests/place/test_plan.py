@@ -191,6 +191,19 @@ def test_more_never_costs_less(tokens: int, rank: int, retain: bool, checkpointi
     assert min(*here.host.values(), *here.disk.values(), here.pinned, here.mapped) >= 0
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_tokens_without_a_label_have_no_logits(gpus: int) -> None:
+    machine, choice = profile("desktop-4090"), Choice(gpus=gpus)
+    every = Training(checkpointing=False, tokens_per_step=4096)
+    half = replace(every, labelled=0.5)
+    found = [memory_of(QWEN, work, choice, machine) for work in (every, half)]
+    taken = [(one.gpus[0] if gpus else one.host)["activations"] for one in found]
+    row = 32768 * 2 + QWEN.hidden * 6 if gpus else 32768 * 31 + QWEN.hidden * 2
+    assert taken[0] - taken[1] == 1024 * row
+    loss = [time_of(QWEN, work, choice, machine).parts["loss"] for work in (every, half)]
+    assert loss[0] == pytest.approx(2 * loss[1])
+
+
 def test_work_is_checked() -> None:
     for bad in ({"tokens": 0}, {"rank": 0}, {"adapts_experts": False, "adapts_attention": False}):
         with pytest.raises(InputError):

@@ -133,7 +133,7 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
             crossing = crossing_seconds(model, work.tokens, machine, choice, size, TRAINED_CALL)
             parts["crossing"] += work.batches * crossing
         parts["experts"] += work.batches * model.expert_layers * expert
-    parts["loss"] = work.batches * LOSS_PASSES * head_seconds(model, work.tokens, machine, choice, size, LORA_SHARE)
+    parts["loss"] = work.batches * LOSS_PASSES * head_seconds(model, work.scored, machine, choice, size, LORA_SHARE)
     parts["crossing"] += _factor_seconds(model, work, choice, machine)
     parts["optimiser"] = _optimiser_seconds(model, work, choice, machine)
     return Time(parts, max(work.tokens_per_step, work.tokens))

@@ -3,7 +3,8 @@
 T tokens at once, H hidden, I intermediate, E experts of a layer, k experts of a token, r rank, b bytes of a number.
 Workspace and kept rows follow csrc/moe/plan.cpp and moe/task.h, packed sizes weights.cpp and lora.cpp. What autograd
 keeps of a layer, and what the loss needs, was measured (docs/plan.md). The surprising row is the loss: on a CPU its
-tile costs eight times its own size, which for small models is more than everything that is trained.
+tile costs eight times its own size, which for small models is more than everything that is trained, though tokens
+without a label have no row in it.
 """
 
 from __future__ import annotations
@@ -116,13 +117,14 @@ def layer_bytes(model: ModelShape, work: Training) -> int:
 
 
 def loss_bytes(model: ModelShape, work: Training, on_gpu: bool) -> int:
-    rows = min(work.tokens, LOSS_ROWS)
+    """Of labelled tokens alone; the gradients of the others' hidden states are zeros, but they are there."""
     if on_gpu and work.loss_bytes is not None:
         return work.loss_bytes
+    rows, blank = min(work.scored, LOSS_ROWS), (work.tokens - work.scored) * model.hidden * work.rest_bytes
     if on_gpu:
-        return rows * LOSS_COLUMNS * work.rest_bytes + work.tokens * model.hidden * 8
+        return rows * LOSS_COLUMNS * work.rest_bytes + work.scored * model.hidden * 8 + blank
     copies = int(LOSS_COPIES * min(model.vocabulary, LOSS_COLUMNS)) * 4
-    return rows * (LOSS_COLUMNS * work.rest_bytes + copies) + work.tokens * model.hidden * 4
+    return rows * (LOSS_COLUMNS * work.rest_bytes + copies) + work.scored * model.hidden * 4 + blank
 
 
 def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: bool, absent: int = 0) -> int:

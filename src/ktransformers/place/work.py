@@ -29,6 +29,7 @@ class Training:
     rest_bytes: int = 2  # of a number that is not trained and no expert's
     saves: int = 1  # checkpoints that stay on disk
     touched: float = 1.0  # share of a layer's experts that one sequence's tokens go to; 1: routes are uniform
+    labelled: float = 1.0  # share of the tokens that meet the vocabulary; 1: all, which is safe where data is not known
     loss_bytes: int | None = None  # on a GPU, at once; None: TRL's loss in tiles
 
     def __post_init__(self) -> None:
@@ -37,13 +38,19 @@ class Training:
         for name in ("tokens", "tokens_per_step", "sequence", "rank"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "at least 1")
-        if not 0 < self.touched <= 1:
-            raise InputError("touched", self.touched, "more than 0 and at most 1")
+        for name in ("touched", "labelled"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(name, getattr(self, name), "more than 0 and at most 1")
 
     @property
     def batches(self) -> float:
         """Passes through the model in one step."""
         return max(1.0, self.tokens_per_step / self.tokens)
+
+    @property
+    def scored(self) -> int:
+        """Of the tokens at once those that meet the vocabulary."""
+        return max(1, round(self.labelled * self.tokens))
 
 
 @dataclass(frozen=True)

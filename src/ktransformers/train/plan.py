@@ -20,7 +20,7 @@ from ktransformers.train.arguments import device_of, dtype_of, packs, resume_poi
 from ktransformers.train.data.prepare import Found, Split, pack, prepare, read_datasets
 from ktransformers.train.data.render import PairTokens, Renderer, Tokens, show
 from ktransformers.train.data.templates import find_form, jinja, missing_tokens
-from ktransformers.train.forecast import try_forecast
+from ktransformers.train.forecast import Lengths, fullest, try_forecast
 from ktransformers.train.model import locate_model, read_config, skeleton
 from ktransformers.train.resolve import isa_of
 from ktransformers.train.settings import SECTIONS, Settings
@@ -47,6 +47,7 @@ class DataPlan:
     sequences: int  # what the trainer sees: rows, or packs of them
     tokens: int
     learned_tokens: int
+    learned_at_once: int  # of one batch, at most
     longest: int
     steps_per_epoch: int
     steps: int
@@ -118,10 +119,23 @@ def _lengths(row: Tokens | PairTokens) -> tuple[int, int, int]:
     return len(row.ids), row.learned, len(row.ids)
 
 
-def _count(split: Split, settings: Settings, tokenizer: Any) -> DataPlan:
+def _size(rows: list[Any]) -> tuple[int, int]:
+    """Tokens and learned tokens of one sequence; a pair is as long as twice its longer half, as it is padded."""
+    found = [_lengths(row) for row in rows]
+    tokens = sum(
+        2 * longest if isinstance(row, PairTokens) else longest
+        for row, (_, _, longest) in zip(rows, found, strict=True)
+    )
+    return tokens, sum(learned for _, learned, _ in found)
+
+
+def _count(split: Split, settings: Settings, tokenizer: Any, seed: int) -> DataPlan:
     lengths = [_lengths(row) for row in split.train]
-    count = len(sequences(split.train, settings))
+    seen = sequences(split.train, settings)
+    count = len(seen)
     rows, parts = step_rows(settings)
+    budget = settings.experts.kt_tokens_per_batch
+    sizes = [_size(sequence if packs(settings) else [sequence]) for sequence in seen]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     per_epoch = math.ceil(math.ceil(count / (rows * world)) / parts)
     given = int(settings.trainer.get("max_steps", -1))
@@ -139,6 +153,7 @@ def _count(split: Split, settings: Settings, tokenizer: Any) -> DataPlan:
         sequences=count,
         tokens=sum(tokens for tokens, _, _ in lengths),
         learned_tokens=sum(learned for _, learned, _ in lengths),
+        learned_at_once=fullest(sizes, rows * parts if budget else rows, budget, seed),
         longest=max(longest for _, _, longest in lengths),
         steps_per_epoch=per_epoch,
         steps=given if given > 0 else math.ceil(per_epoch * epochs),
@@ -201,7 +216,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
             options.enable_thinking,
         )
         split = prepare(found, held_out, renderer, options, seed)
-        data = _count(split, settings, tokenizer)
+        data = _count(split, settings, tokenizer, seed)
         evaluates = settings.trainer.get("eval_strategy", "no")
         if str(evaluates) != "no" and not split.evaluation:
             raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")
@@ -213,7 +228,8 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
         _check_packing(model, settings)
-        forecast, more = try_forecast(settings, directory, read_config(directory), data.longest)
+        lengths = Lengths(data.longest, data.learned_at_once)
+        forecast, more = try_forecast(settings, directory, read_config(directory), lengths)
         notes += more
         notes += _precision_notes(settings, read_config(directory))
     plan = Plan(
