@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import torch
 
 POLICIES = ("cpu", "stream", "resident", "auto")
+FILLED = 0.95  # of the memory that is allowed
 WARM, LONGEST = 2, 16  # steps before any is timed: at least, and at most until auto has settled
 
 
@@ -100,11 +101,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 class Trainer:
     """One model in training: steps of a count of tokens, cut into pieces."""
 
-    def __init__(self, variant: str, recipe: Recipe, activation: str, spec: str = "bf16", gib: int = 0) -> None:
+    def __init__(self, variant: str, recipe: Recipe, activation: str, spec: str = "bf16") -> None:
         import torch
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.allow(gib)
         self.recipe = recipe
         self.peaks = Peaks(self.device)
         begun = time.perf_counter()
@@ -136,6 +136,19 @@ class Trainer:
         place_experts(self.model, policy)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def fill(self, gib: int, tokens: int, pieces: int) -> int:
+        """Residents in what a step leaves of so many GiB, as `kt train` has them by its plan; how many a layer has."""
+        import torch
+
+        placement = getattr(self.model, "placement", None)
+        if not gib or placement is None:
+            return 0
+        self.peaks.reset()
+        for _ in range(2):
+            self.step(self.batches(tokens, pieces))
+        room = int(FILLED * gib * GIB) - torch.cuda.max_memory_reserved()
+        return min(len(row) for row in placement.place_residents(size={self.device: max(0, room)}))
 
     def batches(self, tokens: int, pieces: int) -> list[torch.Tensor]:
         import torch
@@ -243,12 +256,13 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
 
     warnings.filterwarnings("ignore")
     (variant,) = args.variants
-    trainer = Trainer(variant, recipe, args.activation, args.formats[0], 0 if 0 in args.gpu_memory else max(args.gpu_memory))
+    trainer = Trainer(variant, recipe, args.activation, args.formats[0])
     for gib, policy in itertools.product(args.gpu_memory, args.policies if variant == "kt" else [""]):
-        named = {"gpu_memory": gib, "policy": policy}
+        named: dict[str, Any] = {"gpu_memory": gib, "policy": policy}
         trainer.allow(gib)
         if policy:
             trainer.place(policy)
+            named["residents"] = trainer.fill(gib, max(args.tokens), max(args.accumulate))
         for tokens, pieces in itertools.product(args.tokens, args.accumulate):
             if pieces <= tokens // recipe.length:
                 cell = trainer.measure(tokens, pieces, args.seconds_per_cell)

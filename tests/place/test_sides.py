@@ -12,7 +12,7 @@ from ktransformers.place.cost import time_of, touched_experts
 from ktransformers.place.memory import ENGINE, memory_of, slot_count
 from ktransformers.place.sides import costs_of, layer_seconds, placed_seconds
 from ktransformers.place.split import split
-from ktransformers.place.wish import POLICIES
+from ktransformers.place.wish import POLICIES, Wish
 
 QWEN = open_shape("qwen3-30b-a3b")
 MACHINE = profile("amx16-h200")
@@ -86,11 +86,17 @@ def test_memory_by_policy() -> None:
     assert 0 < slot_count(QWEN, work, Choice("bf16", 1, policy="stream"), small) < 160
 
 
-def test_the_plan_takes_the_policies_that_it_is_given() -> None:
+def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KT_PLACE", raising=False)
     work = Training(8192, 8192, 512, retain=True)
     assert make_plan(QWEN, work, MACHINE).nearest.choice.policy == "cpu"
     best = make_plan(QWEN, work, MACHINE, policies=POLICIES).best
     assert best is not None and best.choice.policy in ("stream", "auto", "resident")
+    unasked = make_plan(QWEN, work, MACHINE, policies=Wish().policies)
+    assert Wish().as_planned(unasked).policy == "auto" and Wish(kt_place="cpu").policies == ("cpu",)
+    small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
+    without = make_plan(QWEN, work, small, policies=Wish().policies)
+    assert without.nearest.choice.gpus == 1 and Wish().as_planned(without).policy == "cpu"
     for bad in ({"policy": "moon", "gpus": 1}, {"policy": "stream"}):
         with pytest.raises(InputError):
             Choice(**bad)  # type: ignore[arg-type]

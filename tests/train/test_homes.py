@@ -26,7 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 def test_keys(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KT_PLACE", raising=False)
     keys = recipe(tiny, tmp_path / "out")
-    assert wish_of(read_settings(keys)).policy == "cpu"
+    nothing = wish_of(read_settings(keys))
+    assert nothing.policies == ("auto", "cpu") and nothing.as_planned(None).policy == "auto"
     asked = {
         "kt_num_gpu_experts": 2,
         "kt_config": {"kt_enable_dynamic_expert_update": True, "kt_expert_update_steps": 7},

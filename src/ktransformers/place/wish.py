@@ -9,16 +9,20 @@ to the GPU whole.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktransformers import env
 from ktransformers.errors import InputError
 
+if TYPE_CHECKING:
+    from ktransformers.place.plan import Plan
+
 POLICIES = ("auto", "cpu", "stream", "resident")
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
-DEFAULT = "cpu"  # where nobody asks for anything
+DEFAULT = "cpu"  # of `attach` and of a plan, where nobody asks for anything
+UNASKED = ("auto", "cpu")  # of training and serving, with a GPU: the first that fits, the faster of two
 UPDATE_STEPS = 100
 
 
@@ -56,15 +60,27 @@ class Wish:
             raise InputError("init_expert_location", self.init_expert_location, "a file of statistics")
 
     @property
-    def policy(self) -> str:
-        """The one that is asked for, by word, by KT_PLACE, or by the other wishes: they all mean residents on the GPU
-        beside the rest on the CPU."""
+    def policies(self) -> tuple[str, ...]:
+        """Those that a plan may choose from: the one that is asked for, by word, by KT_PLACE, or by the other wishes,
+        which all mean residents on the GPU beside the rest on the CPU. A rule says itself what is where."""
         word = self.kt_place or env.text("KT_PLACE")
+        if not word and self.wants_gpu:
+            word = "resident"
         if not word:
-            word = "resident" if self.wants_gpu else DEFAULT
+            return UNASKED if self.kt_optimize_rule is None else (DEFAULT,)
         if word not in POLICIES:
             raise InputError("KT_PLACE", word, "one of " + ", ".join(POLICIES))
-        return word
+        return (word,)
+
+    @property
+    def policy(self) -> str:
+        return self.policies[0]
+
+    def as_planned(self, plan: Plan | None) -> Wish:
+        """With the policy that a plan for `policies` has chosen, where it has a GPU."""
+        if plan is None or not plan.nearest.choice.gpus:
+            return self
+        return replace(self, kt_place=plan.nearest.choice.policy)
 
     @property
     def wants_gpu(self) -> bool:

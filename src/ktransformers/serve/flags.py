@@ -29,7 +29,11 @@ class Flag:
 
 # What `place.wish.Wish` has, by the same words; that module is not read here, because it brings torch.
 PLACEMENT = (
-    Flag(("--kt-place",), "kt_place", "where experts are computed: auto, cpu, stream or resident; default: KT_PLACE"),
+    Flag(
+        ("--kt-place",),
+        "kt_place",
+        "where experts are computed: auto, cpu, stream, resident; default: KT_PLACE, then auto",
+    ),
     Flag(("--kt-num-gpu-experts",), "kt_num_gpu_experts", "experts of each layer that stay on the GPU", int),
     Flag(("--kt-gpu-experts-ratio",), "kt_gpu_experts_ratio", "share of all experts that stay there; wins", float),
     Flag(

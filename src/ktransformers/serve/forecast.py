@@ -8,6 +8,7 @@ kept beyond that is decided after loading, from the memory that is then free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ktransformers.errors import InputError
@@ -28,17 +29,17 @@ def work_of(launch: Launch, rest_bytes: int, longest: int) -> Serving:
 
 
 def forecast(
-    launch: Launch, directory: Path, device: str, rest_bytes: int, longest: int, policy: str = DEFAULT
+    launch: Launch, directory: Path, device: str, rest_bytes: int, longest: int, policies: Sequence[str] = (DEFAULT,)
 ) -> tuple[Plan | None, str]:
-    """For this machine, experts where `policy` has them; a model whose config the planner cannot read is served all the
-    same, and the note says why."""
+    """For this machine, experts where the best of `policies` has them; a model whose config the planner cannot read is
+    served all the same, and the note says why."""
     from ktransformers.place.calibrate import this_machine
 
     try:
         shape = open_shape(str(directory))
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
-        return make_plan(shape, work_of(launch, rest_bytes, longest), machine, policies=(policy,)), ""
+        return make_plan(shape, work_of(launch, rest_bytes, longest), machine, policies=policies), ""
     except InputError as error:
         return None, f"no forecast of memory and time: {error}"
 

@@ -69,8 +69,8 @@ def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | No
 
     device = device_of(launch)
     longest = _longest(AutoConfig.from_pretrained(target.model))
-    policy = read_wish(launch.place, target.keys).policy
-    found, note = forecast(launch, target.model, device, dtype_of(launch.dtype, device).itemsize, longest, policy)
+    policies = read_wish(launch.place, target.keys).policies
+    found, note = forecast(launch, target.model, device, dtype_of(launch.dtype, device).itemsize, longest, policies)
     if found is None:
         say(note)
         return None
@@ -105,7 +105,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
-    wish = wish_of(launch, target)
+    wish = wish_of(launch, target).as_planned(plan)
     spreads = device != "cpu" and wants_several(wish, launch, plan)
     places = device != "cpu" and wish.policy != "cpu"
     model = _open_model(launch, target, dtype, "cpu" if spreads else device, places, say)

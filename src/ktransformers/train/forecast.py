@@ -94,8 +94,8 @@ def forecast(settings: Settings, directory: Path, words: dict[str, object], leng
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
     work = work_of(settings, dtype_of(settings, words).itemsize, lengths)
-    policy = read_wish(settings.place.model_dump()).policy
-    return make_plan(open_shape(str(directory)), work, machine, policies=(policy,))
+    policies = read_wish(settings.place.model_dump()).policies
+    return make_plan(open_shape(str(directory)), work, machine, policies=policies)
 
 
 def try_forecast(

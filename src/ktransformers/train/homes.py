@@ -55,7 +55,7 @@ class Placing:
     """A run's wishes on their way: `loaded`, then `trained`, then `ended`."""
 
     def __init__(self, settings: Settings, plan: Plan | None) -> None:
-        self.wish, self._plan = wish_of(settings), plan
+        self.wish, self._plan = wish_of(settings).as_planned(plan), plan
         self._device = device_of(settings)
         self.placement: Placement | None = None
         self._homes: Homes | None = None

@@ -125,7 +125,7 @@ class PlacementSettings(Section):
     """The words of `place.wish.Wish`."""
 
     kt_place: Literal["auto", "cpu", "stream", "resident"] | None = Field(
-        None, description="where experts are computed, with a GPU; KT_PLACE by itself, else the CPU"
+        None, description="where experts are computed, with a GPU; by itself KT_PLACE, then auto if it fits, else cpu"
     )
     kt_num_gpu_experts: int | None = Field(None, ge=0, description="experts of each layer that stay on the GPU")
     kt_gpu_experts_ratio: float | None = Field(None, ge=0, le=1, description="share of all experts that do; wins")
