@@ -17,6 +17,7 @@ from ktransformers.adapters import Pair, in_memory
 from ktransformers.errors import InputError
 from ktransformers.serve.engine import Engine, Limits
 from ktransformers.serve.forward import Alone, Forward, Piece, most_likely, open_forward
+from ktransformers.serve.head import collect
 from ktransformers.serve.lora import Places
 from ktransformers.serve.sampling import Sampling, choose, generator, scores
 from ktransformers.serve.sequence import Ask, Sequence
@@ -94,16 +95,18 @@ def test_greedy_rows_are_searched_together(dtype: torch.dtype) -> None:
 def test_pieces_of_greedy_answers_bring_their_token() -> None:
     model: Any = build("qwen3_moe")
     forward = Forward(model)
+    read: list[torch.Tensor] = []
     asked = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
     pieces = [
-        Piece(Slot(None, capacity=16), tokens, 0, None, scores=at == 0, greedy=greedy, last=greedy or last)
+        Piece(Slot(None, capacity=16), tokens, 0, None, collect(read) if not at else None, greedy or last, greedy)
         for at, (tokens, last, greedy) in enumerate(asked)
     ]
     first, middle, drawn, last = forward.run(pieces)
     assert middle is None and first is not None and drawn is not None and last is not None
-    assert first.logits.shape[0] == 3 and drawn.token is None and drawn.logits.shape[0] == last.logits.shape[0] == 1
+    assert read[0].shape[0] == 3 and torch.allclose(read[0][-1], first.logits, atol=1e-5)
+    assert drawn.token is None and drawn.logits.shape == last.logits.shape == read[0].shape[1:]
     for found in (first, last):
-        assert found.token == int(found.logits[-1].float().argmax())
+        assert found.token == int(found.logits.float().argmax())
 
 
 def test_scores_are_the_models_own() -> None:
@@ -220,11 +223,10 @@ def test_a_window_is_kept_over_chunks() -> None:
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     forward, slot = Forward(model), Slot(None, capacity=64)
-    found = [
-        forward.run([Piece(slot, tokens[first:last], first, None, True)])[0]
-        for first, last in ((0, 13), (13, 14), (14, 33), (33, 40))
-    ]
-    assert torch.allclose(torch.cat([part.logits for part in found if part is not None]), expected, atol=1e-4)
+    found: list[torch.Tensor] = []
+    for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
+        forward.run([Piece(slot, tokens[first:last], first, None, collect(found))])
+    assert torch.allclose(torch.cat(found), expected, atol=1e-4)
 
 
 def pair(*shape: int) -> Pair:

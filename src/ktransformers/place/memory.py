@@ -22,6 +22,7 @@ CUDA_CONTEXT = 600_000_000  # of a GPU's memory: context and what its allocator 
 CUBLAS = 67_000_000  # workspaces of products, measured on an H200
 LOSS_ROWS, LOSS_COLUMNS = 4096, 32768  # a tile of logits in TRL's chunked loss
 LOSS_COPIES = 7.25  # float32 and bool beside the tile, where torch operators compute it (a CPU); Triton needs none
+SCORED_ROWS = 128  # of a prompt meet the vocabulary at a time where a server is asked for their log-probabilities
 LANE = 3_000_000  # bytes of scratch for one thread of the pool
 HUGE = 2 << 20  # the core maps in units of this from this size on
 FACTOR_BYTES = 14  # on the GPU for a number of a layer's expert LoRA: two layers in bf16, gradients; fitted
@@ -253,10 +254,12 @@ def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -
     cache = work.sequences * work.context * model.cache_width * work.rest_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
     moment = work.tokens * work.rest_bytes * width + work.sequences * model.vocabulary * 4
+    score = 8 if work.rest_bytes == 4 else work.rest_bytes + 8  # a logit, in float32, and its logarithm
     rows = work.tokens * model.hidden * work.rest_bytes
     for table in gpus or [host]:
         table["KV cache"] = cache // max(1, len(gpus))
         table["activations"] = moment
+        table["scores"] = min(work.tokens, SCORED_ROWS) * model.vocabulary * score
     if not gpus:
         return 0
     for table in gpus:

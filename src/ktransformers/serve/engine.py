@@ -21,6 +21,7 @@ from torch import Tensor
 from ktransformers.errors import InputError, KTError
 from ktransformers.log import logger
 from ktransformers.serve.forward import Alone, Forward, Found, Piece
+from ktransformers.serve.head import Reader
 from ktransformers.serve.sampling import Score, choose, scores
 from ktransformers.serve.sequence import Event, Sequence
 from ktransformers.serve.slots import Owner, Slots
@@ -53,6 +54,7 @@ class Counts:
     steps: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
+    scored_tokens: int = 0  # of prompts whose log-probabilities were asked for
     preempted: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     first_token_seconds: float = 0.0
@@ -208,9 +210,9 @@ class Engine:
                 continue
             left -= count if missing > 1 else 0
             position, end = one.computed, one.computed + count
-            scoring = one.ask.prompt_logprobs and not one.prompt_told
+            read = _reader(one, position) if one.ask.prompt_logprobs and not one.prompt_told else None
             tokens, last, greedy = one.tokens[position:end], count == missing, one.greedy
-            piece = Piece(one.slot, tokens, position, one.ask.adapter, scoring, last, last and greedy)
+            piece = Piece(one.slot, tokens, position, one.ask.adapter, read, last, last and greedy)
             batch.append((one, piece))
         return [(one, piece) for one, piece in batch if one.slot is piece.slot]
 
@@ -228,14 +230,16 @@ class Engine:
     def _advance(self, one: Sequence, piece: Piece, found: Found | None) -> None:
         prompt = one.ask.prompt
         self.counts.prompt_tokens += max(0, min(piece.position + len(piece.tokens), len(prompt)) - piece.position)
-        if piece.scores and found is not None:
-            self._score_prompt(one, piece, found.logits)
+        if piece.read is not None:
+            self.counts.scored_tokens += len(piece.tokens)
+            if piece.position + len(piece.tokens) >= len(prompt):
+                self._tell_prompt(one, piece)
         if not piece.last or found is None:
             return
         if one.ask.max_tokens == 0:
             self._close(one, "length")
             return
-        row, token = found.logits[-1], found.token
+        row, token = found.logits, found.token
         if token is None:
             allowed = None if one.grammar is None else one.grammar.allowed(row.numel())
             token = choose(row.float(), one.ask.sampling, prompt, one.new, one.draw, allowed)
@@ -248,18 +252,10 @@ class Engine:
             self.counts.first_tokens += 1
         self._deliver(one, token, told)
 
-    def _score_prompt(self, one: Sequence, piece: Piece, logits: Tensor) -> None:
-        """Row i of the piece speaks of the token after it."""
-        prompt = one.ask.prompt
-        del one.prompt_scores[piece.position + 1 :]  # it may have lost its slot half-way and be at it again
-        count = min(len(piece.tokens), len(prompt) - 1 - piece.position)
-        if count > 0:
-            following = prompt[piece.position + 1 : piece.position + 1 + count]
-            one.prompt_scores += scores(logits[:count].float(), following, one.ask.logprobs or 0)
-        if piece.position + len(piece.tokens) >= len(prompt):
-            piece.slot.scores, piece.slot.top = list(one.prompt_scores), one.ask.logprobs or 0
-            one.prompt_told = True
-            one.deliver(Event(prompt_scores=tuple(one.prompt_scores), cached=one.cached))
+    def _tell_prompt(self, one: Sequence, piece: Piece) -> None:
+        piece.slot.scores, piece.slot.top = list(one.prompt_scores), one.ask.logprobs or 0
+        one.prompt_told = True
+        one.deliver(Event(prompt_scores=tuple(one.prompt_scores), cached=one.cached))
 
     def _deliver(self, one: Sequence, token: int, told: tuple[Score, ...]) -> None:
         if token in one.ask.stop_tokens:
@@ -293,3 +289,16 @@ class Engine:
             self._close(one, "error", error=error)
         self.waiting.clear()
         self.slots.clear()
+
+
+def _reader(one: Sequence, position: int) -> Reader:
+    """Scores the prompt from a piece that begins at `position`; its row i speaks of the token after it."""
+
+    def read(first: int, logits: Tensor) -> None:
+        at = position + first + 1
+        del one.prompt_scores[at:]  # it may have lost its slot half-way and be at it again
+        following = one.ask.prompt[at : at + logits.shape[0]]
+        if following:
+            one.prompt_scores += scores(logits[: len(following)].float(), following, one.ask.logprobs or 0)
+
+    return read

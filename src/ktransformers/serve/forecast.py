@@ -46,15 +46,16 @@ def forecast(
 
 def at_start(plan: Plan, service: Service) -> Comparison:
     """Predicted and measured host memory before the first request: no cache yet, nothing computed."""
-    later = ("KV cache", "activations", "workspace", "transfers")
+    later = ("KV cache", "activations", "scores", "workspace", "transfers")
     expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later) + _adapters(service)
     return Comparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
 def at_end(plan: Plan, service: Service) -> Comparison:
-    """And after the last one, with the cache as large as it became."""
-    host = plan.nearest.memory.host
-    expected = sum(size for name, size in host.items() if name != "KV cache") + _adapters(service)
+    """And after the last one, with the cache as large as it became, and scores of prompts where they were asked for."""
+    host, scored = plan.nearest.memory.host, service.engine.counts.scored_tokens > 0
+    left = ("KV cache",) if scored else ("KV cache", "scores")
+    expected = sum(size for name, size in host.items() if name not in left) + _adapters(service)
     if "KV cache" in host:
         expected += service.engine.slots.most * service.per_token
     return Comparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")

@@ -1,19 +1,18 @@
 """One forward pass for many sequences: pieces of them, laid one after the other in a single row of tokens.
 
-Pieces of the same adapter are laid side by side, so that an adapter's rows are one slice. Logits `[n, V]` come back for
-those rows only that were asked for, in the model's own type; where no more than the most likely token is wanted, it is
-looked for in all of them at once. `Forward` wants a past of keys and values alone. What a family does beyond that (a
-recurrent state, an index of its own, embeddings that look at the longest sequence) `Alone` computes, one sequence at a
-time, each with transformers' own cache. `check` runs two sequences in pieces and compares them with the stock model: a
-family that neither way computes rightly is refused by name before the server starts.
+Pieces of the same adapter are laid side by side, so that an adapter's rows are one slice. Logits come back of a piece's
+last row, in the model's own type; where no more than the most likely token is wanted, it is looked for in all of them
+at once. Who wants the logits of every row reads them some rows at a time (`head.py`). `Forward` wants a past of keys
+and values alone. What a family does beyond that (a recurrent state, an index of its own, embeddings that look at the
+longest sequence) `Alone` computes, one sequence at a time, each with transformers' own cache. `check` runs two
+sequences in pieces and compares them with the stock model: a family that neither way computes rightly is refused by
+name before the server starts.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ktransformers.nn.mixed import mixed
 from ktransformers.nn.norm import hasten_norms
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.attention import NAME, Span, spans
+from ktransformers.serve.head import Head, Reader, Scored, collect
 from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
 from ktransformers.serve.slots import Slot
 
@@ -41,15 +41,15 @@ class Piece:
     tokens: Sequence[int]
     position: int
     adapter: Resident | None
-    scores: bool = False  # logits of every row, else of the last
+    read: Reader | None = None  # gets the logits of every row, some at a time
     last: bool = True  # of the last row: not wanted in the middle of a prompt
     greedy: bool = False  # of the last row no more than the most likely token
 
 
 @dataclass(frozen=True)
 class Found:
-    logits: Tensor  # [rows, V]: of every row with scores, of the last one without
-    token: int | None = None  # the most likely one of the last row, where the piece is greedy
+    logits: Tensor  # [V], of the last row
+    token: int | None = None  # the most likely one, where the piece is greedy
 
 
 class Forward:
@@ -60,7 +60,7 @@ class Forward:
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
         self.stock = model.config._attn_implementation
-        self._picks = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._head = Head(model)
         model.set_attn_implementation(NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
             raise InputError(model.config.model_type, "attention of its own", "transformers' attention interface")
@@ -72,8 +72,8 @@ class Forward:
         positions: list[int] = []
         rows: list[Span] = []
         shares: list[Share] = []
-        picked: list[int] = []
-        counts: dict[int, int] = {}
+        picked: dict[int, int] = {}  # piece -> its last row
+        scored: list[Scored] = []
         for at in order:
             piece, first = pieces[at], len(tokens)
             tokens += piece.tokens
@@ -83,37 +83,38 @@ class Forward:
                 if shares and shares[-1].adapter is piece.adapter:
                     first = shares.pop().first
                 shares.append(Share(piece.adapter, first, len(tokens)))
-            wanted = range(rows[-1].first, len(tokens)) if piece.scores else range(len(tokens) - 1, len(tokens))
-            wanted = wanted if piece.scores or piece.last else range(0)
-            counts[at] = len(wanted)
-            picked += wanted
-        logits = self._call(tokens, positions, rows, shares, picked)
-        ends = dict(zip(order, accumulate(counts[at] for at in order), strict=True))
-        greedy = [at for at in order if pieces[at].greedy and counts[at]]
-        tokens_of = dict(zip(greedy, most_likely(logits, [ends[at] - 1 for at in greedy]), strict=True))
+            if piece.read is not None:
+                scored.append(Scored(rows[-1].first, len(tokens), piece.read))
+            if piece.last:
+                picked[at] = len(tokens) - 1
+        logits = self._call(tokens, positions, rows, shares, list(picked.values()), scored)
+        place = {at: row for row, at in enumerate(picked)}
+        greedy = [at for at in picked if pieces[at].greedy]
+        tokens_of = dict(zip(greedy, most_likely(logits, [place[at] for at in greedy]), strict=True))
         found: list[Found | None] = [None] * len(pieces)
-        for at in order:
-            if counts[at]:
-                found[at] = Found(logits[ends[at] - counts[at] : ends[at]], tokens_of.get(at))
+        for at, row in place.items():
+            found[at] = Found(logits[row], tokens_of.get(at))
         for piece in pieces:
             piece.slot.tokens[piece.position :] = piece.tokens
         return found
 
     def _call(
-        self, tokens: list[int], positions: list[int], rows: list[Span], shares: list[Share], picked: list[int]
+        self,
+        tokens: list[int],
+        positions: list[int],
+        rows: list[Span],
+        shares: list[Share],
+        picked: list[int],
+        scored: list[Scored],
     ) -> Tensor:
-        keep = torch.tensor(picked or [0], device=self.device)
-        options = {"logits_to_keep": keep} if self._picks else {}
+        words = {
+            "input_ids": torch.tensor([tokens], device=self.device),
+            "position_ids": torch.tensor([positions], device=self.device),
+            "use_cache": False,
+        }
         layers = expert_shares(shares, len(tokens))
         with torch.inference_mode(), spans(rows), linear_shares(shares, len(tokens)), mixed(layers):
-            out = self.model(
-                input_ids=torch.tensor([tokens], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
-                use_cache=False,
-                **options,
-            ).logits[0]
-        logits: Tensor = out if self._picks else out[keep]
-        return logits
+            return self._head.logits(picked, scored, words)
 
     def check(self) -> int:
         """Compare with the stock model; returns the bytes of keys and values per token."""
@@ -135,7 +136,7 @@ class Alone:
         self.model: Any = model
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
-        self._picks = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._head = Head(model)
 
     def run(self, pieces: Sequence[Piece]) -> list[Found | None]:
         return [self._one(piece) for piece in pieces]
@@ -145,21 +146,18 @@ class Alone:
         if slot.cache is None or not piece.position:
             slot.cache = DynamicCache(config=self.model.config)
         shares = [] if piece.adapter is None else [Share(piece.adapter, 0, count)]
-        options = {"logits_to_keep": 0 if piece.scores else 1} if self._picks else {}
         positions = torch.arange(piece.position, piece.position + count, device=self.device)[None]
+        words = {
+            "input_ids": torch.tensor([list(piece.tokens)], device=self.device),
+            "position_ids": positions,
+            "past_key_values": slot.cache,
+            "use_cache": True,
+        }
+        scored = [] if piece.read is None else [Scored(0, count, piece.read)]
         with torch.inference_mode(), linear_shares(shares, count), mixed(expert_shares(shares, count)):
-            logits: Tensor = self.model(
-                input_ids=torch.tensor([list(piece.tokens)], device=self.device),
-                position_ids=positions,
-                past_key_values=slot.cache,
-                use_cache=True,
-                **options,
-            ).logits[0]
+            logits = self._head.logits([count - 1], scored, words)
         slot.tokens[piece.position :] = piece.tokens
-        if not piece.scores and not piece.last:
-            return None
-        logits = logits if piece.scores else logits[-1:]
-        return Found(logits, *most_likely(logits, [logits.shape[0] - 1] if piece.greedy else []))
+        return Found(logits[0], *most_likely(logits, [0] if piece.greedy else [])) if piece.last else None
 
     def check(self) -> int:
         slot = _compare(self, _stock_logits(self.model, self.device))
@@ -198,18 +196,16 @@ def _compare(forward: Forward | Alone, expected: list[Tensor]) -> Slot:
     """Two sequences in uneven pieces against the stock model; a slot that holds one of them."""
     kind, texts = forward.model.config.model_type, _texts(forward.model)
     slots = [Slot(None, capacity=24), Slot(None, capacity=24)]
-    found: list[list[Found | None]] = [[], []]
+    found: list[list[Tensor]] = [[], []]
     steps = (((0, 0, 7), (1, 0, 4)), ((0, 7, 8), (1, 4, 12)), ((0, 8, 23), (1, 12, 13)), ((0, 23, 24),))
     try:
         for step in steps:
-            pieces = [Piece(slots[at], texts[at][first:last], first, None, True) for at, first, last in step]
-            for (at, _, _), part in zip(step, forward.run(pieces), strict=True):
-                found[at].append(part)
+            forward.run([Piece(slots[at], texts[at][a:b], a, None, collect(found[at])) for at, a, b in step])
     except (InputError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise InputError("model", f"{kind} ({error})", "a family that can be computed in pieces") from error
     limit = LIMITS.get(forward.model.dtype, ROUGH)
     for parts, wanted in zip(found, expected, strict=True):
-        got = torch.cat([part.logits for part in parts if part is not None]).float()
+        got = torch.cat(parts).float()
         apart = float((got - wanted).norm() / wanted.norm())
         if not apart <= limit:
             given = f"{kind}, whose logits differ by {apart:.2g} when it is computed in pieces"
