@@ -321,6 +321,7 @@ def place_experts(peft: Any, policy: str) -> None:
 
     if getattr(peft, "placement", None) is not None:
         peft.placement.detach()
+        peft.placement = None  # its memory is free before there is another
     peft.placement = place.attach(peft, policy=policy)
 
 
