@@ -3,7 +3,10 @@
 Everything that backward needs besides the inputs is an output: a host copy of the ids, the CPU's kept rows, and which
 experts the CPU had. So checkpointing may keep them all and never compute a layer again
 (`nn/checkpointing.py`), or let go of all of them. What computes is a handle, as the store is for the operator without
-an engine (`nn/operator.py`).
+an engine (`nn/operator.py`). The surprising decision: gradients of the factors are returned while the device still
+computes them. Factors pass through a function of their own, `Arrival`, which does nothing forward. Its tensors are in
+host memory, so autograd calls it back in another thread than the device's, and there it waits for the copies; the
+device's thread goes on to the layer before.
 """
 
 from __future__ import annotations
@@ -15,15 +18,49 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.engine import Engine, Kept, Layer
+from ktransformers.place.gpu.factors import Leaving
 from ktransformers.place.gpu.side import Batch
 
 _count = itertools.count(1)
 _known: weakref.WeakValueDictionary[int, PlacedStore] = weakref.WeakValueDictionary()
+
+
+class Awaited:
+    """Gradients of one pass's factors that are on their way."""
+
+    def __init__(self) -> None:
+        self.leaving: list[Leaving] = []
+        self.handle = next(_count)
+        _awaited[self.handle] = self
+
+    def finish(self) -> None:
+        while self.leaving:
+            self.leaving.pop().finish()
+
+
+_awaited: weakref.WeakValueDictionary[int, Awaited] = weakref.WeakValueDictionary()
+
+
+class Arrival(torch.autograd.Function):
+    """Factors as they are; their gradients, when they have come."""
+
+    @staticmethod
+    def forward(ctx: Any, awaited: Awaited, *lora: Tensor) -> tuple[Tensor, ...]:
+        ctx.awaited = awaited
+        ctx.set_materialize_grads(False)
+        return lora
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.awaited.finish()
+        return None, *grads
 
 
 def _placed(handle: int) -> PlacedStore:
@@ -52,6 +89,7 @@ def placed_experts(
     retain: bool,
     dropout: float,
     seed: int,
+    awaited: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def compute() -> tuple[Tensor, ...]:
         placed = _placed(store)
@@ -64,26 +102,29 @@ def placed_experts(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, ids, weights, lora, store, roles, scales, _, dropout, seed = inputs
+    hidden, ids, weights, lora, store, roles, scales, _, dropout, seed, awaited = inputs
     ctx.save_for_backward(hidden, ids, weights, *output[1:], *lora)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # zeros as large as what is kept would be made for it
     ctx.placed, ctx.roles, ctx.scales, ctx.dropout = _placed(store), roles, scales, Dropout(dropout, seed)
+    ctx.awaited = awaited
     ctx.factors, ctx.learns = len(lora), any(tensor.requires_grad for tensor in lora)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_out is None:
-        return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 6
+        return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 7
     hidden, ids, weights, *rest = ctx.saved_tensors
     kept, lora = Kept(*rest[:3]), rest[3:]
     batch = Batch(hidden.detach(), ids, weights.detach(), _factors(lora, ctx.roles, ctx.scales), ctx.dropout)
     placed = ctx.placed
     with torch.no_grad():
-        grad_hidden, grad_weights, grads = placed.engine.backward(
+        grad_hidden, grad_weights, grads, leaving = placed.engine.backward(
             placed.layer, batch, grad_out.contiguous(), kept, ctx.learns
         )
-    return (grad_hidden, None, grad_weights, grads if ctx.learns else [None] * len(lora), *[None] * 6)
+    if leaving is not None:
+        _awaited[ctx.awaited].leaving.append(leaving)
+    return (grad_hidden, None, grad_weights, grads if ctx.learns else [None] * len(lora), *[None] * 7)
 
 
 placed_experts.register_autograd(_backward, setup_context=_save)
@@ -101,16 +142,20 @@ class PlacedStore:
         self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, dropout: Dropout, retain: bool
     ) -> Tensor:
         rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
+        awaited, tensors = Awaited(), ()
+        if factors is not None:
+            tensors = Arrival.apply(awaited, *factors.tensors)  # type: ignore[no-untyped-call]
         out: Tensor = placed_experts(
             rows,
             ids.reshape(-1, top_k),
             weights.reshape(-1, top_k),
-            list(factors.tensors) if factors is not None else [],
+            list(tensors),
             self.handle,
             " ".join(factors.roles) if factors is not None else "",
             list(factors.scales) if factors is not None else [1.0] * 3,
             retain,
             dropout.share,
             dropout.seed,
+            awaited.handle,
         )[0]
         return out.view(hidden.shape)

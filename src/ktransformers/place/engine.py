@@ -31,7 +31,7 @@ from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import Descent, start_down
 from ktransformers.place.corrections import SETTLE, Corrections
 from ktransformers.place.few import FEW, Few
-from ktransformers.place.gpu.factors import start_to_host
+from ktransformers.place.gpu.factors import Leaving, start_to_host
 from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
@@ -208,14 +208,15 @@ class Engine:
 
     def backward(
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Gradients of hidden, of the routing weights and, if `wanted`, of the factors, in host memory."""
+    ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
+        """Gradients of hidden, of the routing weights and, if `wanted`, of the factors, in host memory; whoever reads
+        these has to finish what is still leaving."""
         with self._lock:
             return self._backward(layer, batch, grad_out, kept, wanted)
 
     def _backward(
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
         phase, begun = phase_of("backward"), self._mark()
         counts = count(kept.ids, layer.packed.geometry.experts)
         found = self.decide(layer, counts, kept.ids.shape[0], phase, batch.factors, begun)
@@ -253,12 +254,12 @@ class Engine:
         found_grads = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
         self._leave()
         if leaving is not None:
-            grads = leaving.finish()
+            grads = leaving.tensors
         elif grads and batch.factors is not None:
             grads = turned(layer.store, batch.factors, grads)
         elif wanted and batch.factors is not None:  # nobody was asked for
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
-        return *found_grads, grads
+        return *found_grads, grads, leaving
 
     def _mark(self) -> Any:
         return self.trials.mark() if self.policy == "auto" else None

@@ -25,6 +25,7 @@ from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.engine import Engine, Kept, Layer, count
+from ktransformers.place.gpu.factors import Leaving
 from ktransformers.place.gpu.several import Several, host_options
 from ktransformers.place.gpu.side import Batch
 
@@ -50,7 +51,7 @@ class ThresholdEngine(Engine):
 
     def backward(
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
         with self._lock:
             self.policy = self.policy_of(batch.ids.shape[0])
             return super().backward(layer, batch, grad_out, kept, wanted)

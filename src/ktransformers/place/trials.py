@@ -27,7 +27,7 @@ ENOUGH = 8  # layers that a pure way was timed over before it is judged; a mixtu
 MARGIN = {"both": 0.05, "cpu": 0.03, "stream": 0.03}  # by which a way must be faster than the one it replaces
 REACH = 1.6  # a pure way that costs say takes longer than that times the other is not tried
 NEAR = 1.25  # a way that was slower than that times the best is not tried again while nothing changes
-SOON, PATIENCE, LONGEST = 4, 64, 1024  # walks until another try: what seems faster now; what lost; at most
+SOON, PATIENCE, LONGEST = 2, 64, 1024  # walks until another try: what seems faster now; what lost; at most
 FADE = 0.3  # weight of the newest walk
 STRAY = 3.0  # one layer counts at most so many times the median
 
@@ -101,7 +101,7 @@ class Trial:
             beaten.tried, beaten.patience = self._turn, min(LONGEST, 2 * beaten.patience)
             self.best = winner
         found = self._candidate(predict)
-        self.settled = found is None
+        self.settled = found is None and not any(self._seems_faster(way) for way in WAYS)
         if (chosen := found or self.best) != self.way:
             self.way, self.records[chosen].layers = chosen, 0
         return self.way
@@ -125,6 +125,10 @@ class Trial:
         margin = 0.0 if self.best == "both" else MARGIN[way]
         return self.records[way].seconds <= (1 - margin) * self.records[self.best].seconds
 
+    def _seems_faster(self, way: str) -> bool:
+        """By what was measured last; a walk is timed after the one that follows it has begun."""
+        return way != self.best and self.records[way].seconds > 0 and self._beats(way)
+
     def _candidate(self, predict: Callable[[], Predicted]) -> str | None:
         """A way that is worth a try."""
         predicted: Predicted | None = None
@@ -134,7 +138,7 @@ class Trial:
                 continue
             if record.seconds:
                 waited, over = self._turn - record.tried, record.seconds / self.records[self.best].seconds
-                if (waited >= SOON and self._beats(way)) or (waited >= record.patience and over <= NEAR):
+                if (waited >= SOON and self._seems_faster(way)) or (waited >= record.patience and over <= NEAR):
                     return way
             elif way not in self._hopeless:
                 predicted = predict() if predicted is None else predicted

@@ -170,17 +170,18 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Tensors on their way into host memory, as they lie."""
+    """Tensors on their way into host memory, with the strides that they had."""
 
     descent: Descent
-    orders: tuple[list[int], ...]
+    tensors: list[Tensor]  # pinned; to be read when `finish` is back
 
     def finish(self) -> list[Tensor]:
-        """The same numbers with the same strides, pinned; waits for them."""
-        found = zip(self.orders, self.descent.finish(), strict=True)
-        return [dense.permute([order.index(dim) for dim in range(dense.dim())]) for order, dense in found]
+        self.descent.finish()
+        return self.tensors
 
 
 def start_to_host(laid: Sequence[Tensor]) -> Leaving:
-    orders = tuple(dims_in_memory(tensor) for tensor in laid)
-    return Leaving(start_down([tensor.permute(order) for order, tensor in zip(orders, laid, strict=True)]), orders)
+    orders = [dims_in_memory(tensor) for tensor in laid]
+    descent = start_down([tensor.permute(order) for order, tensor in zip(orders, laid, strict=True)])
+    found = zip(orders, descent.targets, strict=True)
+    return Leaving(descent, [dense.permute([order.index(d) for d in range(dense.dim())]) for order, dense in found])
