@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import torch
 
 POLICIES = ("cpu", "stream", "resident", "auto")
+MANY = 8  # pieces
 FILLED = 0.95  # of the memory that is allowed
 WARM, LONGEST = 2, 16  # steps before any is timed: at least, and at most until auto has settled
 
@@ -77,7 +78,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=numbers, default=[0], help="GiB that torch may allocate; 0: all")
     parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
     parser.add_argument("--serve", type=int, default=0, metavar="N", help="also a prompt of N tokens and 16 new ones")
-    parser.add_argument("--seconds-per-cell", type=float, default=6.0, help="of timed steps, three of them at least")
+    parser.add_argument(
+        "--seconds-per-cell",
+        type=float,
+        default=6.0,
+        help="of timed steps, three of them at least (one, where it has many pieces)",
+    )
     parser.add_argument("--longest", type=float, default=400.0, help="seconds that a variant's process may take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -148,7 +154,7 @@ class Trainer:
         for _ in range(2):
             self.step(self.batches(tokens, pieces))
         room = int(FILLED * gib * GIB) - torch.cuda.max_memory_reserved()
-        return min(len(row) for row in placement.place_residents(size={self.device: max(0, room)}))
+        return min(len(row) for row in placement.place_residents(size=max(0, room)))
 
     def batches(self, tokens: int, pieces: int) -> list[torch.Tensor]:
         import torch
@@ -192,11 +198,12 @@ class Trainer:
         warm = [timed()]
         self.peaks.reset()
         of_piece = batches[0].numel()
-        while len(warm) < WARM or (len(warm) < LONGEST and not settled(self.model, of_piece)):
+        least = 3 if pieces < MANY else 1  # pieces of a step are as good as steps
+        while len(warm) < min(WARM, least) or (len(warm) < LONGEST and not settled(self.model, of_piece)):
             warm.append(timed())
         taken: list[float] = []
         watch = Watch()
-        while len(taken) < 3 or sum(taken) < seconds:
+        while len(taken) < least or sum(taken) < seconds:
             taken.append(timed())
         foreign = watch.foreign()
         peaks = self.peaks.read()
