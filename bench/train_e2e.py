@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seconds-per-cell",
         type=float,
         default=6.0,
-        help="of timed steps, three of them at least (one, where it has many pieces)",
+        help="of timed steps, three at least, one if of many pieces",
     )
     parser.add_argument("--longest", type=float, default=400.0, help="seconds that a variant's process may take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
