@@ -62,6 +62,11 @@ def changed_value(tensors: dict[str, torch.Tensor]) -> None:
     tensors[EXPERTS][3, :] += 0.05
 
 
+def changed_slightly(tensors: dict[str, torch.Tensor]) -> None:
+    """By no more than bf16 changes."""
+    tensors[EXPERTS][3, :] *= 1.01
+
+
 def swapped(tensors: dict[str, torch.Tensor]) -> None:
     gate, up = tensors[EXPERTS].chunk(2)
     tensors[EXPERTS] = torch.cat([up, gate])
@@ -187,6 +192,34 @@ def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, l
     assert checks["stock PEFT"]["passed"] is None and str(packed) in checks["stock PEFT"]["said"]
     packed.rename(tmp_path / "gone")
     assert "pass --kt-weight-path" in str(run(tmp_path / "out").exception)
+
+
+def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Trained in float32: the graph says what was recorded and what stock PEFT says; bf16 is the server's alone."""
+    from ktransformers.serve.prove import against_record, trainer_graph
+    from ktransformers.serve.target import resolve
+    from tests.train.conftest import Quiet, recipe
+    from tests.train.runs import run as train
+
+    output = tmp_path / "out"
+    train(recipe(trained[0].parent / "base", output, val_size=3, learning_rate=2e-2, precision="f32"), Quiet())
+    done = run(output, "--json")
+    assert done.exit_code == 0, done.output
+    checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
+    for what in ("as trained", "server, adapter", "server, base", "stock PEFT"):
+        assert checks[what]["passed"] and checks[what]["difference"]["max"] < 2e-5, what
+    assert "trained with experts in f32, served in bf16: max 0.00" in checks["server, adapter"]["said"]
+    record, target = prove_record.read_record(output), resolve(str(output))
+    assert record is not None and target.precision == "f32"
+
+    def as_trained(precision: str) -> Any:
+        graph = trainer_graph(target, open_content(output), record.rows, torch.float32, "cpu", precision)
+        return against_record(record, graph)
+
+    assert as_trained("bf16").passed is False  # what rounding changes would be taken for a fault
+    change(output, changed_slightly, manifest=False)
+    found = as_trained("f32")
+    assert found.passed is False and found.culprit == "model.layers.1.mlp.experts"
 
 
 def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], output: Path) -> None:

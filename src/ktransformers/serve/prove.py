@@ -49,6 +49,7 @@ TEXTS = (
     "Question: what is seventeen plus twenty-five?\nAnswer: forty-two, because seventeen and twenty-five make that.",
     "Es war einmal ein Müller, der hatte drei Söhne, seine Mühle, einen Esel und einen Kater.",
 )
+SERVED = "bf16"  # is what a server computes experts in
 STOCK_ROOM = 1.25  # times the weights: what stock PEFT builds of a layer's difference comes on top
 FREE = 0.9  # of the free memory may be used for stock
 
@@ -146,32 +147,28 @@ def prove(
     kind = dtype_of(word, device)
     rows, sample = _rows(record, target)
     say(f"the trainer's graph: {target.model} in {_spelled(kind)}, {len(rows)} rows")
-    graph = trainer_graph(target, content, rows, kind, device)
+    graph = trainer_graph(target, content, rows, kind, device, target.precision)
     floor = graph.floor.logprobs
     checks = [tensors[0], _consumed(graph, content)]
     if record is not None:
         checks.append(against_record(record, graph))
     gc.collect()
+    rounded = graph
+    if target.precision != SERVED:
+        say(f"the same with experts in {SERVED}, as they are served")
+        rounded = trainer_graph(target, content, rows, kind, device, SERVED)
+        gc.collect()
     launch = Launch(str(folder), dtype=_spelled(kind), device=device, running=2 * len(rows), tokens=8192)
     say(f"our server: {server}" if server else "our server, on a free port of this machine")
-    checks += against_server(server, api_key, launch, target, rows, graph, tensors[1]["matrices"], say)
+    served = against_server(server, api_key, launch, target, rows, rounded, tensors[1]["matrices"], say)
+    checks += [_rounded(check, target, rounded, graph) for check in served]
     gc.collect()
     say("stock transformers and PEFT")
     checks.append(against_stock(target, rows, kind, device, graph))
     counts = tensors[1] | {"consumed": graph.consumed}
     effect = difference(graph.adapter, graph.base)
-    return Proof(
-        str(folder),
-        str(target.model),
-        _spelled(kind),
-        len(rows),
-        graph.base.tokens,
-        sample,
-        floor,
-        effect,
-        tuple(checks),
-        counts,
-    )
+    names = str(folder), str(target.model), _spelled(kind)
+    return Proof(*names, len(rows), graph.base.tokens, sample, floor, effect, tuple(checks), counts)
 
 
 def _spelled(dtype: torch.dtype) -> str:
@@ -212,14 +209,21 @@ def check_tensors(content: Content, model: str) -> tuple[Check, dict[str, int]]:
 
 
 def trainer_graph(
-    target: Target, content: Content, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str
+    target: Target,
+    content: Content,
+    rows: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: str,
+    precision: str = SERVED,
 ) -> Graph:
+    """`precision`: of the experts."""
     from peft import PeftModel
 
     from ktransformers.nn import load_model
 
     where = None if device == "cpu" else device
-    stock = load_model(target.model, experts=target.experts_of(None), dtype=dtype, device=where)
+    experts = target.experts_of(None)
+    stock = load_model(target.model, experts=experts, dtype=dtype, device=where, precision=precision)
     base = measure(stock, rows)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     consumed = _read_back(model, content)
@@ -303,6 +307,16 @@ def against_server(
         return _served(Client(address, None), target, rows, graph, matrices, where)
 
 
+def _rounded(check: Check, target: Target, rounded: Graph, graph: Graph) -> Check:
+    """Where training was more exact than a server is, its answers are said with how far that is from training."""
+    pairs = {"server, adapter": (rounded.adapter, graph.adapter), "server, base": (rounded.base, graph.base)}
+    if target.precision == SERVED or check.what not in pairs:
+        return check
+    apart = difference(*pairs[check.what])
+    said = f"trained with experts in {target.precision}, served in {SERVED}: max {apart.max:.2g}, mean {apart.mean:.2g}"
+    return replace(check, said=f"{check.said}; {said}")
+
+
 def _served(
     client: Client,
     target: Target,
@@ -360,7 +374,8 @@ def against_stock(
     base = measure(stock, rows)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     adapter = measure(model, rows, graph.modules)
-    _round_experts(model)
+    if target.precision == SERVED:
+        _round_experts(model)
     rounded = measure(model, rows)
     control, rounding = difference(base, graph.base), difference(rounded, adapter)
     floor = larger(graph.floor.logprobs, larger(control, rounding))

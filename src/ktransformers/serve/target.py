@@ -36,6 +36,7 @@ class Target:
     name: str = ""  # what to call the base
     keys: Mapping[str, Any] = field(default_factory=dict)  # of the YAML file, where it is one
     experts: Path | None = None  # where they came from in training, if not from the model
+    precision: str = "bf16"  # that training computed them in
 
     def experts_of(self, given: Path | None) -> Path | None:
         """`given` on the launch line, else those of the training; None: the model's own."""
@@ -95,9 +96,11 @@ def _of_adapter(path: Path) -> Target:
     if not base:
         raise InputError(str(path), "an adapter that names no base", "base_model_name_or_path in adapter_config.json")
     document = read_manifest(path) or {}
-    experts = (document.get("experts") or {}).get("path")
+    about = document.get("experts") or {}
+    experts, precision = about.get("path"), str(about.get("precision") or "bf16")
     adapters = ((_short(path.name), str(path)),)
-    return Target(locate(str(base)), adapters, _name(str(base)), experts=Path(experts) if experts else None)
+    found = Path(experts) if experts else None
+    return Target(locate(str(base)), adapters, _name(str(base)), experts=found, precision=precision)
 
 
 def _of_yaml(path: Path) -> Target:
