@@ -1,6 +1,6 @@
 """What `kt plan` says about training steps that `train_e2e.py` has measured: predicted beside measured, cell by cell.
 
-    python bench/predicted.py bench/results/train-e2e-place.json --machine amx16-h200 --json predicted.json
+    python bench/predicted.py bench/results/train-e2e-auto.json --machine amx16-h200 --json predicted.json
 
 Each cell of a document becomes the planner's work (tokens, pieces, rank, what is kept) and choice (policy, format) and
 is evaluated for the named profile: nothing here is fitted to a cell. A cell is within the bars where its time is
@@ -26,16 +26,13 @@ from timing import Table, print_last_line, save
 
 from ktransformers.place import Choice, Machine, Training, profile
 from ktransformers.place.cost import time_of
-from ktransformers.place.memory import ENGINE, Engine, memory_of
+from ktransformers.place.memory import memory_of
 from ktransformers.place.shape import of_config
 
 GIB = 1 << 30
 TIME_BAR, MEMORY_BAR = 0.25, 0.10
 # Share of a layer's experts that one sequence of 512 tokens touches in the recipe's random model, mean of its layers.
 TOUCHED = {"qwen3-30b": 0.553, "dsv2-lite": 0.811}
-# Until then the engine had room for two layers and decoded the same bytes for every format.
-CHANGED = "2026-11-15T12:00"
-EARLIER = Engine(slot_layers=2, room_bytes=0, token_rows=0)
 LOSS_COPIES = 14  # bytes of a logit: in bf16, in float32, its softmax, its gradient
 
 
@@ -78,12 +75,12 @@ def work_of(recipe: Recipe, facts: dict[str, Any], cell: dict[str, Any]) -> Trai
     )
 
 
-def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine, engine: Engine) -> Row:
+def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row:
     recipe = recipes()[cell["model"]]
     words = {**recipe.config, "num_hidden_layers": cell["layers"], "vocab_size": facts["vocabulary"]}
     shape, work = of_config(words, recipe.name), work_of(recipe, facts, cell)
     choice = Choice(cell.get("format", "bf16").partition(":")[0], 1, policy=cell["policy"] or "cpu")
-    memory = memory_of(shape, work, choice, machine, engine)
+    memory = memory_of(shape, work, choice, machine)
     predicted = {
         "step_s": time_of(shape, work, choice, machine).seconds,
         "gpu_peak_gib": (memory.gpu_bytes[0] - memory.gpus[0]["context"]) / GIB,
@@ -96,8 +93,7 @@ def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine, engine
 def rows_of(document: dict[str, Any], machine: Machine) -> list[Row]:
     """Of the cells that were computed by kt; the others are not ours to plan."""
     kt = [cell for cell in document["cells"] if cell["variant"] == "kt"]
-    engine = EARLIER if document["machine"]["time"] < CHANGED else ENGINE
-    return [row_of(cell, document["models"][cell["model"]], machine, engine) for cell in kt]
+    return [row_of(cell, document["models"][cell["model"]], machine) for cell in kt]
 
 
 def routes(name: str, tokens: int) -> float:

@@ -17,12 +17,17 @@ from ktransformers.place import profile
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-# Document -> (policy, format, tokens) -> the bars that the cell misses. The oldest is of a time when the tensors of a
-# step lay in fresh memory, whose page faults the model does not know.
+# Document -> (policy, format, tokens) -> the bars that the cell misses. In the first a policy has the host memory that
+# those before it had in the same process; one cell of the last is of a minute in which Python was slow there; the oldest
+# is of a time when the tensors of a step lay in fresh memory, whose page faults the model does not know.
+HOST, STEP = {"host_peak_gib"}, {"step_s"}
 MISSED: dict[str, dict[tuple[str, str, int], set[str]]] = {
-    "train-e2e-place.json": {},
-    "train-e2e-lent.json": {},
-    "train-e2e.json": {("cpu", "bf16", 2048): {"step_s"}, ("cpu", "bf16", 8192): {"step_s"}},
+    "train-e2e-policies.json": {
+        (policy, "bf16", tokens): HOST for policy in ("stream", "auto") for tokens in (512, 2048, 8192)
+    },
+    "train-e2e-bits.json": {("auto", "int4:32", 8192): HOST, ("auto", "int8", 8192): HOST},
+    "train-e2e-auto.json": {("auto", "int4:32", 8192): HOST, ("auto", "int4:32", 512): STEP},
+    "train-e2e.json": {("cpu", "bf16", 2048): STEP, ("cpu", "bf16", 8192): STEP},
 }
 
 
@@ -48,7 +53,7 @@ def test_recorded_steps_are_within_the_bars(predicted: Any) -> None:
         assert {cell: bars for cell, bars in missed.items() if bars} == known, name
         assert all(len(row.within) == 3 for row in rows)  # seconds, GPU and host
         held |= {cell for cell, bars in missed.items() if not bars}
-    assert len(held) == 9 and {policy for policy, *_ in held} == {"cpu", "stream"}
+    assert len(held) >= 15 and {policy for policy, *_ in held} == {"cpu", "stream", "auto"}
 
 
 def test_the_script_prints_a_table_and_a_document(

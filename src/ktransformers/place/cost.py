@@ -27,12 +27,15 @@ from ktransformers.place.work import Choice, Serving, Training, Work
 
 LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
 HOST_CALL = 50e-6  # a layer's experts start after a copy down and end with one up: two callbacks of 23 us, measured
-# The same in training, with PEFT and autograd around the kernels and LoRA packed anew: 5 to 6.7 ms in either direction
-# and at every size of bench/results/train-e2e-lent.json.
+# The same in training, with PEFT and autograd around the kernels: 5 to 6.7 ms in either direction and at every size of
+# bench/train_e2e.py.
 TRAINED_CALL = 6e-3
 LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
 ADAM_BYTES = 28  # read and written for a trained number: it, its gradient, two moments
-ADAM_SHARE = 0.43  # of the read rate that torch's AdamW reaches with four threads: 25 ms for 53 million numbers
+ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
+QUIET = (
+    0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and their results are not waited for
+)
 PREFETCHED = 4  # rows of an expert on average: from here on the next layer's experts are fetched ahead
 PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
 
@@ -146,14 +149,15 @@ def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: 
         return way.products * rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
     numbers = model.layers * (model.rest_per_layer + model.scores_width * work.sequence / 2)
     computing = way.products * 2 * work.tokens * numbers / (machine.gpus[0].flops * LORA_SHARE)
-    return together(way.launches / PASSES * machine.layer_seconds * model.layers, computing, SUM)
+    launching = machine.layer_seconds * (QUIET if choice.uses_engine else 1)
+    return together(way.launches / PASSES * launching * model.layers, computing, SUM)
 
 
 def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
-    """Factors of experts that a GPU computes: there in both directions, gradients back, of every batch."""
+    """Factors of experts that a GPU computes, there, of every batch; gradients come back while the next layer runs."""
     if not choice.uses_engine or not work.adapts_experts:
         return 0.0
-    return work.batches * 3 * expert_lora_numbers(model, work.rank) * work.trained_bytes / machine.gpus[0].link
+    return work.batches * expert_lora_numbers(model, work.rank) * work.trained_bytes / machine.gpus[0].link
 
 
 def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:

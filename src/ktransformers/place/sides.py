@@ -20,7 +20,7 @@ from ktransformers.place.work import Choice
 SUM = Costs.sum
 # Of a GPU's paper rate that a layer with LoRA reaches in training, moving rows included: fitted to streamed steps of
 # 8192 tokens on an H200.
-LORA_SHARE = 0.15
+LORA_SHARE = 0.25
 GPU_SHARE = 0.5  # and in products of a few thousand rows without gradients; estimated
 SERVED_CALL = (
     0.9e-3  # handing experts to the GPU without LoRA: a streamed token in int4 beyond its bytes (bench/place.py)
