@@ -18,8 +18,8 @@ from ktransformers.place import profile
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 # Document -> (policy, format, tokens) -> the bars that the cell misses. In the first a policy has the host memory that
-# those before it had in the same process; one cell of the last is of a minute in which Python was slow there; the oldest
-# is of a time when the tensors of a step lay in fresh memory, whose page faults the model does not know.
+# those before it had in the same process; one cell of the third is of a minute in which Python was slow there; the
+# oldest is of a time when a step's tensors lay in fresh memory, whose page faults the model does not know.
 HOST, STEP = {"host_peak_gib"}, {"step_s"}
 MISSED: dict[str, dict[tuple[str, str, int], set[str]]] = {
     "train-e2e-policies.json": {
