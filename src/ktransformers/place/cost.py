@@ -33,9 +33,7 @@ TRAINED_CALL = 6e-3
 LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
 ADAM_BYTES = 28  # read and written for a trained number: it, its gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
-QUIET = (
-    0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and their results are not waited for
-)
+QUIET = 0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and nobody waits for them
 PREFETCHED = 4  # rows of an expert on average: from here on the next layer's experts are fetched ahead
 PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
 
