@@ -55,6 +55,7 @@ struct ProductOf {
   Real* c;  // [tiles * rows][32]
   const Extra* extra;
   int extras, block0;
+  const float* beside = nullptr;  // of bytes: what the extras add, [tiles * rows][32], or nothing
 };
 using Product = ProductOf<float>;
 
@@ -136,23 +137,30 @@ inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
   return select<V>(gone, splat<V>(0.0), v * splat<V>(drop.scale));
 }
 
-// Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
-// them.
+// The extras of a product alone, into p.c; whether there are any.
 template <class Isa>
-inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop) {
-  using V = typename Isa::Vector;
+inline bool multiply_extras(const ProductOf<typename Isa::Real>& p) {
   Nothing nothing;
   ProductOf<typename Isa::Real> q = p;
   q.ahead = kNothingAhead;
   q.extras = 0;
+  q.accumulate = false;
   for_each_extra(p, [&](const Stretch& s) {
     q.s = s;
     Isa::multiply(q, nothing);
     q.accumulate = true;
   });
+  return q.accumulate;
+}
+
+// Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
+// them.
+template <class Isa>
+inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop) {
+  using V = typename Isa::Vector;
+  p.accumulate = multiply_extras<Isa>(p);
   p.extras = 0;
-  p.accumulate = q.accumulate;
-  for (int r = 0; q.accumulate && r < p.live; r++)
+  for (int r = 0; p.accumulate && r < p.live; r++)
     for (int i = 0; i < kBlockN; i += Isa::width) {
       typename Isa::Real* c = p.c + r * kBlockN + i;
       uint32_t seed = drop.row[p.tile * p.rows + r];
@@ -186,7 +194,7 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
     if (turned) next = nullptr;
     if constexpr (requires { u.coded; } && !Isa::overlaps)
       if (how) {
-        decode_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
+        open_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
         p.s.b = u.coded.decoded;
       }
     for (int pass = 0; pass < passes; pass++) {
@@ -197,7 +205,8 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
       p.ahead = how ? share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
                     : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
-      if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
+      if constexpr (!kInBytes<Isa>)
+        if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
       if (decoding && pass == 0) decoding->begin();
       Meanwhile<Rows, DecodingAhead<Isa>> meanwhile{unfinished, decoding};
       Isa::multiply(p, meanwhile);
@@ -223,7 +232,8 @@ void thin_panel(const Thin& t) {
 }
 
 template <class Isa, Activation A>
-inline void hidden_row(const typename Isa::Real* c, const Gate& gate, const typename Isa::Real* bias, char* out) {
+__attribute__((always_inline)) inline void hidden_row(const typename Isa::Real* c, const Gate& gate,
+                                                      const typename Isa::Real* bias, char* out) {
   using V = typename Isa::Vector;
   for (int i = 0; i < (gate.gated ? kTileN : kBlockN); i += Isa::width) {
     V g = load<V>(c + i), h;
@@ -249,20 +259,52 @@ inline void keep_row(const typename Isa::Real* c, const typename Isa::Real* bias
   }
 }
 
-template <class Isa, Activation A>
+// Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished.
+template <class Isa, class By, class Unit>
+inline void set_extras_apart(const Unit& u, int turn, ProductOf<typename By::Real>& p) {
+  if constexpr (kInBytes<By>) {
+    constexpr int sums = kPassTiles * kMaxRows * kBlockN;
+    Product q{{}, p.block, p.tile, p.tiles, p.rows, p.live, false, kNothingAhead, nullptr, p.extra, p.extras, p.block0};
+    q.c = (float*)u.scratch + (2 + turn) * sums;
+    p.beside = p.extras && multiply_extras<Isa>(q) ? q.c : nullptr;
+    p.extras = 0;
+  }
+}
+
+// The sums of row r of a product as numbers: they are, or they meet their scales in `row`.
+template <class Isa, class By, class Unit>
+inline const typename Isa::Real* numbers_of(const Unit& u, const ProductOf<typename By::Real>& p, int r,
+                                            const typename By::Real* c, typename Isa::Real* row) {
+  if constexpr (kInBytes<By>) {
+    const char* block = u.base.b + (p.block - p.block0) * (int64_t)u.block_bytes;
+    scale_row<typename Isa::Vector>(*u.coded.how, block, u.row_scale[p.tile * p.rows + r], c,
+                                    p.beside ? p.beside + r * kBlockN : nullptr, row);
+    return row;
+  } else {
+    return c;
+  }
+}
+
+// `By` multiplies: the ISA itself, or its products of bytes.
+template <class Isa, class By, Activation A>
 void run_up_as(const Up& u) {
-  using Real = typename Isa::Real;
+  using Real = typename By::Real;
   int64_t block_sums = (int64_t)u.tiling.tiles * u.tiling.rows * kBlockN;
   int64_t row_bytes = kTileK * Isa::elem, tile_bytes = row_bytes * u.tiling.rows * u.hidden_k_tiles;
   int turn = 0;
   auto where = [&](ProductOf<Real>& p) {
     p.accumulate = !u.first;
     // Two places take turns, because the rows in one are still being finished while the other is filled.
-    p.c = u.first && u.last ? (Real*)u.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+    turn ^= 1;
+    p.c = u.first && u.last ? (Real*)u.scratch + turn * kPassTiles * kMaxRows * kBlockN
                             : (Real*)u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
+    set_extras_apart<Isa, By>(u, turn, p);
   };
-  auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
-    const Real* bias = u.bias ? (const Real*)u.bias + (int64_t)p.block * kBlockN : nullptr;
+  auto finish = [&](const ProductOf<Real>& p, int r, const Real* sums) {
+    using Number = typename Isa::Real;
+    alignas(64) Number scaled[kBlockN];
+    const Number* c = numbers_of<Isa, By>(u, p, r, sums, scaled);
+    const Number* bias = u.bias ? (const Number*)u.bias + (int64_t)p.block * kBlockN : nullptr;
     if (u.keep) {
       int64_t row = (int64_t)p.tile * p.rows + r;
       keep_row<Isa>(c, bias, u.keep + row * u.keep_stride + (int64_t)(p.block - u.block0) * kBlockN * Isa::elem);
@@ -274,25 +316,33 @@ void run_up_as(const Up& u) {
                 (r - second * p.rows) * row_bytes + (column % kTileK) * Isa::elem;
     hidden_row<Isa, A>(c, u.gate, bias, out);
   };
-  for_each_product<Isa>(u, u.last, u.next, false, Drop{}, where, finish);
+  for_each_product<By>(u, u.last, u.next, false, Drop{}, where, finish);
 }
 
-template <class Isa>
-void run_up(const Up& u) {
+template <class Isa, class By>
+void run_up_by(const Up& u) {
   switch (u.gate.kind) {
     case Activation::silu:
-      return run_up_as<Isa, Activation::silu>(u);
+      return run_up_as<Isa, By, Activation::silu>(u);
     case Activation::gelu:
-      return run_up_as<Isa, Activation::gelu>(u);
+      return run_up_as<Isa, By, Activation::gelu>(u);
     case Activation::gelu_tanh:
-      return run_up_as<Isa, Activation::gelu_tanh>(u);
+      return run_up_as<Isa, By, Activation::gelu_tanh>(u);
     case Activation::relu2:
-      return run_up_as<Isa, Activation::relu2>(u);
+      return run_up_as<Isa, By, Activation::relu2>(u);
     case Activation::swiglu_oai:
-      return run_up_as<Isa, Activation::swiglu_oai>(u);
+      return run_up_as<Isa, By, Activation::swiglu_oai>(u);
     case Activation::none:
-      return run_up_as<Isa, Activation::none>(u);
+      return run_up_as<Isa, By, Activation::none>(u);
   }
+}
+
+// `Bytes`: how the ISA multiplies them, or void.
+template <class Isa, class Bytes>
+void run_up(const Up& u) {
+  if constexpr (kMultiplies<Bytes>)
+    if (u.row_scale) return run_up_by<Isa, Bytes>(u);
+  run_up_by<Isa, Isa>(u);
 }
 
 template <class V>
@@ -316,7 +366,7 @@ inline Real* sum_of(const Down& d, int block, int r) {
 
 // Row r of one expert's block joins its token's sum: stored if first, added otherwise, rounded into the output if last.
 template <class V>
-inline void add_row(const Down& d, int block, int r, const Lane<V>* c) {
+__attribute__((always_inline)) inline void add_row(const Down& d, int block, int r, const Lane<V>* c) {
   using Real = Lane<V>;
   constexpr int W = kLanes<V>;
   int token = d.rows.token[r];
@@ -336,26 +386,35 @@ inline void add_row(const Down& d, int block, int r, const Lane<V>* c) {
   }
 }
 
-template <class Isa>
-void run_down(const Down& d) {
-  using Real = typename Isa::Real;
+template <class Isa, class By>
+void run_down_by(const Down& d) {
+  using Real = typename By::Real;
   int turn = 0;
   ProductOf<Real> now = {};
   auto where = [&](ProductOf<Real>& p) {
     p.accumulate = false;
     p.c = (Real*)d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
+    set_extras_apart<Isa, By>(d, turn, p);
     now = p;
   };
   auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
     // Sums lie scattered by token: those that the product under way will need come into L1 meanwhile.
     if (r < now.live) {
-      const Real* sum = sum_of<Real>(d, now.block, now.tile * now.rows + r);
+      const auto* sum = sum_of<typename Isa::Real>(d, now.block, now.tile * now.rows + r);
       __builtin_prefetch(sum, 1, 3);
       __builtin_prefetch(sum + 16, 1, 3);
     }
-    add_row<typename Isa::Vector>(d, p.block, p.tile * p.rows + r, c);
+    alignas(64) typename Isa::Real scaled[kBlockN];
+    add_row<typename Isa::Vector>(d, p.block, p.tile * p.rows + r, numbers_of<Isa, By>(d, p, r, c, scaled));
   };
-  for_each_product<Isa>(d, true, d.next, d.turned, d.drop, where, finish);
+  for_each_product<By>(d, true, d.next, d.turned, d.drop, where, finish);
+}
+
+template <class Isa, class Bytes>
+void run_down(const Down& d) {
+  if constexpr (kMultiplies<Bytes>)
+    if (d.row_scale) return run_down_by<Isa, Bytes>(d);
+  run_down_by<Isa, Isa>(d);
 }
 
 }  // namespace
