@@ -63,21 +63,28 @@ __attribute__((noinline)) void order_block(const Encoding& e, const char* block,
   }
 }
 
-// Sums of 32 outputs times the scales of their row and their channels, and what joins them.
+// Sums of a block's 32 outputs as numbers: times the scales of their row and their channels, and what joins them.
 template <class V>
-inline void scale_row(const Encoding& e, const char* block, float row_scale, const int32_t* c, const float* beside,
-                      float* out) {
-  constexpr int W = kLanes<V>;
-  for (int half = 0; half < 2; half++) {
-    const char* channel = block + half * e.strip[0].bytes + e.strip[half].headers;
-    for (int n = 0; n < kTileN; n += W) {
-      int at = half * kTileN + n;
-      V v = __builtin_convertvector(load<I32<W>>(c + at), V) * (splat<V>(row_scale) * load<V>(channel + n * 4));
-      if (beside) v += load<V>(beside + at);
-      store(out + at, v);
-    }
+struct ScaledSums {
+  const int32_t* c;        // [rows][32]
+  const float* row_scale;  // [rows]
+  const char* channel[2];  // scales of 16 outputs
+  const float* beside;     // as c, or null
+
+  ScaledSums(const Encoding& e, const char* block, const float* scale, const int32_t* sums, const float* extra)
+      : c(sums),
+        row_scale(scale),
+        channel{block + e.strip[0].headers, block + e.strip[0].bytes + e.strip[1].headers},
+        beside(extra) {}
+  // Of row r from output n on.
+  __attribute__((always_inline)) V at(int r, int n) const {
+    constexpr int W = kLanes<V>;
+    V scale = splat<V>(row_scale[r]) * load<V>(channel[n / kTileN] + n % kTileN * 4);
+    // Rounded here, not fused with whatever is added to it: that depends on the row's neighbours.
+    V v = apart(__builtin_convertvector(load<I32<W>>(c + r * kBlockN + n), V) * scale);
+    return beside ? v + load<V>(beside + r * kBlockN + n) : v;
   }
-}
+};
 
 // What rows are multiplied with to become bytes, and the scale that they keep. A row without a finite largest magnitude
 // has that for its scale, so that its results are not finite either; one of tiny numbers counts as zero.
@@ -101,6 +108,15 @@ inline I32<W> rounded(F32<W> v, float inverse) {
   return (I32<W>)(apart(v * splat<F32<W>>(inverse)) + splat<F32<W>>(12582912.0f));
 }
 
+template <int W>
+inline typename Vec<W>::u8 low_bytes(I32<W> v) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (typename Vec<W>::u8)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)v);
+#endif
+  // In two steps: the compiler takes longer ones apart.
+  return __builtin_convertvector(__builtin_convertvector((U32<W>)v, typename Vec<W>::u16), typename Vec<W>::u8);
+}
+
 // 64 numbers, W of them from at(i) on, as bytes.
 template <int W, class At>
 inline void put_step(char* out, float inverse, const At& at) {
@@ -109,13 +125,12 @@ inline void put_step(char* out, float inverse, const At& at) {
     if constexpr (W < 8) {
       static_assert(W == 4);
       U32<W> a = (U32<W>)rounded<W>(at(i), inverse), b = (U32<W>)rounded<W>(at(i + W), inverse);
-      store(out + i, __builtin_convertvector(every_other<W, 0>(a, b), typename Vec<W>::u8));
-      store(out + i + W, __builtin_convertvector(every_other<W, 1>(a, b), typename Vec<W>::u8));
+      store(out + i, low_bytes<W>((I32<W>)every_other<W, 0>(a, b)));
+      store(out + i + W, low_bytes<W>((I32<W>)every_other<W, 1>(a, b)));
     } else {
       I32<W> order;
       for (int n = 0; n < W; n++) order[n] = n / 8 * 8 + n % 4 * 2 + n % 8 / 4;
-      auto bytes = __builtin_shuffle(rounded<W>(at(i), inverse), order);
-      store(out + i, __builtin_convertvector((U32<W>)bytes, typename Vec<W>::u8));
+      store(out + i, low_bytes<W>(__builtin_shuffle(rounded<W>(at(i), inverse), order)));
     }
   }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,9 @@ class Int8:
     def of(layer: Layer) -> Int8:
         given = {"gate": layer.gate, "up": layer.up, "down": layer.down}
         matrices = {name: encode(m.float(), "int8") for name, m in given.items() if m is not None}
-        numbers = {name: decode(matrix) for name, matrix in matrices.items()}
-        return Int8(replace(layer, **numbers, packed=torch.float32), matrices)
+        up, down = decode(matrices["up"]), decode(matrices["down"])
+        gate = decode(matrices["gate"]) if "gate" in matrices else None
+        return Int8(replace(layer, gate=gate, up=up, down=down, packed=torch.float32), matrices)
 
     def store(self, pool: _core.Pool, isa: str | None = None, precision: str = "bf16") -> ExpertStore:
         layer = self.layer
@@ -128,7 +130,7 @@ def defined(given: Int8, batch: Batch, adapters: Sequence[Lora] = (), adapter: T
     return out
 
 
-CASES = {
+CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "plain": (3, 192, 128, {}),
     "odd": (4, 200, 72, {"biases": True}),
     "no gate": (2, 37, 100, {"gated": False, "activation": "relu2", "biases": True}),

@@ -4,6 +4,7 @@ training."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def test_an_int8_model_says_that_it_rounds(model_directory: Path, tmp_path: Path
     service = open_service(parse(line(out, "--kt-w8a8")), resolve(str(out)), said.append)
     assert service.approximations == {"kt_w8a8": True}
     assert any("8-bit activations" in one and "approximation" in one for one in said)
-    layers = [module.kt_store for module in expert_modules(service.engine.forward.model).values()]
+    modules: dict[str, Any] = dict(expert_modules(service.engine.forward.model))
+    layers = [module.kt_store for module in modules.values()]
     assert layers and all(store.w8a8 for store in layers)
     model, tokens = load_model(out), torch.arange(80).view(1, -1) % 50
     with torch.no_grad():
