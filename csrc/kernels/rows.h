@@ -6,6 +6,10 @@
 // outputs takes 32 / (NV * W) walks over K, or one where rows are few.
 #pragma once
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "kernels/gemm.h"
 #include "kernels/outer.h"
 
@@ -47,6 +51,9 @@ inline I32<W> pair_product(I32<W> a, I32<W> b) {
 #ifdef __AVX512BW__
   if constexpr (W == 16) return (I32<W>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #endif
+#ifdef __SSE2__
+  if constexpr (W == 4) return (I32<W>)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
 #ifdef __AVX2__
   if constexpr (W == 8) return (I32<W>)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
@@ -73,6 +80,25 @@ struct WidenBytes {
     Pairs pairs = widen(apart(U32<W>{} + load<uint32_t>(x)));
     acc += pair_product<W>(w.even, pairs.even);
     return acc + pair_product<W>(w.odd, pairs.odd);
+  }
+};
+
+// The same with a lane for every byte, where pairs have no product.
+template <int W>
+struct SpreadBytes {
+  using Vector = I32<W>;
+  static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
+  static constexpr DType panel = DType::f32;
+  struct Four {
+    I32<W> k[4];
+  };
+  static Four open(const char* w) {
+    I32<W> v = load<I32<W>>(w);
+    return {{v << 24 >> 24, v << 16 >> 24, v << 8 >> 24, v >> 24}};
+  }
+  static I32<W> step(I32<W> acc, const char* x, const Four& w) {
+    for (int i = 0; i < 4; i++) acc += w.k[i] * (int32_t)(int8_t)x[i];
+    return acc;
   }
 };
 
