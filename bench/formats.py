@@ -6,6 +6,8 @@ For each format: packing, forward from one token up, forward and backward with L
 from those of the bf16 weights it was made from, and memory. The roof counts the bytes of the release, not of bf16. A
 few experts are encoded and the others repeat their bytes, since encoding a layer would take longer than measuring it;
 errors are taken on those few alone. Formats of GGUF hold random blocks and have no error: most have no encoder.
+`int8+w8a8` is int8 with 8-bit activations, from the tokens on from which it has them; its roof is the bare product of
+bytes, and it is not trained.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
     from ktransformers.checkpoint.encoded import Encoded
 
-DEFAULT_FORMATS = ("int8", "int4:32", "fp8:128x128", "mxfp4", "q4_k", "q6_k", "bf16")
+W8A8 = "+w8a8"  # behind a format: activations as bytes, too
+W8A8_TOKENS = 64  # from which on they are
+DEFAULT_FORMATS = ("int8", "int8+w8a8", "int4:32", "fp8:128x128", "mxfp4", "q4_k", "q6_k", "bf16")
 DEFAULT_TOKENS = (1, 16, 512, 2048, 8192)
 MODES = ("forward_lora", "backward_lora")
 TRAINED_LAYERS = 4  # at most: from 512 tokens on every call reads a whole layer
@@ -100,7 +104,7 @@ def check_formats(parser: argparse.ArgumentParser, formats: list[str]) -> None:
                 f"--formats: no blocks of {name} can be made up; of GGUF's there are {', '.join(BLOCK_SCALES)}"
             )
         try:
-            if name != "bf16":
+            if name not in ("bf16", "int8" + W8A8):
                 format_of(name)
         except InputError as error:
             parser.error(f"--formats: {error}")
@@ -209,7 +213,8 @@ def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 def beside(format: str, programs: dict[str, Program]) -> dict[str, Program]:
     """The peers of a format: kt-kernel's int8 beside int8, its int4 beside int4 of any group."""
-    return {name: program for name, program in programs.items() if name == f"kt_{format.partition(':')[0]}"}
+    kind = format.removesuffix(W8A8).partition(":")[0]
+    return {name: program for name, program in programs.items() if name == f"kt_{kind}"}
 
 
 class Bench(Contest):
@@ -257,15 +262,16 @@ class Bench(Contest):
         weights = make_weights(shape)
         encoded = min(shape.experts, max(shape.top_k, LEAST_ENCODED))
         truth = Truth.of(shape, weights, encoded)
-        yardstick = Yardstick(self.roof_pool, isa)
         for format in self.args.formats:
-            source = make_source(shape, weights, format, encoded)
+            rounds, stored = format.endswith(W8A8), format.removesuffix(W8A8)
+            yardstick = Yardstick(self.roof_pool, isa, w8a8=rounds)
+            source = make_source(shape, weights, stored, encoded)
             each = source.bytes / shape.experts
             with self.peers_beside(format, isa, FORWARD) as peers:
-                ours = Runner(moe.Ours(self.pool, isa, format, source.matrices), lambda _: weights)
+                ours = Runner(moe.Ours(self.pool, isa, stored, source.matrices, rounds), lambda _: weights)
                 self.measure_forward(Stand(shape, isa, ours, peers, yardstick, format, each), source, truth)
                 del ours
-            if self.args.train_tokens:
+            if self.args.train_tokens and not rounds:
                 with self.peers_beside(format, isa, TRAINING) as peers:
                     # A pool of its own: what it keeps to compute with is counted.
                     pool = _core.Pool(threads=self.pool.threads)
@@ -304,10 +310,15 @@ class Bench(Contest):
             pack["peers"][name] = min(answer["ms"])
         self.add(pack)
         mine, theirs = self.probe(stand, source, truth, truth.forward_errors)
+        rounds = stand.format.endswith(W8A8)
         for tokens in self.args.tokens:
+            if rounds and tokens < W8A8_TOKENS:
+                continue
             if self.too_long(stand, tokens, reading.roof_seconds(shape.operations(tokens), 0)):
                 continue
             cell, answers = moe.measure_forward(self, stand, tokens)
+            if rounds:  # registers are measured with bf16
+                del cell["register_share"], cell["register_tflops"]
             self.compare(f"{shape.name} {stand.format}, {tokens} tokens", answers)
             self.add_with_errors(cell, mine, theirs)
 

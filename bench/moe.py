@@ -53,9 +53,14 @@ class Ours:
     """The packed stores under test, one for each layer; `source` where they are not packed from bf16."""
 
     def __init__(
-        self, pool: _core.Pool, isa: str, format: str = "bf16", source: dict[str, Encoded] | None = None
+        self,
+        pool: _core.Pool,
+        isa: str,
+        format: str = "bf16",
+        source: dict[str, Encoded] | None = None,
+        w8a8: bool = False,
     ) -> None:
-        self._pool, self._isa, self._format, self._source = pool, isa, format, source
+        self._pool, self._isa, self._format, self._source, self._w8a8 = pool, isa, format, source, w8a8
 
     def facts(self) -> dict[str, Any]:
         return {"threads": self._pool.threads}
@@ -75,6 +80,7 @@ class Ours:
             store = ExpertStore(*sizes, pool=self._pool, isa=self._isa, formats=self._format)
             start = time.perf_counter()
             store.pack(gate=source["gate"], up=source["up"], down=source["down"])
+            store.w8a8 = self._w8a8
             seconds.append(time.perf_counter() - start)
             self._stores.append(store)
         start = time.perf_counter()  # once more into memory that is already there: the kernel without page faults

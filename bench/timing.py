@@ -107,7 +107,7 @@ def spread(values: Sequence[float]) -> float:
 class Reading:
     """What the machine could do at a moment."""
 
-    tile: float  # flop/s of the bare multiply loop, K = 2048, panels in L2
+    tile: float  # flop/s of the bare multiply loop, K = 2048, panels in L2; of bytes where those are multiplied
     registers: float  # flop/s from registers alone
     read: float  # bytes/s from memory
 
@@ -129,15 +129,16 @@ class Yardstick:
     Guests hide which CPUs are siblings, and whether one or two threads a core are faster differs by rate.
     """
 
-    def __init__(self, pool: _core.Pool, isa: str, seconds: float = 0.05) -> None:
+    def __init__(self, pool: _core.Pool, isa: str, seconds: float = 0.05, w8a8: bool = False) -> None:
         self._pool, self._isa, self._seconds = pool, isa, seconds
+        self._product = "bytes" if w8a8 else "panels"
         self._rates = (self._tile, self._registers, self._read)
         counts = sorted({pool.threads, max(1, pool.threads // 2)})
         self._read(counts[0])  # the first one is slow: nobody has touched this memory yet
         self.threads = [max(counts, key=rate) for rate in self._rates]
 
     def _tile(self, threads: int) -> float:
-        return self._pool.rate("panels", self._seconds, threads=threads, isa=self._isa)
+        return self._pool.rate(self._product, self._seconds, threads=threads, isa=self._isa)
 
     def _registers(self, threads: int) -> float:
         return self._pool.rate("registers", self._seconds / 2, threads=threads, isa=self._isa)

@@ -41,6 +41,7 @@ constexpr Feature kFeatures[] = {
     {"avx512vl", "avx512", &CpuState::leaf7_ebx, 31, kZmm},
     {"avx512dq", "avx512", &CpuState::leaf7_ebx, 17, kZmm},
     {"avx512_bf16", "avx512_bf16", &CpuState::leaf7_1_eax, 5, kZmm},
+    {"avx512_vnni", "avx512_bf16", &CpuState::leaf7_ecx, 11, kZmm},
     {"amx_tile", "amx", &CpuState::leaf7_edx, 24, kTiles},
     {"amx_bf16", "amx", &CpuState::leaf7_edx, 22, kTiles},
     {"amx_int8", "amx", &CpuState::leaf7_edx, 25, kTiles},
@@ -51,7 +52,7 @@ struct Alias {
   const char* ours;
 };
 
-// kt-kernel builds six variants where we have four; its three in the middle differ in instructions we do not use.
+// kt-kernel builds six variants where we have four; its three in the middle differ in instructions that we use with bf16 alone.
 constexpr Alias kAliases[] = {
     {"amx", "amx"},
     {"avx512_bf16", "avx512_bf16"},
@@ -115,6 +116,7 @@ CpuState read_cpu() {
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
     const uint32_t last_subleaf = a;
     cpu.leaf7_ebx = b;
+    cpu.leaf7_ecx = c;
     cpu.leaf7_edx = d;
     if (last_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu.leaf7_1_eax = a;
   }

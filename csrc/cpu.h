@@ -15,9 +15,9 @@ namespace kt {
 struct CpuState {
   bool x86_64 = false;
   uint32_t leaf1_ecx = 0;
-  uint32_t leaf7_ebx = 0, leaf7_edx = 0;  // subleaf 0
-  uint32_t leaf7_1_eax = 0;               // subleaf 1
-  uint64_t xcr0 = 0;                      // 0 where the OS does not use XSAVE
+  uint32_t leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0;  // subleaf 0
+  uint32_t leaf7_1_eax = 0;                              // subleaf 1
+  uint64_t xcr0 = 0;                                     // 0 where the OS does not use XSAVE
   bool tiles_granted = false;
 };
 

@@ -30,7 +30,7 @@ PyPool::PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin) {
 
 double PyPool::rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes) {
   Measurement m;
-  m.what = word_of<Rate>("what", what, {"registers", "panels", "read"});
+  m.what = word_of<Rate>("what", what, {"registers", "panels", "read", "bytes"});
   m.seconds = seconds;
   if (!(seconds > 0 && seconds <= 60)) refuse_value("seconds", std::to_string(seconds), "more than 0 and at most 60");
   m.threads = in_range("threads", threads, 0, engine->pool.threads());
@@ -203,6 +203,12 @@ void Bound::check_adapters() const {
           count ? "-1 (none) to " + std::to_string(count - 1) : "-1 (none)", count ? "" : "no adapter is loaded"));
 }
 
+void PyExperts::set_w8a8(bool w8a8, Bound& bound) const {
+  bound.batch.w8a8 = w8a8;
+  std::string why = w8a8 ? experts->why_no_bytes() : "";
+  if (!why.empty()) refuse_value("w8a8", "True", "False for these experts", why);
+}
+
 // Memory for gate and up of every (token, slot) of a call, or null.
 char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
   if (keep.is_none()) return nullptr;
@@ -215,9 +221,13 @@ char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
 }
 
 void PyExperts::forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                        nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed) const {
+                        nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed,
+                        bool w8a8) const {
   Bound bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
   bound.set_dropout(dropout, seed);
+  set_w8a8(w8a8, bound);
+  if (w8a8 && (!keep.is_none() || dropout > 0))
+    refuse_value("w8a8", "True", "False beside keep and dropout", "training computes with all bits");
   char* kept = bind_keep(keep, bound);
   nb::gil_scoped_release released;
   bound.check_adapters();
@@ -259,9 +269,10 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
 }
 
 PyCall* PyExperts::prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                           nb::handle skip, nb::handle adapters) const {
+                           nb::handle skip, nb::handle adapters, bool w8a8) const {
   auto made = std::make_unique<PyCall>();
   made->bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
+  set_w8a8(w8a8, made->bound);
   made->experts = experts;
   made->bound.check_adapters();
   experts->weights().enter();  // tells now what submit() would tell later

@@ -162,15 +162,17 @@ NB_MODULE(_core, m) {
            "gate_bias"_a.none() = nb::none(), "up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
       .def("forward", &PyExperts::forward, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
            "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
-           "adapters"_a.none() = nb::none(), "dropout"_a = 0.0, "seed"_a = 0)
+           "adapters"_a.none() = nb::none(), "dropout"_a = 0.0, "seed"_a = 0, "w8a8"_a = false)
       .def("backward", &PyExperts::backward, "grad_out"_a.none(), "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(),
            "grad_hidden"_a.none(), "grad_weights"_a.none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
            "adapter"_a.none() = nb::none(), "adapters"_a.none() = nb::none(), "factors"_a.none() = nb::none(),
            "dropout"_a = 0.0, "seed"_a = 0)
       .def("prepare", &PyExperts::prepare, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
-           "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "adapters"_a.none() = nb::none())
+           "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "adapters"_a.none() = nb::none(),
+           "w8a8"_a = false)
       .def_prop_ro("packed_bytes", [](const PyExperts& e) { return e.experts->weights().bytes(); })
       .def_prop_ro("keep_row_bytes", [](const PyExperts& e) { return e.experts->keep_row_bytes(); })
+      .def_prop_ro("against_w8a8", [](const PyExperts& e) { return e.experts->why_no_bytes(); })
       .def_prop_ro("isa", [](const PyExperts& e) { return e.experts->kernels().name; })
       .def_prop_ro("precision", [](const PyExperts& e) { return name_of(e.experts->kernels().precision); })
       .def_prop_ro("num_experts", [](const PyExperts& e) { return e.experts->shape().experts; })

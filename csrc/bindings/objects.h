@@ -87,7 +87,7 @@ struct PyExperts {
   void pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias, nb::handle up_bias,
             nb::handle down_bias);
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-               nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed) const;
+               nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8) const;
   // `factors`: for every adapter the gradients' tensors (gate_a, gate_b, up_a, up_b, down_a, down_b), each a tensor or
   // None; or None.
   void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,
@@ -98,12 +98,13 @@ struct PyExperts {
   nb::dict memory(nb::handle self) const;  // packed bytes and biases; views of them where they lie in order
   void decode(const std::string& matrix, int64_t expert, nb::handle out) const;
   PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                  nb::handle skip, nb::handle adapters) const;
+                  nb::handle skip, nb::handle adapters, bool w8a8) const;
 
   void transpose(nb::handle source, nb::handle target) const;  // by the threads of these experts
  private:
   Bound bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter, nb::handle skip,
              nb::handle adapters) const;
+  void set_w8a8(bool w8a8, Bound& bound) const;
   char* bind_keep(nb::handle keep, Bound& bound) const;
   LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, Bound& bound) const;
 };

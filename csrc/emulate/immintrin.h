@@ -12,6 +12,7 @@
 
 typedef float __m512 __attribute__((vector_size(64)));
 typedef uint16_t __m512bh __attribute__((vector_size(64)));
+typedef long long __m512i __attribute__((vector_size(64)));
 
 namespace {
 
@@ -49,6 +50,19 @@ inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   return sum;
 }
 
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+  for (int i = 0; i < 16; i++) {
+    uint32_t lane;
+    __builtin_memcpy(&lane, (const char*)&sum + 4 * i, 4);
+    for (int j = 0; j < 4; j++) {
+      int product = ((const uint8_t*)&a)[4 * i + j] * ((const int8_t*)&b)[4 * i + j];
+      lane += (uint32_t)product;
+    }
+    __builtin_memcpy((char*)&sum + 4 * i, &lane, 4);
+  }
+  return sum;
+}
+
 // Using tiles before configuring them faults on real hardware; here it ends the program as surely.
 inline EmulatedTile& emulated_tile(int i) {
   if (!emulated_tiles.on) __builtin_trap();
@@ -82,7 +96,9 @@ inline void _tile_stored(int t, void* base, size_t stride) {
     __builtin_memcpy((char*)base + r * stride, emulated_tile(t).bytes[r], emulated_tiles.colsb[t]);
 }
 
-inline void _tile_dpbf16ps(int c, int a, int b) {
+// Every word of c grows by what `add` makes of a word of a and one of b.
+template <class Sum, class Add>
+inline void emulated_product(int c, int a, int b, const Add& add) {
   // Shapes that do not fit each other fault on real hardware.
   const EmulatedTiles& t = emulated_tiles;
   if (t.rows[a] != t.rows[c] || t.colsb[b] != t.colsb[c] || t.colsb[a] != 4 * t.rows[b]) __builtin_trap();
@@ -90,13 +106,22 @@ inline void _tile_dpbf16ps(int c, int a, int b) {
   for (int m = 0; m < emulated_tiles.rows[c]; m++) {
     for (int k = 0; k < emulated_tiles.colsb[a] / 4; k++) {
       for (int n = 0; n < emulated_tiles.colsb[c] / 4; n++) {
-        float sum;
+        Sum sum;
         __builtin_memcpy(&sum, &tc.bytes[m][4 * n], 4);
-        sum = emulated_pair(sum, &ta.bytes[m][4 * k], &tb.bytes[k][4 * n]);
+        sum = add(sum, &ta.bytes[m][4 * k], &tb.bytes[k][4 * n]);
         __builtin_memcpy(&tc.bytes[m][4 * n], &sum, 4);
       }
     }
   }
+}
+
+inline void _tile_dpbf16ps(int c, int a, int b) { emulated_product<float>(c, a, b, emulated_pair); }
+
+inline void _tile_dpbssd(int c, int a, int b) {
+  emulated_product<uint32_t>(c, a, b, [](uint32_t sum, const uint8_t* x, const uint8_t* y) {
+    for (int i = 0; i < 4; i++) sum += (uint32_t)((int8_t)x[i] * (int8_t)y[i]);
+    return sum;
+  });
 }
 
 }  // namespace

@@ -206,7 +206,8 @@ void run_back_as(const Back& b) {
     p.c = b.first && b.last ? (Real*)b.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
                             : (Real*)b.sums + (p.block - b.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
   };
-  auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
+  // One copy of this code, as in hidden_row.
+  auto finish_row = [&](const ProductOf<Real>& p, int r, const Real* c) __attribute__((noinline)) {
     int64_t row = (int64_t)p.tile * p.rows + r;
     int second = r >= p.rows;
     V sum = splat<V>(0.0), scale = splat<V>(b.weight[row]);
@@ -239,6 +240,9 @@ void run_back_as(const Back& b) {
     Real total = 0;
     for (int i = 0; i < Isa::width; i++) total += sum[i];
     ((Real*)b.part)[row * b.part_stride + p.block] = total;
+  };
+  auto finish = [&](const ProductOf<Real>& p, int first, int end) {
+    for (int r = first; r < end; r++) finish_row(p, r, p.c + r * kBlockN);
   };
   for_each_product<Isa>(b, b.last, nullptr, true, b.drop, where, finish);
 }

@@ -1,6 +1,7 @@
 // Encoded blocks beside the products that need them: which pairs of tiles are decoded when, and where they lie.
 #pragma once
 
+#include "kernels/bytes.h"
 #include "kernels/formats.h"
 #include "kernels/table.h"
 
@@ -8,6 +9,16 @@ namespace kt {
 namespace {
 
 constexpr int kDecodedTiles = 4;  // pairs of tiles that are decoded at a time
+
+// k tiles, or steps of bytes, of a block from `k0` on.
+template <class Isa>
+inline void open_block(const Encoding& e, const char* block, int k0, int count, char* out) {
+  if constexpr (kInBytes<Isa>) {
+    order_block<Isa::width>(e, block, k0, count, out);
+  } else {
+    decode_block<Isa>(e, block, k0, count, out);
+  }
+}
 
 // The blocks of one unit, decoded a few pairs of tiles ahead of where they are multiplied. Where a block is multiplied
 // once, its tiles never leave L1 and those of the next block follow without a pause; where several passes read it, the
@@ -49,7 +60,7 @@ class DecodingAhead {
   int decode(int slot, int slots) {
     int count = k_tiles_ - k_ < slots - slot ? k_tiles_ - k_ : slots - slot;
     if (count > kDecodedTiles) count = kDecodedTiles;
-    decode_block<Isa>(*how_, at_, k0_ + k_, count, place(slot));
+    open_block<Isa>(*how_, at_, k0_ + k_, count, place(slot));
     left_ -= count;
     if ((k_ += count) == k_tiles_) k_ = 0, at_ += block_bytes_;
     return count;

@@ -83,6 +83,10 @@ inline V vmax(V a, V b) {
 
 template <int W>
 inline F32<W> from_bf16(const void* p) {
+#ifdef __AVX512F__  // as below
+  if constexpr (W == 16)
+    return (F32<W>)((U32<W>)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)p)) << 16);
+#endif
   auto h = load<typename Vec<W>::u16>(p);
   return (F32<W>)(__builtin_convertvector(h, U32<W>) << 16);
 }
@@ -194,9 +198,10 @@ inline V vexp(V x) {
 
 template <class V>
 inline V sigmoid(V x) {
-  V y = splat<V>(1.0) / (splat<V>(1.0) + vexp<V>(-x));
-  if constexpr (kDouble<V>) return y;
-  return select<V>(x < splat<V>(-88.0f), splat<V>(0.0), y);  // vexp stops there for floats, and x may be large
+  V one = splat<V>(1.0), above = one;
+  // vexp stops there for floats, and x may be large. Above the line, or the compiler divides twice to select.
+  if constexpr (!kDouble<V>) above = select<V>(x < splat<V>(-88.0f), splat<V>(0.0), one);
+  return above / (one + vexp<V>(-x));
 }
 
 // Phi(x), the normal distribution; for floats by the complementary error function of Abramowitz & Stegun 7.1.26

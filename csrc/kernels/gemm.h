@@ -10,116 +10,11 @@
 // number of threads: every row sees the same operations in the same order.
 #pragma once
 
-#include "kernels/decoding.h"
-#include "kernels/elementwise.h"
 #include "kernels/pack.h"
+#include "kernels/product.h"
 
 namespace kt {
 namespace {
-
-// The lines to fetch during one pass over K: `lines` of 64 bytes at every k step, from `at` on.
-struct Ahead {
-  const char* at;
-  int lines;
-};
-constexpr Ahead kNothingAhead = {nullptr, 0};
-
-// A quarter of this step's lines; called four times a step, between the instructions that keep the core busy.
-inline void prefetch_quarter(const Ahead& ahead, int quarter) {
-  int first = ahead.lines * quarter / 4, last = ahead.lines * (quarter + 1) / 4;
-  for (int i = first; i < last; i++) __builtin_prefetch(ahead.at + i * 64, 0, 2);
-}
-
-// Part `pass` of `passes` of the block at `next`, of k_tiles pairs of tiles.
-inline Ahead share(const char* next, int pass, int passes, int k_tiles, int tile_bytes) {
-  int all = 2 * tile_bytes / 64, lines = (all + passes - 1) / passes;
-  if (!next || pass * lines >= all) return kNothingAhead;
-  return {next + (int64_t)pass * lines * 64 * k_tiles, lines};
-}
-
-// The same for an encoded block of `bytes`.
-inline Ahead share_encoded(const char* next, int pass, int passes, int k_tiles, int64_t bytes) {
-  int lines = (int)ceil_div(bytes, 64ll * passes * k_tiles);
-  int64_t first = (int64_t)pass * lines * 64 * k_tiles;
-  if (!next || first >= bytes) return kNothingAhead;
-  return {next + first, lines};
-}
-
-// What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
-template <class Real>
-struct ProductOf {
-  Stretch s;
-  int block, tile, tiles, rows, live;
-  bool accumulate;
-  Ahead ahead;
-  Real* c;  // [tiles * rows][32]
-  const Extra* extra;
-  int extras, block0;
-};
-using Product = ProductOf<float>;
-
-// The stretches that join this product, each at the product's block.
-template <class Real, class Act>
-inline void for_each_extra(const ProductOf<Real>& p, Act&& act) {
-  for (int i = 0; i < p.extras; i++) {
-    const Extra& x = p.extra[i];
-    if (x.tile1 <= p.tile || p.tile + p.tiles <= x.tile0) continue;
-    Stretch s = x.s;
-    s.b += (p.block - p.block0) * (int64_t)x.block_bytes;
-    act(s);
-  }
-}
-
-constexpr int kPassTiles = 2;
-
-// The rows of the last product that are not finished yet. `multiply` calls step() once per k step, or all() at once.
-template <class Real, class Finish>
-class Unfinished {
- public:
-  explicit Unfinished(const Finish& finish) : finish_(finish) {}
-  void put(const ProductOf<Real>& p) {
-    product_ = p;
-    next_ = 0;
-    per_step_ = (p.live + p.s.k_tiles - 1) / p.s.k_tiles;
-  }
-  void step() {
-    for (int i = 0; i < per_step_ && next_ < product_.live; i++) finish_row();
-  }
-  void all() {
-    while (next_ < product_.live) finish_row();
-  }
-
- private:
-  // One copy of this code: inlined twice, the compiler may fuse a multiplication and an addition here and not there,
-  // and a row's bits would depend on which copy it met.
-  __attribute__((noinline)) void finish_row() {
-    finish_(product_, next_, product_.c + next_ * kBlockN);
-    next_++;
-  }
-  const Finish& finish_;
-  ProductOf<Real> product_ = {};
-  int next_ = 0, per_step_ = 0;
-};
-
-// What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode.
-template <class Rows, class Decoding>
-struct Meanwhile {
-  Rows& rows;
-  Decoding* decoding;  // null: blocks are tiles
-
-  // The k-th pair of weight tiles.
-  const char* tiles(const char* b, int k, int tile_bytes) {
-    return decoding ? decoding->tiles(k) : b + (int64_t)k * 2 * tile_bytes;
-  }
-  void step() { rows.step(); }
-  void all() { rows.all(); }
-};
-
-struct Nothing {
-  static const char* tiles(const char* b, int k, int tile_bytes) { return b + (int64_t)k * 2 * tile_bytes; }
-  void step() {}
-  void all() {}
-};
 
 // W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
 // column, after the integer mixer that C. Wellons found by search ("lowbias32").
@@ -136,23 +31,30 @@ inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
   return select<V>(gone, splat<V>(0.0), v * splat<V>(drop.scale));
 }
 
-// Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
-// them.
+// The extras of a product alone, into p.c; whether there are any.
 template <class Isa>
-inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop) {
-  using V = typename Isa::Vector;
+inline bool multiply_extras(const ProductOf<typename Isa::Real>& p) {
   Nothing nothing;
   ProductOf<typename Isa::Real> q = p;
   q.ahead = kNothingAhead;
   q.extras = 0;
+  q.accumulate = false;
   for_each_extra(p, [&](const Stretch& s) {
     q.s = s;
     Isa::multiply(q, nothing);
     q.accumulate = true;
   });
+  return q.accumulate;
+}
+
+// Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
+// them.
+template <class Isa>
+inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop) {
+  using V = typename Isa::Vector;
+  p.accumulate = multiply_extras<Isa>(p);
   p.extras = 0;
-  p.accumulate = q.accumulate;
-  for (int r = 0; q.accumulate && r < p.live; r++)
+  for (int r = 0; p.accumulate && r < p.live; r++)
     for (int i = 0; i < kBlockN; i += Isa::width) {
       typename Isa::Real* c = p.c + r * kBlockN + i;
       uint32_t seed = drop.row[p.tile * p.rows + r];
@@ -161,8 +63,8 @@ inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop
 }
 
 // Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
-// last, unless the blocks are at hand (`turned`). `where` gives a product its place for the sums, `finish(product, row,
-// sums)` takes every row once it is complete.
+// last, unless the blocks are at hand (`turned`). `where` gives a product its place for the sums, `finish(product,
+// first, end)` takes rows once they are complete.
 template <class Isa, class Unit, class Where, class Finish>
 inline void for_each_product(const Unit& u, bool complete, const char* after, bool turned, const Drop& drop,
                              const Where& where, const Finish& finish) {
@@ -186,7 +88,7 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
     if (turned) next = nullptr;
     if constexpr (requires { u.coded; } && !Isa::overlaps)
       if (how) {
-        decode_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
+        open_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
         p.s.b = u.coded.decoded;
       }
     for (int pass = 0; pass < passes; pass++) {
@@ -197,7 +99,8 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
       p.ahead = how ? share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
                     : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
-      if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
+      if constexpr (!kInBytes<Isa>)
+        if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
       if (decoding && pass == 0) decoding->begin();
       Meanwhile<Rows, DecodingAhead<Isa>> meanwhile{unfinished, decoding};
       Isa::multiply(p, meanwhile);
@@ -222,14 +125,17 @@ void thin_panel(const Thin& t) {
   }
 }
 
-template <class Isa, Activation A>
-inline void hidden_row(const typename Isa::Real* c, const Gate& gate, const typename Isa::Real* bias, char* out) {
+// Row r of a product's `sums`, activated. One copy of this code: inlined into a loop that the compiler cuts in pieces,
+// it may fuse a multiplication and an addition here and not there, and a row's bits would depend on which copy it met.
+template <class Isa, Activation A, class Sums>
+__attribute__((noinline)) void hidden_row(const Sums& sums, int r, const Gate& gate, const typename Isa::Real* bias,
+                                          char* out) {
   using V = typename Isa::Vector;
   for (int i = 0; i < (gate.gated ? kTileN : kBlockN); i += Isa::width) {
-    V g = load<V>(c + i), h;
+    V g = sums.at(r, i), h;
     if (bias) g += load<V>(bias + i);
     if (gate.gated) {
-      V u = load<V>(c + kTileN + i);
+      V u = sums.at(r, kTileN + i);
       if (bias) u += load<V>(bias + kTileN + i);
       h = gated<V, A>(g, u, gate);
     } else {
@@ -239,60 +145,108 @@ inline void hidden_row(const typename Isa::Real* c, const Gate& gate, const type
   }
 }
 
-template <class Isa>
-inline void keep_row(const typename Isa::Real* c, const typename Isa::Real* bias, char* out) {
+template <class Isa, class Sums>
+inline void keep_row(const Sums& sums, int r, const typename Isa::Real* bias, char* out) {
   using V = typename Isa::Vector;
   for (int i = 0; i < kBlockN; i += Isa::width) {
-    V v = load<V>(c + i);
+    V v = sums.at(r, i);
     if (bias) v += load<V>(bias + i);
     put_element<Isa>(out, i, v);
   }
 }
 
-template <class Isa, Activation A>
+// Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished.
+template <class Isa, class By, class Unit>
+inline void set_extras_apart(const Unit& u, int turn, ProductOf<typename By::Real>& p) {
+  if constexpr (kInBytes<By>) {
+    constexpr int sums = kPassTiles * kMaxRows * kBlockN;
+    Product q{{}, p.block, p.tile, p.tiles, p.rows, p.live, false, kNothingAhead, nullptr, p.extra, p.extras, p.block0};
+    q.c = (float*)u.scratch + (2 + turn) * sums;
+    p.beside = p.extras && multiply_extras<Isa>(q) ? q.c : nullptr;
+    p.extras = 0;
+  }
+}
+
+// The sums of a product's rows as numbers: W of row r from output n on.
+template <class V>
+struct PlainSums {
+  const Lane<V>* c;
+  V at(int r, int n) const { return load<V>(c + r * kBlockN + n); }
+};
+
+template <class Isa, class By, class Unit>
+inline auto sums_of(const Unit& u, const ProductOf<typename By::Real>& p) {
+  using V = typename Isa::Vector;
+  if constexpr (kInBytes<By>) {
+    const char* block = u.base.b + (p.block - p.block0) * (int64_t)u.block_bytes;
+    return ScaledSums<V>(*u.coded.how, block, u.row_scale + p.tile * p.rows, p.c, p.beside);
+  } else {
+    return PlainSums<V>{p.c};
+  }
+}
+
+// `By` multiplies: the ISA itself, or its products of bytes.
+template <class Isa, class By, Activation A>
 void run_up_as(const Up& u) {
-  using Real = typename Isa::Real;
+  using Real = typename By::Real;
   int64_t block_sums = (int64_t)u.tiling.tiles * u.tiling.rows * kBlockN;
-  int64_t row_bytes = kTileK * Isa::elem, tile_bytes = row_bytes * u.tiling.rows * u.hidden_k_tiles;
+  constexpr int64_t row_bytes = kTileK * Isa::elem;
+  int64_t tile_bytes = row_bytes * u.tiling.rows * u.hidden_k_tiles;
   int turn = 0;
   auto where = [&](ProductOf<Real>& p) {
     p.accumulate = !u.first;
     // Two places take turns, because the rows in one are still being finished while the other is filled.
-    p.c = u.first && u.last ? (Real*)u.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+    turn ^= 1;
+    p.c = u.first && u.last ? (Real*)u.scratch + turn * kPassTiles * kMaxRows * kBlockN
                             : (Real*)u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
+    set_extras_apart<Isa, By>(u, turn, p);
   };
-  auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
-    const Real* bias = u.bias ? (const Real*)u.bias + (int64_t)p.block * kBlockN : nullptr;
-    if (u.keep) {
-      int64_t row = (int64_t)p.tile * p.rows + r;
-      keep_row<Isa>(c, bias, u.keep + row * u.keep_stride + (int64_t)(p.block - u.block0) * kBlockN * Isa::elem);
+  // What a row needs is held in copies: its stores might go anywhere, and everything else would be read anew after
+  // them.
+  auto finish = [&](const ProductOf<Real>& p, int first, int end) {
+    using Number = typename Isa::Real;
+    const Number* bias = u.bias ? (const Number*)u.bias + (int64_t)p.block * kBlockN : nullptr;
+    const auto sums = sums_of<Isa, By>(u, p);
+    const Gate gate = u.gate;
+    const int rows = p.rows, column = gate.gated ? p.block * kTileN : p.block * kBlockN;
+    const int64_t keep_stride = u.keep_stride, next_tile = tile_bytes, row = (int64_t)p.tile * rows;
+    char* keep = u.keep ? u.keep + row * keep_stride + (int64_t)(p.block - u.block0) * kBlockN * Isa::elem : nullptr;
+    char* out =
+        u.hidden ? u.hidden + p.tile * next_tile + (column / kTileK) * row_bytes * rows + (column % kTileK) * Isa::elem
+                 : nullptr;
+    for (int r = first; r < end; r++) {
+      if (keep) keep_row<Isa>(sums, r, bias, keep + r * keep_stride);
+      int second = r >= rows;
+      if (out) hidden_row<Isa, A>(sums, r, gate, bias, out + second * next_tile + (r - second * rows) * row_bytes);
     }
-    if (!u.hidden) return;
-    int column = u.gate.gated ? p.block * kTileN : p.block * kBlockN;
-    int second = r >= p.rows;
-    char* out = u.hidden + (p.tile + second) * tile_bytes + (column / kTileK) * row_bytes * p.rows +
-                (r - second * p.rows) * row_bytes + (column % kTileK) * Isa::elem;
-    hidden_row<Isa, A>(c, u.gate, bias, out);
   };
-  for_each_product<Isa>(u, u.last, u.next, false, Drop{}, where, finish);
+  for_each_product<By>(u, u.last, u.next, false, Drop{}, where, finish);
 }
 
-template <class Isa>
-void run_up(const Up& u) {
+template <class Isa, class By>
+void run_up_by(const Up& u) {
   switch (u.gate.kind) {
     case Activation::silu:
-      return run_up_as<Isa, Activation::silu>(u);
+      return run_up_as<Isa, By, Activation::silu>(u);
     case Activation::gelu:
-      return run_up_as<Isa, Activation::gelu>(u);
+      return run_up_as<Isa, By, Activation::gelu>(u);
     case Activation::gelu_tanh:
-      return run_up_as<Isa, Activation::gelu_tanh>(u);
+      return run_up_as<Isa, By, Activation::gelu_tanh>(u);
     case Activation::relu2:
-      return run_up_as<Isa, Activation::relu2>(u);
+      return run_up_as<Isa, By, Activation::relu2>(u);
     case Activation::swiglu_oai:
-      return run_up_as<Isa, Activation::swiglu_oai>(u);
+      return run_up_as<Isa, By, Activation::swiglu_oai>(u);
     case Activation::none:
-      return run_up_as<Isa, Activation::none>(u);
+      return run_up_as<Isa, By, Activation::none>(u);
   }
+}
+
+// `Bytes`: how the ISA multiplies them, or void.
+template <class Isa, class Bytes>
+void run_up(const Up& u) {
+  if constexpr (kMultiplies<Bytes>)
+    if (u.row_scale) return run_up_by<Isa, Bytes>(u);
+  run_up_by<Isa, Isa>(u);
 }
 
 template <class V>
@@ -309,53 +263,70 @@ inline void write_columns(const Down& d, int token, int column, const V (&v)[kBl
   __builtin_memcpy((char*)d.out + at * (int64_t)size, edge, (d.width - column) * size);
 }
 
+// The sums of a block's tokens.
 template <class Real>
-inline Real* sum_of(const Down& d, int block, int r) {
-  return (Real*)d.sum + (block - d.block0) * d.sum_block + (int64_t)d.rows.token[r] * kBlockN;
+inline Real* sums_at(const Down& d, int block) {
+  return (Real*)d.sum + (block - d.block0) * d.sum_block;
 }
 
-// Row r of one expert's block joins its token's sum: stored if first, added otherwise, rounded into the output if last.
-template <class V>
-inline void add_row(const Down& d, int block, int r, const Lane<V>* c) {
-  using Real = Lane<V>;
-  constexpr int W = kLanes<V>;
-  int token = d.rows.token[r];
-  uint8_t mark = d.rows.mark[r];
-  bool starts = d.first && (mark & kFirst), ends = d.last && (mark & kLast);
-  Real* sum = sum_of<Real>(d, block, r);
-  V v[kBlockN / W], scale = splat<V>(d.rows.weight ? d.rows.weight[r] : 1.0);
-  for (int i = 0; i < kBlockN / W; i++) {
-    V x = load<V>(c + i * W);
-    if (d.bias && d.first) x += load<V>((const Real*)d.bias + (int64_t)block * kBlockN + i * W);
-    v[i] = starts ? x * scale : load<V>(sum + i * W) + x * scale;
-  }
-  if (ends) {
-    write_columns<V>(d, token, block * kBlockN, v);
-  } else {
-    for (int i = 0; i < kBlockN / W; i++) store(sum + i * W, v[i]);
-  }
-}
-
-template <class Isa>
-void run_down(const Down& d) {
+// Rows [first, end) of one expert's block join their tokens' sums: stored if first, added otherwise, rounded into the
+// output if last. `now` is the product under way. Copies for the same reason as above.
+template <class Isa, class By>
+inline void add_rows(const Down& d, const ProductOf<typename By::Real>& p, const ProductOf<typename By::Real>& now,
+                     int first, int end) {
+  using V = typename Isa::Vector;
   using Real = typename Isa::Real;
+  constexpr int W = kLanes<V>;
+  const auto sums = sums_of<Isa, By>(d, p);
+  const int block = p.block, row = p.tile * p.rows, last = now.live - 1;
+  const int32_t *token = d.rows.token + row, *later = d.rows.token + now.tile * now.rows;
+  const uint8_t* mark = d.rows.mark + row;
+  const double* weight = d.rows.weight ? d.rows.weight + row : nullptr;
+  const uint8_t starts = d.first ? kFirst : 0, ends = d.last ? kLast : 0;
+  const Real* bias = d.bias && d.first ? (const Real*)d.bias + (int64_t)block * kBlockN : nullptr;
+  Real *own = sums_at<Real>(d, block), *next = sums_at<Real>(d, now.block);
+  for (int r = first; r < end; r++) {
+    // Sums lie scattered by token: those that the product under way will need come into L1 meanwhile.
+    const Real* soon = next + (int64_t)later[r < last ? r : last] * kBlockN;
+    __builtin_prefetch(soon, 1, 3);
+    __builtin_prefetch(soon + 16, 1, 3);
+    Real* sum = own + (int64_t)token[r] * kBlockN;
+    const bool begins = mark[r] & starts;
+    V v[kBlockN / W], scale = splat<V>(weight ? weight[r] : 1.0);
+    for (int i = 0; i < kBlockN / W; i++) {
+      V x = sums.at(r, i * W);
+      if (bias) x += load<V>(bias + i * W);
+      v[i] = apart(x * scale);  // rounded apart, or the compiler might fuse it with the addition here and not there
+      if (!begins) v[i] += load<V>(sum + i * W);
+    }
+    if (mark[r] & ends) {
+      write_columns<V>(d, token[r], block * kBlockN, v);
+    } else {
+      for (int i = 0; i < kBlockN / W; i++) store(sum + i * W, v[i]);
+    }
+  }
+}
+
+template <class Isa, class By>
+void run_down_by(const Down& d) {
+  using Real = typename By::Real;
   int turn = 0;
   ProductOf<Real> now = {};
   auto where = [&](ProductOf<Real>& p) {
     p.accumulate = false;
     p.c = (Real*)d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
+    set_extras_apart<Isa, By>(d, turn, p);
     now = p;
   };
-  auto finish = [&](const ProductOf<Real>& p, int r, const Real* c) {
-    // Sums lie scattered by token: those that the product under way will need come into L1 meanwhile.
-    if (r < now.live) {
-      const Real* sum = sum_of<Real>(d, now.block, now.tile * now.rows + r);
-      __builtin_prefetch(sum, 1, 3);
-      __builtin_prefetch(sum + 16, 1, 3);
-    }
-    add_row<typename Isa::Vector>(d, p.block, p.tile * p.rows + r, c);
-  };
-  for_each_product<Isa>(d, true, d.next, d.turned, d.drop, where, finish);
+  auto finish = [&](const ProductOf<Real>& p, int first, int end) { add_rows<Isa, By>(d, p, now, first, end); };
+  for_each_product<By>(d, true, d.next, d.turned, d.drop, where, finish);
+}
+
+template <class Isa, class Bytes>
+void run_down(const Down& d) {
+  if constexpr (kMultiplies<Bytes>)
+    if (d.row_scale) return run_down_by<Isa, Bytes>(d);
+  run_down_by<Isa, Isa>(d);
 }
 
 }  // namespace

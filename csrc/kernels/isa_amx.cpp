@@ -24,10 +24,36 @@ inline void configure(int rows) {
   c.use();
 }
 
+// Tile 4 times weights, into an accumulator: even ones take tile 6, odd ones tile 7.
+struct Bf16Products {
+  using Real = float;
+  static constexpr bool halves = true;  // there are blocks with one tile of zeros
+  template <int to>
+  static void add() {
+    if constexpr (to == 0) _tile_dpbf16ps(0, 4, 6);
+    if constexpr (to == 1) _tile_dpbf16ps(1, 4, 7);
+    if constexpr (to == 2) _tile_dpbf16ps(2, 4, 6);
+    if constexpr (to == 3) _tile_dpbf16ps(3, 4, 7);
+  }
+};
+
+// A step is 64 of K, and everything else is the same.
+struct ByteProducts {
+  using Real = int32_t;
+  static constexpr bool halves = false;
+  template <int to>
+  static void add() {
+    if constexpr (to == 0) _tile_dpbssd(0, 4, 6);
+    if constexpr (to == 1) _tile_dpbssd(1, 4, 7);
+    if constexpr (to == 2) _tile_dpbssd(2, 4, 6);
+    if constexpr (to == 3) _tile_dpbssd(3, 4, 7);
+  }
+};
+
 // Both token tiles pass through tile 4. Measured against a tile for each, with loads moved around in several ways, this
 // order is never behind and up to a fifth ahead with all cores busy.
-template <class Beside>
-inline void steps_of_two(const Stretch& s, const Product& p, Ahead ahead, Beside& meanwhile) {
+template <class Products, class P, class Beside>
+inline void steps_of_two(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
   const char* a0 = s.a + p.tile * (int64_t)s.a_tile;
   const char* a1 = a0 + s.a_tile;
   int64_t step = p.rows * 64;
@@ -35,15 +61,15 @@ inline void steps_of_two(const Stretch& s, const Product& p, Ahead ahead, Beside
     const char* b = meanwhile.tiles(s.b, k, kTileBytes);
     _tile_loadd(4, a0, 64);
     _tile_loadd(6, b, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    Products::template add<0>();
     prefetch_quarter(ahead, 0);
     _tile_loadd(7, b + kTileBytes, 64);
-    _tile_dpbf16ps(1, 4, 7);
+    Products::template add<1>();
     prefetch_quarter(ahead, 1);
     _tile_loadd(4, a1, 64);
-    _tile_dpbf16ps(2, 4, 6);
+    Products::template add<2>();
     prefetch_quarter(ahead, 2);
-    _tile_dpbf16ps(3, 4, 7);
+    Products::template add<3>();
     prefetch_quarter(ahead, 3);
     ahead.at += ahead.lines * 64;
     meanwhile.step();
@@ -51,8 +77,8 @@ inline void steps_of_two(const Stretch& s, const Product& p, Ahead ahead, Beside
 }
 
 // Weight tiles 1, 3, 5 ... are zero: a factor of LoRA with few ranks.
-template <class Beside>
-inline void half_steps(const Stretch& s, const Product& p, Beside& meanwhile) {
+template <class P, class Beside>
+inline void half_steps(const Stretch& s, const P& p, Beside& meanwhile) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
@@ -67,9 +93,9 @@ inline void half_steps(const Stretch& s, const Product& p, Beside& meanwhile) {
   }
 }
 
-template <class Beside>
-inline void multiply_two(const Product& p, Beside& meanwhile) {
-  float* c1 = p.c + p.rows * kBlockN;
+template <class Products, class P, class Beside>
+inline void multiply_two(const P& p, Beside& meanwhile) {
+  auto* c1 = p.c + p.rows * kBlockN;
   if (p.accumulate) {
     _tile_loadd(0, p.c, 128);
     _tile_loadd(1, p.c + 16, 128);
@@ -81,10 +107,10 @@ inline void multiply_two(const Product& p, Beside& meanwhile) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_two(p.s, p, p.ahead, meanwhile);
+  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_two<Products>(p.s, p, p.ahead, meanwhile);
   for_each_extra(p, [&](const Stretch& s) {
     Nothing nothing;
-    steps_of_two(s, p, kNothingAhead, nothing);
+    steps_of_two<Products>(s, p, kNothingAhead, nothing);
   });
   _tile_stored(0, p.c, 128);
   _tile_stored(1, p.c + 16, 128);
@@ -92,8 +118,8 @@ inline void multiply_two(const Product& p, Beside& meanwhile) {
   _tile_stored(3, c1 + 16, 128);
 }
 
-template <class Beside>
-inline void steps_of_one(const Stretch& s, const Product& p, Ahead ahead, Beside& meanwhile) {
+template <class Products, class P, class Beside>
+inline void steps_of_one(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
@@ -102,18 +128,18 @@ inline void steps_of_one(const Stretch& s, const Product& p, Ahead ahead, Beside
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
     prefetch_quarter(ahead, 1);
-    _tile_dpbf16ps(0, 4, 6);
+    Products::template add<0>();
     prefetch_quarter(ahead, 2);
     _tile_loadd(7, b + kTileBytes, 64);
     prefetch_quarter(ahead, 3);
-    _tile_dpbf16ps(1, 4, 7);
+    Products::template add<1>();
     ahead.at += ahead.lines * 64;
     meanwhile.step();
   }
 }
 
-template <class Beside>
-inline void multiply_one(const Product& p, Beside& meanwhile) {
+template <class Products, class P, class Beside>
+inline void multiply_one(const P& p, Beside& meanwhile) {
   if (p.accumulate) {
     _tile_loadd(0, p.c, 128);
     _tile_loadd(1, p.c + 16, 128);
@@ -121,10 +147,10 @@ inline void multiply_one(const Product& p, Beside& meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
   }
-  p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_one(p.s, p, p.ahead, meanwhile);
+  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_one<Products>(p.s, p, p.ahead, meanwhile);
   for_each_extra(p, [&](const Stretch& s) {
     Nothing nothing;
-    steps_of_one(s, p, kNothingAhead, nothing);
+    steps_of_one<Products>(s, p, kNothingAhead, nothing);
   });
   _tile_stored(0, p.c, 128);
   _tile_stored(1, p.c + 16, 128);
@@ -291,23 +317,27 @@ inline void outer_tiles(const Outer& o) {
   _tile_release();
 }
 
-struct Amx {
-  using Vector = F32<16>;
-  using Real = float;
+template <class Products>
+struct Tiles {
+  using Real = typename Products::Real;
   static constexpr int width = 16, elem = 2, tile_bytes = kTileBytes, max_rows = kMaxRows;
   static constexpr bool overlaps = true;  // tiles are multiplied beside the vector units
-  static constexpr DType panel = DType::bf16;
   static void enter(int rows) { configure(rows); }
   static void leave() { _tile_release(); }
+  template <class Beside>
+  static void multiply(const ProductOf<Real>& p, Beside& meanwhile) {
+    p.tiles == 2 ? multiply_two<Products>(p, meanwhile) : multiply_one<Products>(p, meanwhile);
+  }
+};
+
+struct Amx : Tiles<Bf16Products> {
+  using Vector = F32<16>;
+  static constexpr DType panel = DType::bf16;
   static void outer(const Outer& o) { outer_tiles(o); }
   static void deliver(const Deliver& d) { deliver_sums<Vector>(d, in_order); }
   static Tiling tiling(int32_t live) {
     int32_t tiles = (live + kMaxRows - 1) / kMaxRows;
     return {tiles ? (live + tiles - 1) / tiles : 1, tiles};
-  }
-  template <class Beside>
-  static void multiply(const Product& p, Beside& meanwhile) {
-    p.tiles == 2 ? multiply_two(p, meanwhile) : multiply_one(p, meanwhile);
   }
   static double registers(double seconds) {
     configure(16);
@@ -336,7 +366,7 @@ struct Amx {
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Amx, FewTiles>("amx");
+constexpr KernelTable kBf16 = table_of<Amx, Tiles<ByteProducts>, FewTiles>("amx");
 
 }  // namespace
 

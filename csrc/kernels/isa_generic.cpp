@@ -9,7 +9,12 @@ template <class Arith>
 struct Generic : RowIsa<Arith, 2, 4> {
   static double registers(double seconds) { return register_rate<typename Arith::Vector, 8>(seconds); }
 };
-constexpr KernelTable kBf16 = table_of<Generic<WidenToF32<4>>>("generic");
+#ifdef __SSE2__
+using Bytes = RowIsa<WidenBytes<4>, 2, 4>;
+#else
+using Bytes = RowIsa<SpreadBytes<4>, 2, 4>;
+#endif
+constexpr KernelTable kBf16 = table_of<Generic<WidenToF32<4>>, Bytes>("generic");
 constexpr KernelTable kF32 = table_of<Generic<Exact<F32<4>>>>("generic");
 constexpr KernelTable kF64 = table_of<Generic<Exact<F64<2>>>>("generic");
 }  // namespace

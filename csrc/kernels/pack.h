@@ -99,6 +99,9 @@ void pack_plain(const Pack& p) {
 template <class Isa>
 inline void put_element(char* row, int i, typename Isa::Vector v) {
   if constexpr (Isa::elem == 2) {
+#ifdef __AVX512BF16__  // numbers too small for a normal bf16 become zero, which they are to a product
+    if constexpr (Isa::width == 16) return store(row + i * 2, _mm512_cvtneps_pbh((__m512)v));
+#endif
     to_bf16<Isa::width>(row + i * 2, v);
   } else {
     store(row + i * Isa::elem, v);

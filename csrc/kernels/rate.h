@@ -31,14 +31,17 @@ inline double per_second(double seconds, Body&& body) {
   return units / (now - start);
 }
 
-// bf16, f32 or f64 numbers below 1 with random signs and mantissas. What the arithmetic can do depends on its data: on
-// zeros or constants a matrix unit draws less power and runs up to twice as fast as it ever will on weights.
+// Random bytes, or bf16, f32 or f64 numbers below 1 with random signs and mantissas. What the arithmetic can do depends
+// on its data: on zeros or constants a matrix unit draws less power and runs up to twice as fast as it ever will on
+// weights.
 inline void fill_with_noise(char* out, size_t bytes, int elem) {
   uint64_t x = 88172645463325252u;
   for (size_t at = 0; at + (size_t)elem <= bytes; at += (size_t)elem) {
     x ^= x << 13, x ^= x >> 7, x ^= x << 17;
     uint32_t bits = ((uint32_t)x & 0x807fffffu) | (0x78u + (uint32_t)(x >> 60) % 7u) << 23;
-    if (elem == 2) {
+    if (elem == 1) {
+      out[at] = (char)(x >> 56);
+    } else if (elem == 2) {
       uint16_t half = (uint16_t)(bits >> 16);
       __builtin_memcpy(out + at, &half, 2);
     } else if (elem == 4) {
@@ -55,14 +58,14 @@ inline void fill_with_noise(char* out, size_t bytes, int elem) {
 // Two token tiles against blocks of K = 2048, everything packed and resident, nothing stored but the sums.
 template <class Isa>
 double panel_rate(double seconds, char* scratch, size_t bytes) {
-  constexpr int k_tiles = 2048 / kTileK;
+  constexpr int k_tiles = 2048 / (kInBytes<Isa> ? kStepK : kTileK), each = kInBytes<Isa> ? 1 : Isa::elem;
   constexpr int64_t block = k_tiles * 2 * Isa::tile_bytes;
   int rows = Isa::max_rows;
   int64_t tile = (int64_t)rows * kTileK * Isa::elem * k_tiles, panel = round_up(kPassTiles * tile, 64);
   int64_t blocks = ((int64_t)bytes - panel) / block;
   if (blocks < 1) return 0;
-  fill_with_noise(scratch, (size_t)panel, Isa::elem);
-  fill_with_noise(scratch + panel, bytes - (size_t)panel, Isa::tile_bytes / (kTileK * kTileN));
+  fill_with_noise(scratch, (size_t)panel, each);
+  fill_with_noise(scratch + panel, bytes - (size_t)panel, kInBytes<Isa> ? 1 : Isa::tile_bytes / (kTileK * kTileN));
   alignas(64) typename Isa::Real c[kPassTiles * kMaxRows * kBlockN];
   Nothing nothing;
   Isa::enter(rows);
@@ -123,10 +126,12 @@ double register_rate(double seconds) {
   return rate;
 }
 
-template <class Isa>
+template <class Isa, class Bytes>
 double measure_rate(Rate what, double seconds, char* scratch, size_t bytes) {
   if (what == Rate::read) return read_rate<sizeof(typename Isa::Vector) / 4>(seconds, scratch, bytes);
   if (what == Rate::panels) return panel_rate<Isa>(seconds, scratch, bytes);
+  if constexpr (kMultiplies<Bytes>)
+    if (what == Rate::bytes) return panel_rate<Bytes>(seconds, scratch, bytes);
   return Isa::registers(seconds);
 }
 
@@ -166,8 +171,19 @@ constexpr auto beside_experts(void (*kernel)(const Argument&)) {
   return kPairs<Isa> ? kernel : nullptr;
 }
 
-// `Few` says how a variant multiplies few rows (narrow.h).
-template <class Isa, class Few = FewWidened<Isa::width>>
+template <class Bytes, class Argument>
+constexpr auto in_bytes(void (*kernel)(const Argument&)) {
+  return kMultiplies<Bytes> ? kernel : nullptr;
+}
+
+template <class Isa, class Bytes>
+constexpr auto shrinking() -> void (*)(const Shrink&) {
+  if constexpr (kMultiplies<Bytes>) return &shrink_panel<Isa>;  // there is none of doubles
+  return nullptr;
+}
+
+// `Bytes` says how a variant multiplies bytes, `Few` how it multiplies few rows (narrow.h).
+template <class Isa, class Bytes = void, class Few = FewWidened<Isa::width>>
 constexpr KernelTable table_of(const char* name) {
   constexpr bool wide = sizeof(typename Isa::Real) == 8;
   return {name,
@@ -181,8 +197,8 @@ constexpr KernelTable table_of(const char* name) {
           Isa::tile_bytes,
           &Isa::tiling,
           &gather_panel<Isa>,
-          &run_up<Isa>,
-          &run_down<Isa>,
+          &run_up<Isa, Bytes>,
+          &run_down<Isa, Bytes>,
           &pack_tiles<Isa>,
           &decode_any<Isa>,
           &turn_any<Isa>,
@@ -196,7 +212,10 @@ constexpr KernelTable table_of(const char* name) {
           beside_experts<Isa>(&run_attend<Isa::width>),
           beside_experts<Isa>(&run_norm<Isa::width>),
           beside_experts<Isa>(&run_adapt<Isa::width>),
-          &measure_rate<Isa>};
+          in_bytes<Bytes>(&quantise_rows<kDecodeWidth<Isa>>),
+          shrinking<Isa, Bytes>(),
+          in_bytes<Bytes>(&gather_byte_panel<Isa>),
+          &measure_rate<Isa, Bytes>};
 }
 
 }  // namespace

@@ -6,6 +6,10 @@
 // outputs takes 32 / (NV * W) walks over K, or one where rows are few.
 #pragma once
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "kernels/gemm.h"
 #include "kernels/outer.h"
 
@@ -16,7 +20,7 @@ namespace {
 template <int W>
 struct WidenToF32 {
   using Vector = F32<W>;
-  static constexpr int elem = 4, step_k = 2, tile_bytes = kTileBytes;
+  static constexpr int elem = 4, step_k = 2, step_bytes = 8, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;
   struct Pair {
     F32<W> low, high;
@@ -35,10 +39,67 @@ struct WidenToF32 {
 template <class V>
 struct Exact {
   using Vector = V;
-  static constexpr int elem = sizeof(Lane<V>), step_k = 1, tile_bytes = kTileK * kTileN * elem;
+  static constexpr int elem = sizeof(Lane<V>), step_k = 1, step_bytes = elem, tile_bytes = kTileK * kTileN * elem;
   static constexpr DType panel = kDouble<V> ? DType::f64 : DType::f32;
   static V open(const char* w) { return load<V>(w); }
   static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
+};
+
+// The sum of two products of 16 bits in every lane.
+template <int W>
+inline I32<W> pair_product(I32<W> a, I32<W> b) {
+#ifdef __AVX512BW__
+  if constexpr (W == 16) return (I32<W>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+#ifdef __SSE2__
+  if constexpr (W == 4) return (I32<W>)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) return (I32<W>)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+}
+
+// acc[m] += four products of bytes, widened to pairs of 16 bits on both sides. A row of a tile of bytes is as long as
+// one of bf16 pairs, and the panel's rows are as far apart as those of numbers, which are 4 bytes here.
+template <int W>
+struct WidenBytes {
+  using Vector = I32<W>;
+  static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
+  static constexpr DType panel = DType::f32;
+  struct Pairs {
+    I32<W> even, odd;
+  };
+  static Pairs widen(U32<W> bytes) {
+    typedef int16_t Halves __attribute__((vector_size(W * 4)));
+    return {(I32<W>)((Halves)(bytes << 8) >> 8), (I32<W>)((Halves)bytes >> 8)};
+  }
+  static Pairs open(const char* w) { return widen(load<U32<W>>(w)); }
+  static I32<W> step(I32<W> acc, const char* x, const Pairs& w) {
+    // Known to be one number in all lanes, it would be shifted outside the vectors and brought in twice.
+    Pairs pairs = widen(apart(U32<W>{} + load<uint32_t>(x)));
+    acc += pair_product<W>(w.even, pairs.even);
+    return acc + pair_product<W>(w.odd, pairs.odd);
+  }
+};
+
+// The same with a lane for every byte, where pairs have no product.
+template <int W>
+struct SpreadBytes {
+  using Vector = I32<W>;
+  static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
+  static constexpr DType panel = DType::f32;
+  struct Four {
+    I32<W> k[4];
+  };
+  static Four open(const char* w) {
+    I32<W> v = load<I32<W>>(w);
+    return {{v << 24 >> 24, v << 16 >> 24, v << 8 >> 24, v >> 24}};
+  }
+  static I32<W> step(I32<W> acc, const char* x, const Four& w) {
+    for (int i = 0; i < 4; i++) acc += w.k[i] * (int32_t)(int8_t)x[i];
+    return acc;
+  }
 };
 
 // Where output n of a block begins.
@@ -59,7 +120,7 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
   for (int kt = 0; kt < k_tiles; kt++) {
     for (int p = 0; p < steps; p++) {
       if (p % (steps / 4) == 0) prefetch_quarter(ahead, p / (steps / 4));
-      const char* x = a + p * Arith::step_k * Arith::elem;
+      const char* x = a + p * Arith::step_bytes;
       constexpr int row = kTileK * Arith::elem;
       auto weights = [&](int v) { return Arith::open(b + p * row_bytes + column_at<Arith>(v * W)); };
       if constexpr (rows > NV) {
@@ -101,6 +162,18 @@ inline void tile_by_block(int live, const char* a, int tile_rows, const char* b,
   }
 }
 
+// The same for bytes, once for all that has them multiplied. `Arith::begin`, where there is one, leaves something in
+// the sums that the products add to.
+template <class Arith, int NV, int MR>
+__attribute__((noinline)) void bytes_by_block(int live, const char* a, int tile_rows, const char* b, int steps,
+                                              bool accumulate, Ahead ahead, int32_t* c) {
+  if constexpr (requires { Arith::begin(a, live, tile_rows, steps, accumulate, c); }) {
+    Arith::begin(a, live, tile_rows, steps, accumulate, c);
+    accumulate = true;
+  }
+  tile_by_block<Arith, NV, MR>(live, a, tile_rows, b, steps, accumulate, ahead, c);
+}
+
 // An ISA that works on rows: MR rows by NV vectors in registers.
 template <class Arith, int NV, int MR>
 struct RowIsa {
@@ -126,8 +199,12 @@ struct RowIsa {
       if (t > 0) ahead.lines = 0;
       Real* c = p.c + t * p.rows * kBlockN;
       auto add = [&](const Stretch& s, bool accumulate, Ahead fetch) {
-        tile_by_block<Arith, NV, MR>(live, s.a + (p.tile + t) * (int64_t)s.a_tile, p.rows, s.b, s.k_tiles, accumulate,
-                                     fetch, c);
+        const char* a = s.a + (p.tile + t) * (int64_t)s.a_tile;
+        if constexpr (kInBytes<RowIsa>) {
+          bytes_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
+        } else {
+          tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
+        }
       };
       add(p.s, p.accumulate, ahead);
       for_each_extra(p, [&](const Stretch& s) { add(s, true, kNothingAhead); });

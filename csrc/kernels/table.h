@@ -91,8 +91,9 @@ struct Up {
   char* keep;  // gate and up before the activation, as the blocks lie: row r of the panel at keep + r * keep_stride, or
                // null
   int64_t keep_stride;
-  const char* next;  // block of weights that this thread will read after these, or null
-  char* scratch;     // [2][2 * 16][32] sums: one product being made, one being finished
+  const char* next;        // block of weights that this thread will read after these, or null
+  char* scratch;           // [2][2 * 16][32] sums: one product being made, one being finished
+  const float* row_scale;  // of bytes (Quantise): [live], and scratch is twice as large; null: the panel holds numbers
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
@@ -127,6 +128,41 @@ struct Down {
   const char* next;
   bool turned;  // the blocks are in scratch already: nothing is to be fetched
   char* scratch;
+  const float* row_scale;  // as in Up
+};
+
+// W8A8: rows of numbers as bytes, each row with a scale of its own, largest magnitude / 127. A panel of bytes has steps
+// of 64 of K where one of numbers has k tiles, at the same distances, and wherever bytes are multiplied k tiles are
+// counted in those steps. Within eight, k lie in the order 0 2 4 6 1 3 5 7, as the codes of format int8 do.
+constexpr int kStepK = 64;
+struct Quantise {
+  const void* x;  // [rows, width], row stride in elements
+  DType dtype;
+  int64_t x_stride;
+  int32_t rows, width;
+  char* out;  // [rows][width up to a multiple of 64]
+  float* scale;
+};
+
+// Rows [0, live) of a panel of numbers become bytes, in place.
+struct Shrink {
+  char* panel;  // [tiles][k_tiles][rows][32]
+  Tiling tiling;
+  int32_t live, k_tiles;
+  float* scale;  // [live]
+};
+
+// Rows of bytes into a panel, with their scales; as Gather.
+struct GatherBytes {
+  const char* bytes;  // [T][stride], as quantised
+  const float* scale;
+  int64_t stride;
+  const int32_t* token;
+  int32_t live;
+  Tiling tiling;
+  int32_t step0, steps;
+  char* out;
+  float* row_scale;  // [live]
 };
 
 // Blocks of a stored matrix turned around: out is one block of the transposed matrix, whose 32 outputs are the k tile
@@ -244,7 +280,7 @@ struct Pack {
 };
 
 // Rates of bare loops for the benches' roof and the thread probe; all run on the calling thread for about `seconds`.
-enum class Rate : uint8_t { registers, panels, read };
+enum class Rate : uint8_t { registers, panels, read, bytes };
 
 // A few rows times a matrix of bf16 rows; K a multiple of kNarrowK. First the rows are laid out as a variant multiplies
 // them (`spread`), which depends on their type: bf16 rows may meet the weights in bf16, f32 rows stay f32.
@@ -324,13 +360,17 @@ struct KernelTable {
   void (*outer)(const Outer&);
   void (*deliver)(const Deliver&);
   void (*thin)(const Thin&);
-  int32_t narrow_tokens;          // at most, in one call
-  void (*spread)(const Spread&);  // null: not in this precision
-  void (*narrow)(const Narrow&);  // likewise
-  void (*attend)(const Attend&);  // likewise
-  void (*norm)(const Norm&);      // likewise
-  void (*adapt)(const Adapt&);    // likewise
-  // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch.
+  int32_t narrow_tokens;                     // at most, in one call
+  void (*spread)(const Spread&);             // null: not in this precision
+  void (*narrow)(const Narrow&);             // likewise
+  void (*attend)(const Attend&);             // likewise
+  void (*norm)(const Norm&);                 // likewise
+  void (*adapt)(const Adapt&);               // likewise
+  void (*quantise)(const Quantise&);         // likewise, and then there is no W8A8
+  void (*shrink)(const Shrink&);             // likewise
+  void (*gather_bytes)(const GatherBytes&);  // likewise
+  // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so
+  // does `bytes` in W8A8.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
 };
 

@@ -1,9 +1,36 @@
 // Forward: units leave activated rows in the hidden panel, lanes multiply them with down and add.
+//
+// In W8A8 every row of x is made into bytes once, before the units that gather it, and every activated row once its
+// segment is done, when the largest of its numbers is known.
 #include <algorithm>
 
+#include "futex.h"
 #include "moe/moe.h"
 
 namespace kt {
+
+constexpr int32_t kTokensTaken = 16;  // by a thread at a time, to make bytes of them
+
+void Call::begin() {
+  next_tokens_ = 0;
+  tokens_left_ = in_bytes() ? batch_.tokens : 0;
+}
+
+void Call::before_units(char*) {
+  if (!in_bytes()) return;
+  int32_t hidden = experts_.shape().hidden;
+  for (int32_t t; (t = next_tokens_.fetch_add(kTokensTaken, std::memory_order_relaxed)) < batch_.tokens;) {
+    int32_t count = std::min(kTokensTaken, batch_.tokens - t);
+    const char* x = (const char*)batch_.hidden + t * batch_.hidden_stride * (int64_t)size_of(batch_.hidden_dtype);
+    experts_.kernels().quantise({x, batch_.hidden_dtype, batch_.hidden_stride, count, hidden,
+                                 workspace_.data() + plan_.bytes_at + t * round_up(hidden, kStepK),
+                                 (float*)(workspace_.data() + plan_.x_scales_at) + t});
+    tokens_left_.fetch_sub(count, std::memory_order_acq_rel);
+  }
+  // Those that are left are in the hands of running threads.
+  for (int looks = 0; tokens_left_.load(std::memory_order_acquire); looks++)
+    looks < 1000 ? relax() : (void)sched_yield();
+}
 
 void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   const Segment& segment = routing_.segments[(size_t)unit.segment];
@@ -19,7 +46,14 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   multiply_up(unit, next, slice, up);
 }
 
-void Call::segment_done(size_t index, char* slice) { narrow_rows(index, panel_of(index), slice); }
+void Call::segment_done(size_t index, char* slice) {
+  narrow_rows(index, panel_of(index), slice);
+  if (!in_bytes()) return;
+  const Segment& segment = routing_.segments[index];
+  float* scales = (float*)(workspace_.data() + plan_.row_scales_at) + segment.begin;
+  experts_.kernels().shrink(
+      {panel_of(index), plan_.tilings[index], segment.count, experts_.weights().hidden_k_tiles(), scales});
+}
 
 const char* Call::columns_at(const Lane& lane, size_t index) const {
   return experts_.weights().down().at(routing_.segments[index].expert, lane.block0);
@@ -59,6 +93,10 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
                    b + store.offset(k), now};
       down.coded = {store.encoding(), k, slice + plan_.decoded_at};
+      if (in_bytes()) {
+        down.base.k_tiles = (int32_t)ceil_div(now, 2);
+        down.row_scale = (const float*)(workspace_.data() + plan_.row_scales_at) + row;
+      }
       const char* then = down.last ? after : b + store.offset(k + now);
       down.next = tile + tiles == whole.tiles ? then : nullptr;
       experts_.kernels().down(down);

@@ -20,12 +20,15 @@ class Call final : public Task {
   ~Call() override { close(); }
 
  private:
+  void begin() override;
+  void before_units(char* slice) override;
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
   const char* columns_at(const Lane& lane, size_t segment) const override;
 
   char* keep_;
+  std::atomic<int32_t> next_tokens_{0}, tokens_left_{0};  // W8A8: rows of x that are not bytes yet
 };
 
 // Where the gradient of one factor goes, for all experts: element (n, k) of expert e as in SourceMatrix; data null:

@@ -137,14 +137,21 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   const BlockStore &up = layout.weights.up(), &down = layout.weights.down();
   int64_t elem_tile = (int64_t)kTileK * kernels.elem;
 
-  // The rows of a full unit and the K that they take are chosen together: about 128 rows by 2048.
+  // The rows of a full unit and the K that they take are chosen together: about 128 rows by 2048. Bytes take half the
+  // room, but LoRA reads the numbers, which are gathered before them.
+  plan.in_bytes = layout.in_bytes;
+  plan.gathered_tile = plan.in_bytes && routing.runs.empty() ? elem_tile / 2 : elem_tile;
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
-  int32_t chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16) / 64);
-  plan.up_chunk = (int32_t)ceil_div(up.k_tiles(), chunks);
-  plan.most_tiles = (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * elem_tile * tile_rows) / 2 * 2);
+  int32_t wide = plan.in_bytes ? 2 : 1;
+  int32_t chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16 * wide) / (64 * wide));
+  plan.up_chunk = (int32_t)round_up(ceil_div(up.k_tiles(), chunks), wide);
+  plan.most_tiles =
+      (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * plan.gathered_tile * tile_rows) / 2 * 2);
   bool back = direction == Direction::backward;
   plan.panel_k_tiles = back ? up.blocks() : down.k_tiles();
-  plan.down_chunk = (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
+  // Sums of bytes are whole: down has all of its K at once.
+  plan.down_chunk = plan.in_bytes ? plan.panel_k_tiles
+                                  : (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
 
   plan.tilings.clear();
   plan.hidden_at.clear();
@@ -186,16 +193,21 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   at = place_ranks(routing, layout, back, at, plan);
   plan.parts_at = at;
   if (back) at += (int64_t)routing.token.size() * down.k_tiles() * kernels.sum_bytes;
+  plan.bytes_at = round_up(at, 64);
+  plan.x_scales_at = plan.bytes_at + tokens * round_up(layout.weights.shape().hidden, kStepK);
+  plan.row_scales_at = plan.x_scales_at + tokens * (int64_t)sizeof(float);
+  if (plan.in_bytes) at = plan.row_scales_at + (int64_t)(routing.token.size() * sizeof(float));
 
   plan.sums_at = round_up(at, 4096);
   int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * kernels.sum_bytes;
-  plan.panel_bytes =
-      round_up(std::max(largest_rows * plan.up_chunk * elem_tile,
-                        std::min<int64_t>(largest_rows * up.k_tiles() * elem_tile, budget.panel_bytes * 5 / 4)),
-               4096);
+  plan.panel_bytes = round_up(
+      std::max(largest_rows * plan.up_chunk * plan.gathered_tile,
+               std::min<int64_t>(largest_rows * up.k_tiles() * plan.gathered_tile, budget.panel_bytes * 5 / 4)),
+      4096);
   plan.partial_bytes = chunks > 1 ? round_up(most_blocks * block_sums, 4096) : 0;
   plan.scratch_at = plan.panel_bytes + plan.partial_bytes;
-  plan.decoded_at = plan.scratch_at + kScratchSums * kernels.sum_bytes;
+  plan.unit_scales_at = plan.scratch_at + kScratchSums * kernels.sum_bytes * wide;
+  plan.decoded_at = plan.unit_scales_at + (plan.in_bytes ? round_up(largest_rows * (int64_t)sizeof(float), 64) : 0);
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   plan.keep_at = plan.decoded_at + (decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0);
   plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);

@@ -15,6 +15,16 @@ Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& k
                  const LayerFormats& formats)
     : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, formats, kernels, engine_->pool) {}
 
+std::string Experts::why_no_bytes() const {
+  const LayerFormats& f = weights_.formats();
+  if (f.up.codec != Codec::int8 || f.down.codec != Codec::int8 || (shape().gated && f.gate.codec != Codec::int8))
+    return "gate, up and down must all be of format int8";
+  if (!kernels_.quantise) return std::string("precision ") + name_of(kernels_.precision) + " rounds nothing";
+  if (std::max(shape().hidden, shape().intermediate) > kMostBytes)
+    return "sums of more than " + std::to_string(kMostBytes) + " products do not fit 32 bits";
+  return "";
+}
+
 Task::Task(const Experts& experts, const Batch& batch, Adapters adapters, Direction direction)
     : experts_(experts), batch_(batch), adapters_(std::move(adapters)), direction_(direction) {
   size_t groups = (size_t)experts.engine().pool.groups();
@@ -47,8 +57,9 @@ void Task::prepare() {
   for (const Adapter* adapter : adapters_) adapter->enter(), entered_++;
   route(batch_, experts_.shape().experts, routing_);
   clear_idle();
-  make_plan(routing_, {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups()}, batch_.tokens,
-            budget, direction_, plan_);
+  bool bytes = batch_.w8a8 && batch_.tokens >= kBytesFrom && direction_ == Direction::forward;
+  make_plan(routing_, {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), bytes},
+            batch_.tokens, budget, direction_, plan_);
   workspace_ = experts_.engine().arena.borrow((size_t)plan_.total_bytes);
   begin();
   for (auto& n : next_up_) n.store(0, std::memory_order_relaxed);
@@ -170,7 +181,7 @@ Task::UnitRows Task::rows_of(const Piece& unit) const {
   r.first = unit.tile0 * whole.rows;
   int32_t rows = r.tiling.tiles * r.tiling.rows, k_tiles = experts_.weights().up().k_tiles();
   r.live = std::min(routing_.segments[(size_t)unit.segment].count - r.first, rows);
-  bool fits = (int64_t)rows * k_tiles * kTileK * experts_.kernels().elem <= plan_.panel_bytes;
+  bool fits = (int64_t)rows * k_tiles * plan_.gathered_tile <= plan_.panel_bytes;
   r.chunk = fits ? k_tiles : plan_.up_chunk;
   return r;
 }
@@ -208,22 +219,38 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
       extras.back().s.b = wide_b(adapter);
       extras.back().block_bytes = adapter.wide_b().block_bytes();
     });
+  bool adapted = routing_.run0[(size_t)unit.segment] < routing_.run0[(size_t)unit.segment + 1];
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
-    kernels.gather(gather);
+    if (!in_bytes() || adapted) kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
     up.coded = {store.encoding(), k, slice + plan_.decoded_at};
     up.first = k == 0;
     up.last = k + now == k_tiles;
     if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
+    if (in_bytes()) gather_bytes(gather, up, slice);
     up.extra = extras.data();
     up.extras = up.last ? (int32_t)extras.size() : 0;
     up.next = !up.last ? b + store.offset(k + now) : next ? first_read(*next) : nullptr;
     kernels.up(up);
   }
+}
+
+// The same rows and columns once more, as bytes in the place of the numbers.
+void Task::gather_bytes(const Gather& numbers, Up& up, char* slice) const {
+  int32_t steps = (int32_t)ceil_div(numbers.k_tiles, 2), step0 = numbers.k0 / kStepK;
+  float* scales = (float*)(slice + plan_.unit_scales_at);
+  const char* x = workspace_.data();
+  experts_.kernels().gather_bytes({x + plan_.bytes_at, (const float*)(x + plan_.x_scales_at),
+                                   round_up(experts_.shape().hidden, kStepK), numbers.token, numbers.live,
+                                   numbers.tiling, step0, steps, slice, scales});
+  up.base.a_tile = (size_t)steps * (size_t)numbers.tiling.rows * kTileK * (size_t)experts_.kernels().elem;
+  up.base.k_tiles = steps;
+  up.coded.k0 = step0;
+  up.row_scale = scales;
 }
 
 Down Task::columns_of(const Lane& lane, char* slice) const {

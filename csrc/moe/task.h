@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "moe/lanes.h"
@@ -25,6 +26,12 @@ struct Engine {
   Arena arena;
 };
 
+// From so many tokens on W8A8 computes with bytes: below, weights are what takes the time, and all of their bits are
+// used.
+constexpr int32_t kBytesFrom = 64;
+// A sum of so many products of bytes, -128 times 127 each, fits 32 bits.
+constexpr int32_t kMostBytes = 132104;
+
 class Experts {
  public:
   Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine,
@@ -36,6 +43,8 @@ class Experts {
   const Gate& gate() const { return gate_; }
   const KernelTable& kernels() const { return kernels_; }
   Engine& engine() const { return *engine_; }
+  // What stands against W8A8; empty: nothing.
+  std::string why_no_bytes() const;
   // Bytes that gate and up of one row take when a forward pass keeps them for backward.
   int64_t keep_row_bytes() const { return (int64_t)weights_.up().blocks() * kBlockN * kernels_.elem; }
 
@@ -81,6 +90,8 @@ class Task : private Job {
   // the way, unless they are in the workspace already.
   void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made = false) const;
 
+  void gather_bytes(const Gather& numbers, Up& up, char* slice) const;  // W8A8
+
   const char* first_read(const UpUnit& unit) const;  // of gate/up
 
   // ranks.cpp: products with LoRA's factors.
@@ -122,10 +133,11 @@ class Task : private Job {
   template <class Act>
   void for_pieces(size_t segment, Act&& act) const {
     Tiling whole = plan_.tilings[segment];
-    int64_t bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem * plan_.down_chunk;
+    int64_t bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem * plan_.down_chunk / (in_bytes() ? 2 : 1);
     int32_t most = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / bytes / 2 * 2);
     for (int32_t tile = 0; tile < whole.tiles; tile += most) act(tile, std::min(most, whole.tiles - tile));
   }
+  bool in_bytes() const { return plan_.in_bytes; }
   char* panel_of(size_t segment) const { return workspace_.data() + plan_.hidden_at[segment]; }
 
   const Experts& experts_;

@@ -91,7 +91,7 @@ class Pool:
 
     def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
-        flop, "read" bytes. `bytes` is each thread's scratch."""
+        flop, and so does "bytes", of W8A8; "read" counts bytes. `bytes` is each thread's scratch."""
 
 class Call:
     def submit(self) -> None: ...
@@ -150,6 +150,7 @@ class Experts:
         adapters: Sequence[Adapter] | None = None,
         dropout: float = 0.0,
         seed: int = 0,
+        w8a8: bool = False,
     ) -> None: ...
     def backward(
         self,
@@ -176,7 +177,11 @@ class Experts:
         adapter: Array | None = None,
         skip: Array | None = None,
         adapters: Sequence[Adapter] | None = None,
+        w8a8: bool = False,
     ) -> Call: ...
+    @property
+    def against_w8a8(self) -> str:
+        """What stands against W8A8; empty: nothing."""
     @property
     def packed_bytes(self) -> int: ...
     @property

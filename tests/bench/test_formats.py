@@ -56,6 +56,19 @@ def test_every_format_on_its_own_bytes(run_bench: Run, tmp_path: Path) -> None:
         assert 1 <= memory["packed_over_released"] < 1.1
 
 
+def test_8_bit_activations_have_a_row_and_a_roof_of_their_own(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
+    options = ["--formats", "int8,int8+w8a8", "--tokens", "1,64", "--train-tokens", ""]
+    _, document = run_bench("formats", *SHORT, *options, "--peers", f"kt_int8={sys.executable}")
+    found = {(cell["format"], cell["tokens"]): cell for cell in document["cells"]}
+    assert list(found) == [("int8", 0), ("int8", 1), ("int8", 64), ("int8+w8a8", 0), ("int8+w8a8", 64)]
+    plain, rounded = found["int8", 64], found["int8+w8a8", 64]
+    assert plain["error"] < 0.016 < 0.018 < rounded["error"] < 0.03
+    assert "register_share" in plain and "register_share" not in rounded
+    assert all(list(cell["peers"]) == ["kt_int8"] for cell in document["cells"])
+    assert rounded["tile_tflops"] != pytest.approx(plain["tile_tflops"], rel=1e-3)
+
+
 def test_peers_stand_beside_their_format(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     peers = [f"kt_int8={sys.executable}", f"kt_int4={sys.executable}"]

@@ -46,6 +46,7 @@ CpuState sapphire_rapids() {
   cpu.x86_64 = true;
   cpu.leaf1_ecx = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;
   cpu.leaf7_ebx = 1u << 5 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+  cpu.leaf7_ecx = 1u << 11;
   cpu.leaf7_edx = 1u << 22 | 1u << 24 | 1u << 25;
   cpu.leaf7_1_eax = 1u << 5;
   cpu.xcr0 = kTiles;
@@ -71,6 +72,9 @@ TEST(cpu_names_what_is_missing) {
   CHECK_EQ(missing_features("avx512", cpu), "");
   CHECK_EQ(missing_features("avx512_bf16", cpu), "avx512_bf16");
   CHECK_EQ(missing_features("amx", cpu), "avx512_bf16");
+  cpu = sapphire_rapids();
+  cpu.leaf7_ecx = 0;
+  CHECK_EQ(missing_features("avx512_bf16", cpu), "avx512_vnni");
 
   cpu = sapphire_rapids();
   cpu.leaf7_ebx &= ~(1u << 31);
@@ -103,7 +107,7 @@ TEST(cpu_other_architectures_have_generic_only) {
   for (const std::string& name : variant_names())
     CHECK_EQ(missing_features(name, CpuState{}), name == "generic" ? "" : "x86-64");
   CHECK_EQ(feature_report(CpuState{}).size(), 1u);
-  CHECK_EQ(feature_report(sapphire_rapids()).size(), 11u);
+  CHECK_EQ(feature_report(sapphire_rapids()).size(), 12u);
 }
 
 TEST(cpu_of_this_machine) {

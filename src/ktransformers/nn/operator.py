@@ -228,6 +228,8 @@ def apply_experts(
     factors = Factors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
     inputs = (hidden, weights, *factors.tensors)
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if learns and store.w8a8:
+        store.refuse_gradients()
     share = lora.dropout if lora is not None and learns else 0.0
     placed = placed_for(store, hidden.device)
     if placed is None and hidden.device.type != "cpu":

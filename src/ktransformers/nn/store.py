@@ -92,6 +92,7 @@ class ExpertStore:
         """
         self.gated = gated
         self.formats = formats_of(formats, gated)
+        self._w8a8 = False
         self._experts = _core.Experts(
             pool if pool is not None else default_pool(),
             num_experts,
@@ -142,6 +143,24 @@ class ExpertStore:
     @property
     def threads(self) -> int:
         return self._experts.threads
+
+    @property
+    def w8a8(self) -> bool:
+        """What `forward` and `prepare` do where they are not told: an approximation, off by default.
+
+        Rows of hidden and activated states are rounded to 8 bits, each with a scale of its own, and multiplied with the
+        int8 weights as they are, exactly. Batches of fewer than 64 tokens and LoRA are computed as ever.
+        """
+        return self._w8a8
+
+    @w8a8.setter
+    def w8a8(self, on: bool) -> None:
+        self._w8a8 = self._asked(on)
+
+    @property
+    def against_w8a8(self) -> str:
+        """What stands against it; empty: nothing."""
+        return self._experts.against_w8a8
 
     def pack(
         self,
@@ -259,13 +278,17 @@ class ExpertStore:
         keep: Tensor | None = None,
         adapters: Sequence[_core.Adapter] = (),
         dropout: Dropout = NO_DROPOUT,
+        w8a8: bool | None = None,
     ) -> Tensor:
         """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
 
         Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
         `keep`, from `new_keep`, takes gate and up for a backward of the same batch. `adapter[t]` is the place in
-        `adapters` of token t's LoRA, or -1; a single adapter without `adapter` is every token's.
+        `adapters` of token t's LoRA, or -1; a single adapter without `adapter` is every token's. `w8a8`: see there.
         """
+        w8a8 = self._asked(w8a8)
+        if w8a8 and (keep is not None or dropout.share):
+            self.refuse_gradients()
         rows, out, target = self._rows(hidden, out)
         self._experts.forward(
             rows,
@@ -278,8 +301,19 @@ class ExpertStore:
             adapters,
             dropout.share,
             dropout.seed,
+            w8a8,
         )
         return out
+
+    def _asked(self, w8a8: bool | None) -> bool:
+        if w8a8 and (why := self.against_w8a8):
+            given = f"on, with {', '.join(sorted(set(self.formats.values())))} in precision {self.precision}"
+            raise InputError("w8a8", given, "experts in int8 and precision bf16", why)
+        return self._w8a8 if w8a8 is None else w8a8
+
+    def refuse_gradients(self) -> None:
+        """Where they are asked for beside W8A8."""
+        raise InputError("w8a8", "on", "off where gradients are wanted", "training computes with all bits")
 
     def new_adapter(
         self, gate_rank: int = 0, up_rank: int = 0, down_rank: int = 0, *, shared: bool = False
@@ -314,6 +348,8 @@ class ExpertStore:
         With what `forward` kept, gate and up are not computed again. `factors` takes the gradients of LoRA: for every
         adapter tensors for gate_a, gate_b, up_a, up_b, down_a and down_b, or None in their places.
         """
+        if self._w8a8:
+            self.refuse_gradients()
         rows, grad_hidden, target = self._rows(hidden, None)
         grad_weights = torch.empty(ids.shape, dtype=torch.float64 if weights.dtype == torch.float64 else torch.float32)
         self._experts.backward(
@@ -343,6 +379,7 @@ class ExpertStore:
         skip: Tensor | None = None,
         out: Tensor | None = None,
         adapters: Sequence[_core.Adapter] = (),
+        w8a8: bool | None = None,
     ) -> ExpertCall:
         """A call to submit and wait for; it reads the tensors as they are when it is submitted, so they must be
         viewable as rows."""
@@ -350,8 +387,8 @@ class ExpertStore:
             if tensor is not None and tensor.dim() > 2 and not tensor.is_contiguous():
                 raise InputError(name, f"strides {list(tensor.stride())}", "a contiguous tensor", "copy it first")
         rows, out, target = self._rows(hidden, out)
-        call = self._experts.prepare(rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, adapters)
-        return ExpertCall(call, out)
+        given = (rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, adapters)
+        return ExpertCall(self._experts.prepare(*given, self._asked(w8a8)), out)
 
     def _rows(self, hidden: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden as rows, the result in hidden's shape, and the result as rows of the same memory."""

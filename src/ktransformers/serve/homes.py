@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.place import Plan
 from ktransformers.place.fulfil import (
     find_homes,
@@ -84,14 +85,15 @@ class Placed:
 
     def fill(self, cache: int, plan: Plan | None, say: Say) -> dict[str, int]:
         """Residents, beside a cache of so many bytes; the approximations that answers now have."""
+        rounded: dict[str, int] = {"kt_w8a8": True} if self.wish.kt_w8a8 else {}
         if self.placement is None:
-            return {}
+            return rounded
         devices = self.placement.devices()
         later = {device: cache // len(devices) + self._activations(plan, at) for at, device in enumerate(devices)}
         room: Mapping[torch.device, int] = room_for_residents(self.placement, later)
         say(in_words(self.placement, self.wish, settle_residents(self.placement, self.wish, self.homes, room)))
         late = self.wish.kt_max_deferred_experts_per_token
-        return {"kt_max_deferred_experts_per_token": late} if late else {}
+        return rounded | ({"kt_max_deferred_experts_per_token": late} if late else {})
 
     def _activations(self, plan: Plan | None, at: int) -> int:
         """The plan's cache is counted as it is here."""
@@ -110,6 +112,8 @@ class Placed:
 
 
 def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say) -> Placed:
+    if wish.kt_w8a8:
+        say(f"8-bit activations for prompts in {use_w8a8(model)} layers: an approximation")
     placement = place(model, wish, homes)
     if placement is None and wish.wants_gpu:
         say("no GPU: all experts are computed on the CPU, exactly")

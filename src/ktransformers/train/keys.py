@@ -129,6 +129,7 @@ OFF: dict[str, Off] = {
     "pref_bco_weight": Off((0, 0.0, None), "leave it out"),
     "ld_alpha": Off((None,), "leave it out"),
     "kt_max_deferred_experts_per_token": Off((0, None), "it approximates answers; training computes all experts"),
+    "kt_w8a8": Off(_NO, "it approximates answers; training computes with all bits"),
     "kt_lora_expert_num": Off((None, 0), "no experts are added; name experts in lora_target"),
     "kt_lora_expert_intermediate_size": Off((None, 0), "no experts are added; name experts in lora_target"),
     "fsdp": Off((None, "", False, []), "experts are in host memory already; use several processes as DDP"),

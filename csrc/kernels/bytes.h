@@ -1,0 +1,212 @@
+// W8A8: token rows as bytes, blocks of format int8 as tiles of bytes, and the way back from their sums to numbers.
+//
+// A strip holds the even and the odd k of every eight in two words of four bytes, side by side. Rows of bytes lie in
+// that order too, so that opening a block moves whole words: of two vectors the even words are one row of a tile, the
+// odd ones the next. A tile is [16 words of K][16 outputs][4 k], 64 of K: the B operand of AMX's products of bytes.
+// Sums are int32 and exact, the same on every CPU; they meet the scales once all of K is in them.
+#pragma once
+
+#include "kernels/formats.h"
+#include "kernels/pack.h"
+
+namespace kt {
+namespace {
+
+// Whether sums are integers.
+template <class Isa>
+constexpr bool kInBytes = (typename Isa::Real)0.5 == 0;
+
+template <class Bytes>
+constexpr bool kMultiplies = requires { typename Bytes::Real; };
+
+constexpr int kOrderAhead = 8;  // k tiles whose codes come into L1 meanwhile
+
+// Words 0, 2, 4 ... of two vectors, or 1, 3, 5 ...
+template <int W, int first>
+inline U32<W> every_other(U32<W> a, U32<W> b) {
+  I32<W> at;
+  for (int i = 0; i < W; i++) at[i] = 2 * i + first;
+  return __builtin_shuffle(a, b, at);
+}
+
+// One k tile of codes, [4][16 outputs][2 words], into half a tile of bytes.
+template <int W>
+inline void order_tile(const char* codes, char* out) {
+#pragma GCC unroll 4
+  for (int row = 0; row < 4; row++)
+    for (int n = 0; n < kTileN; n += W) {
+      const char* from = codes + (row * kTileN + n) * 8;
+      U32<W> a = load<U32<W>>(from), b = load<U32<W>>(from + W * 4);
+      store(out + 2 * row * 64 + n * 4, every_other<W, 0>(a, b));
+      store(out + (2 * row + 1) * 64 + n * 4, every_other<W, 1>(a, b));
+    }
+}
+
+// Steps [step0, step0 + count) of a block, as [count][2 tiles]. Never inlined: every product opens blocks.
+template <int W>
+__attribute__((noinline)) void order_block(const Encoding& e, const char* block, int step0, int count, char* out) {
+  constexpr int half_tile = kTileBytes / 2;
+  for (int half = 0; half < 2; half++) {
+    const Strip& strip = e.strip[half];
+    const char* codes = block + half * e.strip[0].bytes + strip.codes + (int64_t)step0 * 2 * half_tile;
+    char* to = out + half * kTileBytes;
+    for (int k = 2 * step0; k < 2 * (step0 + count); k += 2, codes += 2 * half_tile, to += 2 * kTileBytes) {
+      for (int line = 0; line < 2 * half_tile; line += 64)
+        __builtin_prefetch(codes + kOrderAhead * half_tile + line, 0, 3);
+      order_tile<W>(codes, to);
+      if (k + 1 < e.k_tiles) {
+        order_tile<W>(codes + half_tile, to + half_tile);
+      } else {
+        __builtin_memset(to + half_tile, 0, half_tile);
+      }
+    }
+  }
+}
+
+// Sums of a block's 32 outputs as numbers: times the scales of their row and their channels, and what joins them.
+template <class V>
+struct ScaledSums {
+  const int32_t* c;        // [rows][32]
+  const float* row_scale;  // [rows]
+  const char* channel[2];  // scales of 16 outputs
+  const float* beside;     // as c, or null
+
+  ScaledSums(const Encoding& e, const char* block, const float* scale, const int32_t* sums, const float* extra)
+      : c(sums),
+        row_scale(scale),
+        channel{block + e.strip[0].headers, block + e.strip[0].bytes + e.strip[1].headers},
+        beside(extra) {}
+  // Of row r from output n on.
+  __attribute__((always_inline)) V at(int r, int n) const {
+    constexpr int W = kLanes<V>;
+    V scale = splat<V>(row_scale[r]) * load<V>(channel[n / kTileN] + n % kTileN * 4);
+    // Rounded here, not fused with whatever is added to it: that depends on the row's neighbours.
+    V v = apart(__builtin_convertvector(load<I32<W>>(c + r * kBlockN + n), V) * scale);
+    return beside ? v + load<V>(beside + r * kBlockN + n) : v;
+  }
+};
+
+// What rows are multiplied with to become bytes, and the scale that they keep. A row without a finite largest magnitude
+// has that for its scale, so that its results are not finite either; one of tiny numbers counts as zero.
+struct RowScale {
+  float inverse, scale;
+};
+template <int W>
+inline RowScale scale_of(I32<W> magnitudes) {
+  int32_t bits = 0;
+  for (int i = 0; i < W; i++) bits = magnitudes[i] > bits ? magnitudes[i] : bits;
+  float largest;
+  __builtin_memcpy(&largest, &bits, 4);
+  if (bits >= 0x7f800000) return {0, largest};
+  if (largest < 0x1p-100f) return {0, 0};
+  return {127.0f / largest, largest / 127.0f};
+}
+
+// Numbers as bytes in the low bits of their lanes, to the nearest, ties to even: adding 1.5 * 2^23 rounds.
+template <int W>
+inline I32<W> rounded(F32<W> v, float inverse) {
+  return (I32<W>)(apart(v * splat<F32<W>>(inverse)) + splat<F32<W>>(12582912.0f));
+}
+
+template <int W>
+inline typename Vec<W>::u8 low_bytes(I32<W> v) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (typename Vec<W>::u8)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)v);
+#endif
+  // In two steps: the compiler takes longer ones apart.
+  return __builtin_convertvector(__builtin_convertvector((U32<W>)v, typename Vec<W>::u16), typename Vec<W>::u8);
+}
+
+// 64 numbers, W of them from at(i) on, as bytes.
+template <int W, class At>
+inline void put_step(char* out, float inverse, const At& at) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kStepK; i += W < 8 ? 8 : W) {
+    if constexpr (W < 8) {
+      static_assert(W == 4);
+      U32<W> a = (U32<W>)rounded<W>(at(i), inverse), b = (U32<W>)rounded<W>(at(i + W), inverse);
+      store(out + i, low_bytes<W>((I32<W>)every_other<W, 0>(a, b)));
+      store(out + i + W, low_bytes<W>((I32<W>)every_other<W, 1>(a, b)));
+    } else {
+      I32<W> order;
+      for (int n = 0; n < W; n++) order[n] = n / 8 * 8 + n % 4 * 2 + n % 8 / 4;
+      store(out + i, low_bytes<W>(__builtin_shuffle(rounded<W>(at(i), inverse), order)));
+    }
+  }
+}
+
+// A row of `steps` times 64 numbers, W of them from at(step, i) on, and 64 more in `tail` (or null), into bytes at out,
+// out + stride, ...; its scale.
+template <int W, class At>
+inline float row_to_bytes(int32_t steps, const At& at, const float* tail, char* out, int64_t stride) {
+  // Magnitudes compare as integers; a NaN is the largest of them.
+  I32<W> most = {};
+  auto see = [&](F32<W> v) {
+    I32<W> magnitude = (I32<W>)v & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
+  };
+  for (int32_t s = 0; s < steps; s++)
+    for (int i = 0; i < kStepK; i += W) see(at(s, i));
+  for (int i = 0; tail && i < kStepK; i += W) see(load<F32<W>>(tail + i));
+  RowScale r = scale_of<W>(most);
+  for (int32_t s = 0; s < steps; s++) put_step<W>(out + s * stride, r.inverse, [&](int i) { return at(s, i); });
+  if (tail) put_step<W>(out + steps * stride, r.inverse, [&](int i) { return load<F32<W>>(tail + i); });
+  return r.scale;
+}
+
+template <int W>
+void quantise_rows(const Quantise& q) {
+  int32_t steps = q.width / kStepK, rest = q.width % kStepK;
+  int64_t bytes = round_up(q.width, kStepK);
+  for (int32_t row = 0; row < q.rows; row++) {
+    int64_t first = row * q.x_stride;
+    char* out = q.out + row * bytes;
+    alignas(64) float tail[kStepK] = {};
+    for (int i = 0; i < rest; i++) tail[i] = element_of<float>(q.x, first + steps * kStepK + i, q.dtype);
+    auto convert = [&](const auto& at) { return row_to_bytes<W>(steps, at, rest ? tail : nullptr, out, kStepK); };
+    if (q.dtype == DType::bf16) {
+      const uint16_t* x = (const uint16_t*)q.x + first;
+      q.scale[row] = convert([&](int32_t s, int i) { return from_bf16<W>(x + s * kStepK + i); });
+    } else {
+      q.scale[row] = convert([&](int32_t s, int i) { return load_as<F32<W>>(q.x, first + s * kStepK + i, q.dtype); });
+    }
+  }
+}
+
+// A row's bytes of a step take the place of its numbers of the k tile of the same number, which has been read by then.
+// Where a panel is not bf16 its numbers are rounded to that first: bytes are the same on every CPU.
+template <class Isa>
+void shrink_panel(const Shrink& h) {
+  constexpr int W = Isa::width;
+  int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * h.tiling.rows;
+  for (int r = 0; r < h.live; r++) {
+    char* row = h.panel + (r / h.tiling.rows) * step * h.k_tiles + (r % h.tiling.rows) * row_bytes;
+    auto at = [&](int32_t s, int i) {
+      F32<W> v = get_element<Isa>(row + (2 * s + i / kTileK) * step, i % kTileK);
+      if constexpr (Isa::panel != DType::bf16) v = (F32<W>)(bf16_bits<W>(v) << 16);
+      return v;
+    };
+    int32_t steps = h.k_tiles / 2;
+    alignas(64) float tail[kStepK] = {};
+    for (int i = 0; h.k_tiles % 2 && i < kTileK; i += W) store(tail + i, at(steps, i));
+    h.scale[r] = row_to_bytes<W>(steps, at, h.k_tiles % 2 ? tail : nullptr, row, step);
+  }
+}
+
+template <class Isa>
+void gather_byte_panel(const GatherBytes& g) {
+  int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * g.tiling.rows;
+  for (int r = 0; r < g.tiling.rows * g.tiling.tiles; r++) {
+    char* out = g.out + (r / g.tiling.rows) * step * g.steps + (r % g.tiling.rows) * row_bytes;
+    if (r >= g.live) {
+      for (int s = 0; s < g.steps; s++) __builtin_memset(out + s * step, 0, kStepK);
+      continue;
+    }
+    const char* from = g.bytes + g.token[r] * g.stride + (int64_t)g.step0 * kStepK;
+    for (int s = 0; s < g.steps; s++) __builtin_memcpy(out + s * step, from + (int64_t)s * kStepK, kStepK);
+    g.row_scale[r] = g.scale[g.token[r]];
+  }
+}
+
+}  // namespace
+}  // namespace kt

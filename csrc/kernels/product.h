@@ -1,0 +1,121 @@
+// One product of an expert, as an ISA gets it, and what a core does beside it: fetch the weights that come next, finish
+// the rows of the last product, decode.
+#pragma once
+
+#include "kernels/decoding.h"
+#include "kernels/elementwise.h"
+
+namespace kt {
+namespace {
+
+// The lines to fetch during one pass over K: `lines` of 64 bytes at every k step, from `at` on.
+struct Ahead {
+  const char* at;
+  int lines;
+};
+constexpr Ahead kNothingAhead = {nullptr, 0};
+
+// A quarter of this step's lines; called four times a step, between the instructions that keep the core busy.
+inline void prefetch_quarter(const Ahead& ahead, int quarter) {
+  int first = ahead.lines * quarter / 4, last = ahead.lines * (quarter + 1) / 4;
+  for (int i = first; i < last; i++) __builtin_prefetch(ahead.at + i * 64, 0, 2);
+}
+
+// Part `pass` of `passes` of the block at `next`, of k_tiles pairs of tiles.
+inline Ahead share(const char* next, int pass, int passes, int k_tiles, int tile_bytes) {
+  int all = 2 * tile_bytes / 64, lines = (all + passes - 1) / passes;
+  if (!next || pass * lines >= all) return kNothingAhead;
+  return {next + (int64_t)pass * lines * 64 * k_tiles, lines};
+}
+
+// The same for an encoded block of `bytes`.
+inline Ahead share_encoded(const char* next, int pass, int passes, int k_tiles, int64_t bytes) {
+  int lines = (int)ceil_div(bytes, 64ll * passes * k_tiles);
+  int64_t first = (int64_t)pass * lines * 64 * k_tiles;
+  if (!next || first >= bytes) return kNothingAhead;
+  return {next + first, lines};
+}
+
+// What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
+template <class Real>
+struct ProductOf {
+  Stretch s;
+  int block, tile, tiles, rows, live;
+  bool accumulate;
+  Ahead ahead;
+  Real* c;  // [tiles * rows][32]
+  const Extra* extra;
+  int extras, block0;
+  const float* beside = nullptr;  // of bytes: what the extras add, [tiles * rows][32], or nothing
+};
+using Product = ProductOf<float>;
+
+// The stretches that join this product, each at the product's block.
+template <class Real, class Act>
+inline void for_each_extra(const ProductOf<Real>& p, Act&& act) {
+  for (int i = 0; i < p.extras; i++) {
+    const Extra& x = p.extra[i];
+    if (x.tile1 <= p.tile || p.tile + p.tiles <= x.tile0) continue;
+    Stretch s = x.s;
+    s.b += (p.block - p.block0) * (int64_t)x.block_bytes;
+    act(s);
+  }
+}
+
+constexpr int kPassTiles = 2;
+
+// The rows of the last product that are not finished yet. `multiply` calls step() once per k step, or all() at once.
+template <class Real, class Finish>
+class Unfinished {
+ public:
+  explicit Unfinished(const Finish& finish) : finish_(finish) {}
+  void put(const ProductOf<Real>& p) {
+    product_ = p;
+    next_ = due_ = 0;
+    per_step_ = (p.live + p.s.k_tiles - 1) / p.s.k_tiles;
+  }
+  void step() {
+    due_ += per_step_;
+    if (due_ >= next_ + kTogether && next_ < product_.live) finish_rows(due_);
+  }
+  void all() {
+    if (next_ < product_.live) finish_rows(product_.live);
+  }
+
+ private:
+  // Steps of bytes are half as many, so several rows would be due in each; a few at once share what they have in
+  // common.
+  static constexpr int kTogether = (Real)0.5 == 0 ? 4 : 1;
+
+  __attribute__((noinline)) void finish_rows(int end) {
+    if (end > product_.live) end = product_.live;
+    finish_(product_, next_, end);
+    next_ = end;
+  }
+  const Finish& finish_;
+  ProductOf<Real> product_ = {};
+  int next_ = 0, due_ = 0, per_step_ = 0;
+};
+
+// What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode.
+template <class Rows, class Decoding>
+struct Meanwhile {
+  Rows& rows;
+  Decoding* decoding;  // null: blocks are tiles
+
+  // The k-th pair of weight tiles.
+  const char* tiles(const char* b, int k, int tile_bytes) {
+    return decoding ? decoding->tiles(k) : b + (int64_t)k * 2 * tile_bytes;
+  }
+  void step() { rows.step(); }
+  void all() { rows.all(); }
+};
+
+struct Nothing {
+  static const char* tiles(const char* b, int k, int tile_bytes) { return b + (int64_t)k * 2 * tile_bytes; }
+  void step() {}
+  void all() {}
+};
+
+}  // namespace
+}  // namespace kt

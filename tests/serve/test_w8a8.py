@@ -1,0 +1,66 @@
+"""`kt serve --kt-w8a8`: an int8 model is served with 8-bit activations and says so, any other is refused, and so is
+training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ktransformers.cli.main import app
+from ktransformers.errors import InputError
+from ktransformers.nn import load_model
+from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.w8a8 import use_w8a8
+from ktransformers.serve.flags import parse
+from ktransformers.serve.homes import wish_of
+from ktransformers.serve.launch import open_service
+from ktransformers.serve.target import resolve
+from ktransformers.train.keys import OFF
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
+
+
+def line(directory: Path, *words: str) -> list[str]:
+    return [str(directory), "--device", "cpu", "--max-total-tokens", "256", *words]
+
+
+def test_an_int8_model_says_that_it_rounds(model_directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / "int8"
+    done = CliRunner().invoke(app, ["quant", str(model_directory), "--format", "int8", "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    said = list[str]()
+    service = open_service(parse(line(out, "--kt-w8a8")), resolve(str(out)), said.append)
+    assert service.approximations == {"kt_w8a8": True}
+    assert any("8-bit activations" in one and "approximation" in one for one in said)
+    modules: dict[str, Any] = dict(expert_modules(service.engine.forward.model))
+    layers = [module.kt_store for module in modules.values()]
+    assert layers and all(store.w8a8 for store in layers)
+    model, tokens = load_model(out), torch.arange(80).view(1, -1) % 50
+    with torch.no_grad():
+        exact = model(tokens).logits
+        assert use_w8a8(model) == len(layers)
+        rounded = model(tokens).logits
+    off = (rounded - exact).float().norm() / exact.float().norm()
+    assert 0 < off < 0.1
+    with pytest.raises(InputError, match="gradients"):
+        model(inputs_embeds=torch.randn(1, 4, model.config.hidden_size, dtype=model.dtype, requires_grad=True))
+    assert use_w8a8(model, False) == len(layers)
+
+
+def test_other_formats_are_refused_by_name(model_directory: Path) -> None:
+    with pytest.raises(InputError, match=r"w8a8.*experts.*bf16.*kt quant --format int8"):
+        open_service(parse(line(model_directory, "--kt-w8a8")), resolve(str(model_directory)), print)
+    with pytest.raises(InputError, match="without packed experts"):
+        use_w8a8(torch.nn.Linear(2, 2))
+
+
+def test_a_file_may_ask_for_it_and_training_may_not(model_directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "infer.yaml"
+    file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_w8a8: true\n")
+    assert wish_of(parse([str(file)]), resolve(str(file))).kt_w8a8
+    assert not wish_of(parse([str(model_directory)]), resolve(str(model_directory))).kt_w8a8
+    assert "training" in OFF["kt_w8a8"].remedy
