@@ -22,7 +22,8 @@ import torch
 
 from ktransformers.place import engine as module
 from ktransformers.place import trials
-from ktransformers.place.engine import PHASES, Engine, Layer
+from ktransformers.place.engine import Engine, Layer
+from ktransformers.place.phase import PHASES
 from ktransformers.place.split import Costs
 
 EXPERTS, LAYERS, TOP_K = 128, 8, 8

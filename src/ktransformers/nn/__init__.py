@@ -6,8 +6,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ktransformers.nn.call import ExpertCall
 from ktransformers.nn.pool import default_pool
-from ktransformers.nn.store import ExpertCall, ExpertStore
+from ktransformers.nn.store import ExpertStore
 
 if TYPE_CHECKING:
     from ktransformers.nn.adapter import lora_parameters, set_lora_dropout

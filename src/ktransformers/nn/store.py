@@ -20,6 +20,7 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.errors import InputError
 from ktransformers.nn import lent
+from ktransformers.nn.call import ExpertCall
 from ktransformers.nn.given import formats_of, halves_of_encoded, halves_of_tensor, matrices_of, refuse, vectors_of
 from ktransformers.nn.pool import default_pool
 
@@ -36,33 +37,6 @@ class Dropout:
 
 
 NO_DROPOUT = Dropout()
-
-
-class ExpertCall:
-    """A call bound to its tensors, which may be submitted again and again; the routing is read anew each time."""
-
-    def __init__(self, call: _core.Call, out: Tensor) -> None:
-        self._call = call
-        self.out = out
-
-    def submit(self) -> None:
-        """Start; returns at once. `wait` may come from another thread."""
-        self._call.submit()
-
-    def wait(self) -> Tensor:
-        """The result of what was last submitted."""
-        self._call.wait()
-        return self.out
-
-    @property
-    def done(self) -> bool:
-        """Nothing is under way."""
-        return self._call.done
-
-    @property
-    def address(self) -> int:
-        """What `_core.host_callbacks()` take as their argument."""
-        return self._call.address
 
 
 class ExpertStore:

@@ -36,6 +36,7 @@ from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.phase import PHASES, Phase, phase_of
 from ktransformers.place.split import Costs, Split, split
 from ktransformers.place.trials import POLICY, Trials
 
@@ -67,26 +68,6 @@ class Kept:
     ids: Tensor  # host
     keep: Tensor  # of the core, or empty; written where the CPU had everything
     cpu: Tensor  # bool [E]: what the CPU computed
-
-
-@dataclass(frozen=True)
-class Phase:
-    name: str  # forward, again (recomputed in a backward pass) or backward
-    direction: str
-
-    @property
-    def walk(self) -> str:
-        """What is computed again belongs to the walk back: the one finds what the other fetched."""
-        return "forward" if self.name == "forward" else "back"
-
-
-PHASES = {"forward": Phase("forward", "forward"), "again": Phase("again", "forward")}
-PHASES["backward"] = Phase("backward", "backward")
-
-
-def phase_of(direction: str) -> Phase:
-    again = direction == "forward" and torch._C._current_graph_task_id() != -1
-    return PHASES["again" if again else direction]
 
 
 class Engine:

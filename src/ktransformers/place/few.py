@@ -27,7 +27,8 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.errors import InputError
-from ktransformers.nn.store import ExpertCall, ExpertStore
+from ktransformers.nn.call import ExpertCall
+from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu import routes
 from ktransformers.place.gpu.driver import call_on_host
 from ktransformers.place.gpu.side import Batch, Packed, Side
