@@ -6,10 +6,6 @@
 // outputs takes 32 / (NV * W) walks over K, or one where rows are few.
 #pragma once
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 #include "kernels/gemm.h"
 #include "kernels/outer.h"
 
@@ -52,7 +48,8 @@ inline I32<W> pair_product(I32<W> a, I32<W> b) {
   if constexpr (W == 16) return (I32<W>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #endif
 #ifdef __SSE2__
-  if constexpr (W == 4) return (I32<W>)_mm_madd_epi16((__m128i)a, (__m128i)b);
+  typedef short Halves __attribute__((vector_size(16)));
+  if constexpr (W == 4) return (I32<W>)__builtin_ia32_pmaddwd128((Halves)a, (Halves)b);
 #endif
 #ifdef __AVX2__
   if constexpr (W == 8) return (I32<W>)_mm256_madd_epi16((__m256i)a, (__m256i)b);
