@@ -52,7 +52,7 @@ struct Alias {
   const char* ours;
 };
 
-// kt-kernel builds six variants where we have four; its three in the middle differ in instructions that we use with bf16 alone.
+// kt-kernel builds six variants where we have four; its three in the middle differ in what we use with bf16 alone.
 constexpr Alias kAliases[] = {
     {"amx", "amx"},
     {"avx512_bf16", "avx512_bf16"},
