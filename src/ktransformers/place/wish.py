@@ -78,10 +78,13 @@ class Wish:
         return self.policies[0]
 
     def as_planned(self, plan: Plan | None) -> Wish:
-        """With the policy that a plan for `policies` has chosen, where it has a GPU."""
-        if plan is None or not plan.nearest.choice.gpus:
+        """With the policy that a plan for `policies` has chosen. A plan without a GPU leaves alone what was asked for:
+        who asked is told that there is none."""
+        if plan is None:
             return self
-        return replace(self, kt_place=plan.nearest.choice.policy)
+        if plan.nearest.choice.gpus:
+            return replace(self, kt_place=plan.nearest.choice.policy)
+        return replace(self, kt_place=DEFAULT) if self.policies == UNASKED else self
 
     @property
     def wants_gpu(self) -> bool:
