@@ -6,8 +6,8 @@ For each format: packing, forward from one token up, forward and backward with L
 from those of the bf16 weights it was made from, and memory. The roof counts the bytes of the release, not of bf16. A
 few experts are encoded and the others repeat their bytes, since encoding a layer would take longer than measuring it;
 errors are taken on those few alone. Formats of GGUF hold random blocks and have no error: most have no encoder.
-`int8+w8a8` is int8 with 8-bit activations, from the tokens on from which it has them; its roof is the bare product of
-bytes, and it is not trained.
+`int8+w8a8` is int8 with 8-bit activations, from the tokens on from which it has them, and so is `int4:32+w8a8`; their
+roof is the bare product of bytes, and they are not trained.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 W8A8 = "+w8a8"  # behind a format: activations as bytes, too
 W8A8_TOKENS = 64  # from which on they are
-DEFAULT_FORMATS = ("int8", "int8+w8a8", "int4:32", "fp8:128x128", "mxfp4", "q4_k", "q6_k", "bf16")
+DEFAULT_FORMATS = ("int8", "int8+w8a8", "int4:32", "int4:32+w8a8", "fp8:128x128", "mxfp4", "q4_k", "q6_k", "bf16")
 DEFAULT_TOKENS = (1, 16, 512, 2048, 8192)
 MODES = ("forward_lora", "backward_lora")
 TRAINED_LAYERS = 4  # at most: from 512 tokens on every call reads a whole layer
@@ -104,8 +104,11 @@ def check_formats(parser: argparse.ArgumentParser, formats: list[str]) -> None:
                 f"--formats: no blocks of {name} can be made up; of GGUF's there are {', '.join(BLOCK_SCALES)}"
             )
         try:
-            if name not in ("bf16", "int8" + W8A8):
-                format_of(name)
+            stored = name.removesuffix(W8A8)
+            if name != stored and stored.partition(":")[0] not in ("int8", "int4"):
+                parser.error(f"--formats: {name}: only int8 and int4 have 8-bit activations")
+            if name != "bf16":
+                format_of(stored)
         except InputError as error:
             parser.error(f"--formats: {error}")
 
@@ -222,7 +225,7 @@ class Bench(Contest):
     PROGRAMS: ClassVar = {}  # each format starts its own
     COLUMNS: ClassVar = [
         Column("shape", 10, "shape"),
-        Column("format", 11, "format"),
+        Column("format", 13, "format"),
         Column("isa", 7, "isa"),
         Column("tokens", 6, "tokens"),
         Column("mode", 13, "mode"),

@@ -1,12 +1,9 @@
-// W8A8: token rows as bytes, blocks of format int8 as tiles of bytes, and the way back from their sums to numbers.
+// W8A8: token rows as bytes, in the order of k that byte_tiles.h has, and the way back from sums of bytes to numbers.
 //
-// A strip holds the even and the odd k of every eight in two words of four bytes, side by side. Rows of bytes lie in
-// that order too, so that opening a block moves whole words: of two vectors the even words are one row of a tile, the
-// odd ones the next. A tile is [16 words of K][16 outputs][4 k], 64 of K: the B operand of AMX's products of bytes.
 // Sums are int32 and exact, the same on every CPU; they meet the scales once all of K is in them.
 #pragma once
 
-#include "kernels/formats.h"
+#include "kernels/byte_tiles.h"
 #include "kernels/pack.h"
 
 namespace kt {
@@ -19,67 +16,18 @@ constexpr bool kInBytes = (typename Isa::Real)0.5 == 0;
 template <class Bytes>
 constexpr bool kMultiplies = requires { typename Bytes::Real; };
 
-constexpr int kOrderAhead = 8;  // k tiles whose codes come into L1 meanwhile
-
-// Words 0, 2, 4 ... of two vectors, or 1, 3, 5 ...
-template <int W, int first>
-inline U32<W> every_other(U32<W> a, U32<W> b) {
-  I32<W> at;
-  for (int i = 0; i < W; i++) at[i] = 2 * i + first;
-  return __builtin_shuffle(a, b, at);
-}
-
-// One k tile of codes, [4][16 outputs][2 words], into half a tile of bytes.
-template <int W>
-inline void order_tile(const char* codes, char* out) {
-#pragma GCC unroll 4
-  for (int row = 0; row < 4; row++)
-    for (int n = 0; n < kTileN; n += W) {
-      const char* from = codes + (row * kTileN + n) * 8;
-      U32<W> a = load<U32<W>>(from), b = load<U32<W>>(from + W * 4);
-      store(out + 2 * row * 64 + n * 4, every_other<W, 0>(a, b));
-      store(out + (2 * row + 1) * 64 + n * 4, every_other<W, 1>(a, b));
-    }
-}
-
-// Steps [step0, step0 + count) of a block, as [count][2 tiles]. Never inlined: every product opens blocks.
-template <int W>
-__attribute__((noinline)) void order_block(const Encoding& e, const char* block, int step0, int count, char* out) {
-  constexpr int half_tile = kTileBytes / 2;
-  for (int half = 0; half < 2; half++) {
-    const Strip& strip = e.strip[half];
-    const char* codes = block + half * e.strip[0].bytes + strip.codes + (int64_t)step0 * 2 * half_tile;
-    char* to = out + half * kTileBytes;
-    for (int k = 2 * step0; k < 2 * (step0 + count); k += 2, codes += 2 * half_tile, to += 2 * kTileBytes) {
-      for (int line = 0; line < 2 * half_tile; line += 64)
-        __builtin_prefetch(codes + kOrderAhead * half_tile + line, 0, 3);
-      order_tile<W>(codes, to);
-      if (k + 1 < e.k_tiles) {
-        order_tile<W>(codes + half_tile, to + half_tile);
-      } else {
-        __builtin_memset(to + half_tile, 0, half_tile);
-      }
-    }
-  }
-}
-
 // Sums of a block's 32 outputs as numbers: times the scales of their row and their channels, and what joins them.
 template <class V>
 struct ScaledSums {
   const int32_t* c;        // [rows][32]
   const float* row_scale;  // [rows]
-  const char* channel[2];  // scales of 16 outputs
+  const float* channel;    // [32]
   const float* beside;     // as c, or null
 
-  ScaledSums(const Encoding& e, const char* block, const float* scale, const int32_t* sums, const float* extra)
-      : c(sums),
-        row_scale(scale),
-        channel{block + e.strip[0].headers, block + e.strip[0].bytes + e.strip[1].headers},
-        beside(extra) {}
   // Of row r from output n on.
   __attribute__((always_inline)) V at(int r, int n) const {
     constexpr int W = kLanes<V>;
-    V scale = splat<V>(row_scale[r]) * load<V>(channel[n / kTileN] + n % kTileN * 4);
+    V scale = splat<V>(row_scale[r]) * load<V>(channel + n);
     // Rounded here, not fused with whatever is added to it: that depends on the row's neighbours.
     V v = apart(__builtin_convertvector(load<I32<W>>(c + r * kBlockN + n), V) * scale);
     return beside ? v + load<V>(beside + r * kBlockN + n) : v;
@@ -102,10 +50,10 @@ inline RowScale scale_of(I32<W> magnitudes) {
   return {127.0f / largest, largest / 127.0f};
 }
 
-// Numbers as bytes in the low bits of their lanes, to the nearest, ties to even: adding 1.5 * 2^23 rounds.
+// Numbers as bytes in the low bits of their lanes, to the nearest, ties to even.
 template <int W>
 inline I32<W> rounded(F32<W> v, float inverse) {
-  return (I32<W>)(apart(v * splat<F32<W>>(inverse)) + splat<F32<W>>(12582912.0f));
+  return (I32<W>)(apart(v * splat<F32<W>>(inverse)) + splat<F32<W>>(kRounding));
 }
 
 template <int W>

@@ -10,11 +10,17 @@ namespace {
 
 constexpr int kDecodedTiles = 4;  // pairs of tiles that are decoded at a time
 
+// What comes before a block's first tiles: of bytes, the scales of its channels.
+template <class Isa>
+inline void begin_block(const Encoding& e, const char* block, float* channel) {
+  if constexpr (kInBytes<Isa>) channel_scales<Isa::width>(e, block, channel);
+}
+
 // k tiles, or steps of bytes, of a block from `k0` on.
 template <class Isa>
-inline void open_block(const Encoding& e, const char* block, int k0, int count, char* out) {
+inline void open_block(const Encoding& e, const char* block, const float* channel, int k0, int count, char* out) {
   if constexpr (kInBytes<Isa>) {
-    order_block<Isa::width>(e, block, k0, count, out);
+    order_block<Isa::width>(e, block, channel, k0, count, out);
   } else {
     decode_block<Isa>(e, block, k0, count, out);
   }
@@ -33,7 +39,10 @@ class DecodingAhead {
         block_bytes_((int64_t)u.block_bytes),
         k_tiles_(u.base.k_tiles),
         left_((int64_t)(u.block1 - u.block0) * u.base.k_tiles) {
-    if constexpr (requires { u.coded; }) how_ = u.coded.how, k0_ = u.coded.k0, out_ = u.coded.decoded;
+    if constexpr (requires { u.coded; }) {
+      how_ = u.coded.how, k0_ = u.coded.k0, out_ = u.coded.decoded;
+      channel_ = u.coded.channel;
+    }
   }
 
   // Begins the first pass over a block.
@@ -60,9 +69,13 @@ class DecodingAhead {
   int decode(int slot, int slots) {
     int count = k_tiles_ - k_ < slots - slot ? k_tiles_ - k_ : slots - slot;
     if (count > kDecodedTiles) count = kDecodedTiles;
-    open_block<Isa>(*how_, at_, k0_ + k_, count, place(slot));
+    if (k_ == 0) begin_block<Isa>(*how_, at_, channel_);
+    open_block<Isa>(*how_, at_, channel_, k0_ + k_, count, place(slot));
     left_ -= count;
-    if ((k_ += count) == k_tiles_) k_ = 0, at_ += block_bytes_;
+    if ((k_ += count) == k_tiles_) {
+      k_ = 0, at_ += block_bytes_;
+      if constexpr (kInBytes<Isa>) channel_ += kBlockN;
+    }
     return count;
   }
 
@@ -73,7 +86,8 @@ class DecodingAhead {
   int k0_ = 0, k_tiles_;
   int64_t left_;  // pairs of the unit that are still to be decoded
   char* out_ = nullptr;
-  int k_ = 0;  // of the block, to come next
+  float* channel_ = nullptr;  // of that block
+  int k_ = 0;                 // of the block, to come next
   int made_ = 0, read_ = 0;
 };
 

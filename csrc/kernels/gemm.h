@@ -88,7 +88,9 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
     if (turned) next = nullptr;
     if constexpr (requires { u.coded; } && !Isa::overlaps)
       if (how) {
-        open_block<Isa>(*how, p.s.b, u.coded.k0, u.base.k_tiles, u.coded.decoded);
+        float* channel = kInBytes<Isa> ? u.coded.channel + (int64_t)(block - u.block0) * kBlockN : nullptr;
+        begin_block<Isa>(*how, p.s.b, channel);
+        open_block<Isa>(*how, p.s.b, channel, u.coded.k0, u.base.k_tiles, u.coded.decoded);
         p.s.b = u.coded.decoded;
       }
     for (int pass = 0; pass < passes; pass++) {
@@ -178,8 +180,8 @@ template <class Isa, class By, class Unit>
 inline auto sums_of(const Unit& u, const ProductOf<typename By::Real>& p) {
   using V = typename Isa::Vector;
   if constexpr (kInBytes<By>) {
-    const char* block = u.base.b + (p.block - p.block0) * (int64_t)u.block_bytes;
-    return ScaledSums<V>(*u.coded.how, block, u.row_scale + p.tile * p.rows, p.c, p.beside);
+    const float* channel = u.coded.channel + (int64_t)(p.block - p.block0) * kBlockN;
+    return ScaledSums<V>{p.c, u.row_scale + p.tile * p.rows, channel, p.beside};
   } else {
     return PlainSums<V>{p.c};
   }

@@ -34,6 +34,7 @@ struct Coded {
   const Encoding* how;
   int32_t k0;
   char* decoded;
+  float* channel = nullptr;  // of bytes: scales of 32 outputs for each block of the product, made where it is decoded
 };
 
 // A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)

@@ -95,6 +95,7 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.coded = {store.encoding(), k, slice + plan_.decoded_at};
       if (in_bytes()) {
         down.base.k_tiles = (int32_t)ceil_div(now, 2);
+        down.coded.channel = (float*)(slice + plan_.channels_at);
         down.row_scale = (const float*)(workspace_.data() + plan_.row_scales_at) + row;
       }
       const char* then = down.last ? after : b + store.offset(k + now);

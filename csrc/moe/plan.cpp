@@ -207,7 +207,10 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.partial_bytes = chunks > 1 ? round_up(most_blocks * block_sums, 4096) : 0;
   plan.scratch_at = plan.panel_bytes + plan.partial_bytes;
   plan.unit_scales_at = plan.scratch_at + kScratchSums * kernels.sum_bytes * wide;
-  plan.decoded_at = plan.unit_scales_at + (plan.in_bytes ? round_up(largest_rows * (int64_t)sizeof(float), 64) : 0);
+  int64_t of_rows = round_up(largest_rows * (int64_t)sizeof(float), 64);
+  int64_t of_channels = std::max(up.blocks(), down.blocks()) * kBlockN * (int64_t)sizeof(float);
+  plan.channels_at = plan.unit_scales_at + (plan.in_bytes ? of_rows : 0);
+  plan.decoded_at = plan.channels_at + (plan.in_bytes ? of_channels : 0);
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   plan.keep_at = plan.decoded_at + (decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0);
   plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);

@@ -80,8 +80,8 @@ struct Plan {
   // A slice: gathered panel, partial sums, scratch, a decoded block; backward also the kept rows of a unit and
   // transposed blocks.
   int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, turned_at;
-  int64_t gathered_tile;   // bytes that a k tile of a row takes in the gathered panel
-  int64_t unit_scales_at;  // W8A8: of a unit's rows
+  int64_t gathered_tile;                // bytes that a k tile of a row takes in the gathered panel
+  int64_t unit_scales_at, channels_at;  // W8A8: of a unit's rows; of the channels of a unit's or lane's blocks
   // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
   int64_t rank_at, rank_sums_at, rank_turned_at, thin_at, thread_bytes;
   int64_t factors_at;  // and sums of a factor's gradient, with what it takes to make them

@@ -17,8 +17,9 @@ Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& k
 
 std::string Experts::why_no_bytes() const {
   const LayerFormats& f = weights_.formats();
-  if (f.up.codec != Codec::int8 || f.down.codec != Codec::int8 || (shape().gated && f.gate.codec != Codec::int8))
-    return "gate, up and down must all be of format int8";
+  auto opens = [](const Format& format) { return format.codec == Codec::int8 || format.codec == Codec::int4; };
+  if (!opens(f.up) || !opens(f.down) || (shape().gated && !opens(f.gate)))
+    return "gate, up and down must all be of format int8 or int4";
   if (!kernels_.quantise) return std::string("precision ") + name_of(kernels_.precision) + " rounds nothing";
   if (std::max(shape().hidden, shape().intermediate) > kMostBytes)
     return "sums of more than " + std::to_string(kMostBytes) + " products do not fit 32 bits";
@@ -250,6 +251,7 @@ void Task::gather_bytes(const Gather& numbers, Up& up, char* slice) const {
   up.base.a_tile = (size_t)steps * (size_t)numbers.tiling.rows * kTileK * (size_t)experts_.kernels().elem;
   up.base.k_tiles = steps;
   up.coded.k0 = step0;
+  up.coded.channel = (float*)(slice + plan_.channels_at);
   up.row_scale = scales;
 }
 

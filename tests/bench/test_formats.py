@@ -69,6 +69,20 @@ def test_8_bit_activations_have_a_row_and_a_roof_of_their_own(run_bench: Run, mo
     assert rounded["tile_tflops"] != pytest.approx(plain["tile_tflops"], rel=1e-3)
 
 
+def test_int4_has_them_too_and_others_do_not(
+    run_bench: Run, refused: Callable[[str, list[str]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "only int8 and int4" in refused("formats", ["--formats", "int8,mxfp4+w8a8"])
+    monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
+    options = ["--formats", "int4:32,int4:32+w8a8", "--tokens", "64", "--train-tokens", ""]
+    table, document = run_bench("formats", *SHORT, *options, "--peers", f"kt_int4={sys.executable}")
+    found = {(cell["format"], cell["tokens"]): cell for cell in document["cells"]}
+    plain, rounded = found["int4:32", 64], found["int4:32+w8a8", 64]
+    assert plain["error"] < rounded["error"] < plain["error"] + 0.005
+    assert all(list(cell["peers"]) == ["kt_int4"] for cell in document["cells"])
+    assert any(line.startswith("tiny") and "int4:32+w8a8 " in line for line in table)
+
+
 def test_peers_stand_beside_their_format(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     peers = [f"kt_int8={sys.executable}", f"kt_int4={sys.executable}"]

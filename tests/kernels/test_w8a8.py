@@ -1,5 +1,5 @@
-"""Experts in int8 with 8-bit activations: the result is that of the definition on every variant, LoRA stays exact, what
-cannot have it is refused, and nothing depends on threads, groups or neighbours."""
+"""Experts in int8 and int4 with 8-bit activations: the result is that of the definition on every variant, LoRA stays
+exact, what cannot have it is refused, and nothing depends on threads, groups or neighbours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import Encoded, decode, encode
+from ktransformers.checkpoint.encoded import Encoded, decode, encode, format_of, nibbles
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.lora import ExpertLora, Factor
@@ -28,19 +28,20 @@ FROM = 64  # tokens
 
 
 @dataclass(frozen=True)
-class Int8:
-    """A made-up layer as int8, and the layer of the numbers that it stands for."""
+class Rounded:
+    """A made-up layer in a format, or one for each matrix, and the layer of the numbers that it stands for."""
 
     layer: Layer
     matrices: dict[str, Encoded]
 
     @staticmethod
-    def of(layer: Layer) -> Int8:
+    def of(layer: Layer, spec: str | dict[str, str] = "int8") -> Rounded:
         given = {"gate": layer.gate, "up": layer.up, "down": layer.down}
-        matrices = {name: encode(m.float(), "int8") for name, m in given.items() if m is not None}
+        specs = spec if isinstance(spec, dict) else dict.fromkeys(given, spec)
+        matrices = {name: encode(m.float(), specs[name]) for name, m in given.items() if m is not None}
         up, down = decode(matrices["up"]), decode(matrices["down"])
         gate = decode(matrices["gate"]) if "gate" in matrices else None
-        return Int8(replace(layer, gate=gate, up=up, down=down, packed=torch.float32), matrices)
+        return Rounded(replace(layer, gate=gate, up=up, down=down, packed=torch.float32), matrices)
 
     def store(self, pool: _core.Pool, isa: str | None = None, precision: str = "bf16") -> ExpertStore:
         layer = self.layer
@@ -55,7 +56,7 @@ class Int8:
             pool=pool,
             isa=isa,
             precision=precision,
-            formats="int8",
+            formats={name: matrix.format for name, matrix in self.matrices.items()},
             **gate,  # type: ignore[arg-type]
         )
         biases = {"gate_bias": layer.gate_bias, "up_bias": layer.up_bias, "down_bias": layer.down_bias}
@@ -91,16 +92,31 @@ class Lora:
         return self.scale * (x.double() @ self.a[name][expert].double().T) @ self.b[name][expert].double().T
 
 
+def as_bytes(matrix: Encoded, expert: int) -> tuple[Tensor, Tensor]:
+    """Integers `[N, K]` of 8 bits and a scale `[N]` for each output, which int4 has to be brought to."""
+    assert matrix.scales is not None
+    scales = matrix.scales[expert].float().view(matrix.rows, -1)
+    if matrix.format == "int8":
+        return matrix.codes[expert].long(), scales[:, 0]
+    most, least = scales.amax(1), scales.amin(1)
+    channel = torch.where(most >= -least, most, least) / 16
+    ratios = (scales * torch.where(channel == 0, 0, 8 / channel)[:, None]).round().clamp(min=-127).long()
+    ratios = ratios.repeat_interleave(format_of(matrix.format).span or matrix.columns, 1)[:, : matrix.columns]
+    codes = nibbles(matrix.codes[expert]).long() - 8
+    return (codes * ratios + 4) >> 3, channel
+
+
 def product(x: Tensor, matrix: Encoded, expert: int) -> Tensor:
     """Rows `[n, K]` in float32 as bytes, times the codes of an expert, summed exactly."""
-    assert matrix.scales is not None
+    weights, channel = as_bytes(matrix, expert)
+    assert weights.min() >= -128 and weights.max() <= 127
     largest = x.abs().amax(-1, keepdim=True)
     codes = (x * torch.full_like(largest, 127).div(largest)).round().long()  # 127 / largest is two operations
-    sums = codes @ matrix.codes[expert].view(torch.int8).long().T
-    return (sums.float() * (largest / 127 * matrix.scales[expert].float().view(1, -1))).double()
+    sums = codes @ weights.T
+    return (sums.float() * (largest / 127 * channel)).double()
 
 
-def defined(given: Int8, batch: Batch, adapters: Sequence[Lora] = (), adapter: Tensor | None = None) -> Tensor:
+def defined(given: Rounded, batch: Batch, adapters: Sequence[Lora] = (), adapter: Tensor | None = None) -> Tensor:
     """What W8A8 is, in float64 but for what it rounds."""
     layer = given.layer
     out = torch.zeros(batch.hidden.shape, dtype=torch.float64)
@@ -142,15 +158,53 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_result_is_that_of_the_definition(isa: str, case: str, pool: _core.Pool) -> None:
     experts, hidden, intermediate, options = CASES[case]
-    given = Int8.of(make_layer(experts, hidden, intermediate, **options))
+    given = Rounded.of(make_layer(experts, hidden, intermediate, **options))
     batch = make_batch(given.layer, 75, 2, fine=case != "plain")
     found = given.store(pool, isa).forward(batch.hidden, batch.ids, batch.weights, w8a8=True)
     assert error(found, defined(given, batch)) < ROUNDED
 
 
+# By matrix: groups that divide a step of 64 and others, all types of scales, whole rows, int8 beside them.
+SPECS: dict[str, str | dict[str, str]] = {
+    "32": "int4:32",
+    "f16": "int4:64:f16",
+    "f32": "int4:128:f32",
+    "rows": "int4:0:f32",
+    "96": {"gate": "int4:96", "up": "int4:96:f16", "down": "int4:0"},
+    "mixed": {"gate": "int8", "up": "int4:32:f16", "down": "int4:64"},
+    "down alone": {"gate": "int4:128", "up": "int8", "down": "int8"},
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_int4_is_brought_to_bytes_first(isa: str, spec: str, pool: _core.Pool) -> None:
+    given = Rounded.of(make_layer(2, 328, 200, biases=spec == "96"), SPECS[spec])
+    batch = make_batch(given.layer, 75, 2)
+    store = given.store(pool, isa)
+    found = store.forward(batch.hidden, batch.ids, batch.weights, w8a8=True)
+    assert error(found, defined(given, batch)) < ROUNDED
+    few = (batch.hidden[: FROM - 1], batch.ids[: FROM - 1], batch.weights[: FROM - 1])
+    assert torch.equal(store.forward(*few, w8a8=True), store.forward(*few))
+
+
+def test_scales_of_int4_far_apart(isa: str, pool: _core.Pool) -> None:
+    """Groups of zeros, of negative zeros and of the smallest numbers beside large ones, and a whole output of zeros."""
+    given = Rounded.of(make_layer(2, 256, 128), "int4:32")
+    for matrix in given.matrices.values():
+        assert matrix.scales is not None
+        groups = torch.arange(matrix.scales.numel()).view(matrix.scales.shape) % 7
+        matrix.scales.copy_(matrix.scales * 2.0 ** -(groups * groups).float())
+        matrix.scales[groups == 3], matrix.scales[groups == 5] = 0.0, -0.0
+        matrix.scales[:, 9] = 0
+    batch = make_batch(given.layer, 70, 2)
+    found = given.store(pool, isa).forward(batch.hidden, batch.ids, batch.weights, w8a8=True)
+    assert error(found, defined(given, batch)) < ROUNDED
+    assert not found[:, 9].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_hidden_states_of_any_dtype(isa: str, dtype: torch.dtype, pool: _core.Pool) -> None:
-    given = Int8.of(make_layer(2, 130, 64))
+    given = Rounded.of(make_layer(2, 130, 64))
     batch = make_batch(given.layer, FROM, 2)
     batch = replace(batch, hidden=batch.hidden.to(dtype))
     out = torch.empty(batch.hidden.shape)
@@ -160,7 +214,7 @@ def test_hidden_states_of_any_dtype(isa: str, dtype: torch.dtype, pool: _core.Po
 
 def test_lora_is_not_rounded(isa: str, pool: _core.Pool) -> None:
     """Rows of two adapters and of none in one batch; bf16 variants round what they always round, and no more."""
-    given = Int8.of(make_layer(2, 136, 72))
+    given = Rounded.of(make_layer(2, 136, 72))
     store, batch = given.store(pool, isa), make_batch(given.layer, 90, 2)
     loras = [Lora.of(given.layer, 8, 1), Lora.of(given.layer, 20, 2)]
     adapter = (torch.arange(90) % 3 - 1).int()
@@ -177,8 +231,11 @@ def test_lora_is_not_rounded(isa: str, pool: _core.Pool) -> None:
     assert error(found, defined(given, batch)) > 0.1, "LoRA does nothing here"
 
 
-def test_nothing_depends_on_threads_groups_or_neighbours(isa: str, pool_of: Callable[[int, int], _core.Pool]) -> None:
-    given = Int8.of(make_layer(3, 160, 200))
+@pytest.mark.parametrize("spec", ["int8", "int4:64"])
+def test_nothing_depends_on_threads_groups_or_neighbours(
+    isa: str, spec: str, pool_of: Callable[[int, int], _core.Pool]
+) -> None:
+    given = Rounded.of(make_layer(3, 160, 200), spec)
     batch = make_batch(given.layer, 150, 2)
     alone = given.store(pool_of(1, 1), isa).forward(batch.hidden, batch.ids, batch.weights, w8a8=True)
     for threads, groups in ((3, 1), (4, 2)):
@@ -193,7 +250,7 @@ def test_nothing_depends_on_threads_groups_or_neighbours(isa: str, pool_of: Call
 
 
 def test_few_tokens_are_computed_as_ever(isa: str, pool: _core.Pool) -> None:
-    given = Int8.of(make_layer(2, 96, 64))
+    given = Rounded.of(make_layer(2, 96, 64))
     store, batch = given.store(pool, isa), make_batch(given.layer, FROM, 2, here=True)
     parts = (batch.hidden[:-1], batch.ids[:-1], batch.weights[:-1])
     assert torch.equal(store.forward(*parts, w8a8=True), store.forward(*parts))
@@ -207,18 +264,30 @@ def test_few_tokens_are_computed_as_ever(isa: str, pool: _core.Pool) -> None:
 def test_how_far_it_is_from_the_numbers(pool: _core.Pool) -> None:
     """Rows of x have little beyond three deviations; activated rows have, the longer the more."""
     layer = make_layer(2, 512, 256)
-    given, batch = Int8.of(layer), make_batch(layer, 128, 2, here=True, seed=1)  # another: rows of x are not weights
+    given, batch = Rounded.of(layer), make_batch(layer, 128, 2, here=True, seed=1)  # another: rows of x are not weights
     store, want = given.store(pool), forward(layer, batch.hidden, batch.ids, batch.weights)
     exact = error(store.forward(batch.hidden, batch.ids, batch.weights), want)
     rounded = error(store.forward(batch.hidden, batch.ids, batch.weights, w8a8=True), want)
     assert exact < 0.016 and 0.018 < rounded < 0.027
 
 
+@pytest.mark.parametrize("group", [32, 128])
+def test_how_far_int4_is_from_the_numbers(group: int, pool: _core.Pool) -> None:
+    """Bytes add little to what 4 bits have lost."""
+    layer = make_layer(2, 512, 256)
+    given, batch = Rounded.of(layer, f"int4:{group}"), make_batch(layer, 128, 2, here=True, seed=1)
+    store, want = given.store(pool), forward(layer, batch.hidden, batch.ids, batch.weights)
+    exact = error(store.forward(batch.hidden, batch.ids, batch.weights), want)
+    rounded = error(store.forward(batch.hidden, batch.ids, batch.weights, w8a8=True), want)
+    assert exact < rounded < exact + 0.005
+    assert rounded < {32: 0.155, 128: 0.18}[group]
+
+
 def test_other_experts_are_refused(pool: _core.Pool) -> None:
-    given = Int8.of(make_layer(2, 64, 64))
+    given = Rounded.of(make_layer(2, 64, 64))
     exact, plain = given.store(pool, precision="f32"), ExpertStore(2, 64, 64, pool=pool)
-    mixed = ExpertStore(2, 64, 64, pool=pool, formats={"gate": "int8", "up": "int8", "down": "int4:32"})
-    for store, why in ((exact, "f32"), (plain, "bf16"), (mixed, "int4:32, int8")):
+    mixed = ExpertStore(2, 64, 64, pool=pool, formats={"gate": "int8", "up": "int4:32", "down": "q4_0"})
+    for store, why in ((exact, "f32"), (plain, "bf16.*int8 or int4"), (mixed, "int4:32, int8, q4_0")):
         with pytest.raises(InputError, match=f"w8a8.*{why}"):
             store.w8a8 = True
         assert not store.w8a8
@@ -228,7 +297,7 @@ def test_other_experts_are_refused(pool: _core.Pool) -> None:
 
 
 def test_gradients_are_refused(pool: _core.Pool) -> None:
-    given = Int8.of(make_layer(2, 64, 64))
+    given = Rounded.of(make_layer(2, 64, 64))
     store, batch = given.store(pool), make_batch(given.layer, 70, 2)
     whole = (batch.hidden, batch.ids, batch.weights)
     with pytest.raises(InputError, match="gradients"):

@@ -1,5 +1,5 @@
-"""`kt serve --kt-w8a8`: an int8 model is served with 8-bit activations and says so, any other is refused, and so is
-training."""
+"""`kt serve --kt-w8a8`: an int8 or int4 model is served with 8-bit activations and says so, any other is refused, and
+so is training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def line(directory: Path, *words: str) -> list[str]:
     return [str(directory), "--device", "cpu", "--max-total-tokens", "256", *words]
 
 
-def test_an_int8_model_says_that_it_rounds(model_directory: Path, tmp_path: Path) -> None:
-    out = tmp_path / "int8"
-    done = CliRunner().invoke(app, ["quant", str(model_directory), "--format", "int8", "-o", str(out)])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / format
+    done = CliRunner().invoke(app, ["quant", str(model_directory), "--format", format, "-o", str(out)])
     assert done.exit_code == 0, done.output
     said = list[str]()
     service = open_service(parse(line(out, "--kt-w8a8")), resolve(str(out)), said.append)

@@ -123,7 +123,8 @@ class ExpertStore:
         """What `forward` and `prepare` do where they are not told: an approximation, off by default.
 
         Rows of hidden and activated states are rounded to 8 bits, each with a scale of its own, and multiplied with the
-        int8 weights as they are, exactly. Batches of fewer than 64 tokens and LoRA are computed as ever.
+        int8 weights as they are, exactly; int4 weights become integers of 8 bits with one scale for each output, too.
+        Batches of fewer than 64 tokens and LoRA are computed as ever.
         """
         return self._w8a8
 
@@ -282,7 +283,7 @@ class ExpertStore:
     def _asked(self, w8a8: bool | None) -> bool:
         if w8a8 and (why := self.against_w8a8):
             given = f"on, with {', '.join(sorted(set(self.formats.values())))} in precision {self.precision}"
-            raise InputError("w8a8", given, "experts in int8 and precision bf16", why)
+            raise InputError("w8a8", given, "experts in int8 or int4 and precision bf16", why)
         return self._w8a8 if w8a8 is None else w8a8
 
     def refuse_gradients(self) -> None:

@@ -64,7 +64,12 @@ PLACEMENT = (
         "experts of a token that may come one layer late, an approximation",
         int,
     ),
-    Flag(("--kt-w8a8",), "kt_w8a8", "prompts with 8-bit activations on the CPU, int8 experts, an approximation", bool),
+    Flag(
+        ("--kt-w8a8",),
+        "kt_w8a8",
+        "prompts with 8-bit activations on the CPU, int8 or int4 experts, an approximation",
+        bool,
+    ),
     Flag(("--kt-record-experts",), "kt_record_experts", "write counts of routed tokens to this file at the end"),
     Flag(
         ("--kt-optimize-rule", "--optimize-config-path", "--optimize_config_path"),
