@@ -104,7 +104,7 @@ x86:  ## cross-compile all variants for x86-64 and run the native tests that an 
 	$(CMAKE) -S . -B build/$@ -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=x86_64 -DCMAKE_CXX_COMPILER=$(CROSS)g++ \
 	  -DCMAKE_NM=$$(command -v $(CROSS)nm) -DCMAKE_BUILD_TYPE=Release -DKT_TESTS=ON -DKT_WERROR=ON
 	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests
-	$(EMULATOR) build/$@/kt_tests moe route plan backward lora formats linear norm adapt attention
+	$(EMULATOR) build/$@/kt_tests moe route plan backward lora formats bytes linear norm adapt attention
 
 clean:  ## remove .venv, build/ and dist/
 	rm -rf $(VENV) build dist
