@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -11,6 +12,17 @@ from ktransformers.nn.factors import Factors, is_packed, pack_again, packed
 from ktransformers.nn.store import ExpertStore
 
 EXPERTS, HIDDEN, WIDE, RANK = 4, 32, 64, 4
+
+
+class Recorder(Executor):
+    """Runs nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[ExpertStore] = []
+
+    def submit(self, work: Any, /, *args: Any, **words: Any) -> Future[Any]:
+        self.asked += args
+        return Future()
 
 
 def layer(seed: int) -> tuple[ExpertStore, Factors]:
@@ -57,6 +69,31 @@ def test_what_changes_meanwhile_is_packed_when_it_is_asked_for() -> None:
     again = answer(store, factors)
     fresh, _ = layer(0)
     assert torch.equal(again, answer(fresh, factors)) and not torch.equal(again, before)
+
+
+def test_recomputation_is_no_walk() -> None:
+    """The layers of a checkpointed model come by backwards in a backward pass; the order of the walk forward stays."""
+    (first, _), (second, _) = layer(0), layer(1)
+    ahead = Ahead(worker := Recorder())
+    weight = torch.ones((), requires_grad=True)
+    for store in (first, second):
+        ahead.passed(store)
+    out = weight * 1
+    out.register_hook(lambda grad: [ahead.passed(store) for store in (second, first)] and None)
+    out.backward()
+    assert not worker.asked
+    ahead.passed(first)
+    assert worker.asked == [second]
+
+
+def test_inference_tensors_are_left_to_whoever_asks() -> None:
+    store, factors = layer(0)
+    with torch.inference_mode():
+        mine = Factors(factors.roles, tuple(tensor.clone() for tensor in factors.tensors), factors.scales)
+        before = answer(store, mine)
+        mine.tensors[0].mul_(2)
+        pack_again(store)
+        assert not torch.equal(answer(store, mine), before)
 
 
 def test_nothing_to_pack() -> None:

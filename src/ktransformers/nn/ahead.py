@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from concurrent.futures import Executor, ThreadPoolExecutor
 
+import torch
+
 from ktransformers.nn.factors import pack_again
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
@@ -25,7 +27,10 @@ class Ahead:
         self._after = weakref.WeakKeyDictionary()
 
     def passed(self, store: ExpertStore) -> None:
-        """A layer with factors has been computed."""
+        """A layer with factors has been computed. What is computed again in a backward pass tells nothing: it finds its
+        factors packed, and comes in another order."""
+        if torch._C._current_graph_task_id() != -1:
+            return
         before = None if self._before is None else self._before()
         if before is not None and before is not store:
             self._after[before] = weakref.ref(store)

@@ -135,12 +135,13 @@ def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
 
 
 def pack_again(store: ExpertStore) -> None:
-    """What was last asked for, if it has changed since then."""
+    """What was last asked for, if it has changed since then; of inference tensors nobody knows."""
     shelf = _shelves.get(store)
     if shelf is not None:
         with shelf.lock:
-            if shelf.known:
-                next(reversed(shelf.known.values())).renew()
+            last = next(reversed(shelf.known.values()), None)
+            if last is not None and _versions(last.factors) is not None:
+                last.renew()
 
 
 def is_packed(store: ExpertStore, factors: Factors) -> bool:
