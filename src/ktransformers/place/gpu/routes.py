@@ -23,7 +23,7 @@ from ktransformers.place.gpu.side import Packed
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.gpu.steps import SILU
 
-DECODED_BYTES = 640 << 20  # of matrices at a time, as in `side.py`
+DECODED_BYTES = 640 << 20  # of matrices at a time
 
 
 def runs_on(device: torch.device) -> bool:
