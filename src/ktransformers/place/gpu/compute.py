@@ -63,6 +63,7 @@ class Rows:
     token: Tensor  # int64 [R]
     weight: Tensor  # float32 [R]
     ends: Tensor  # int32 [G]
+    live: Tensor | None = None  # int32 [1]: rows from there on are nobody's and are added nowhere; None: all are
 
 
 Gradient = tuple[Tensor, Tensor]  # of A and of B, as Pair has them
@@ -138,7 +139,7 @@ def forward(
         inner = product(_thin(thin, h, 2), lora.down.a.transpose(1, 2), lora.ends)
         added = product(inner, lora.down.b.transpose(1, 2), lora.ends)
         extra = added if extra is None else extra + added
-    steps.scatter(y, extra, rows.token, rows.weight, out)
+    steps.scatter(y, extra, rows.token, rows.weight, out, rows.live)
 
 
 def backward(
@@ -177,5 +178,5 @@ def backward(
         seen, weight = _thin(thin, h, 2), rows.weight[:, None]
         raised = (product(seen, lora.down.a.transpose(1, 2), lora.ends) * weight).to(torch.bfloat16)
         found["down"] = outer((low * weight).to(torch.bfloat16), seen, lora.ends), outer(rising, raised, lora.ends)
-    steps.scatter(grad_x, more, rows.token, None, grad_hidden)
+    steps.scatter(grad_x, more, rows.token, None, grad_hidden, rows.live)
     return grad_weight, found

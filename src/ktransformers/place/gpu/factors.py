@@ -137,35 +137,53 @@ def chosen(pairs: Mapping[str, Pair], experts: Tensor, ends: Tensor) -> GroupLor
     return GroupLora(ends, found.get("first"), found.get("down"))
 
 
+def empty_like_factors(factors: Factors | None, device: torch.device) -> list[Tensor]:
+    """Dense, with the strides of PEFT's tensors up to gaps."""
+    found = []
+    for tensor in () if factors is None else factors.tensors:
+        order = dims_in_memory(tensor)
+        dense = torch.empty([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=device)
+        found.append(dense.permute([order.index(dim) for dim in range(tensor.dim())]))
+    return found
+
+
+def parts_of(factors: Factors, grads: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Gradients of pairs, of some experts, as those of `factors.tensors`."""
+    found = []
+    table = seats(factors.roles, factors.tensors, factors.scales)
+    for (role, seat), tensor in zip(table.items(), factors.tensors, strict=True):
+        a, b = grads[seat.pair]
+        part = a[:, seat.rank] if role.endswith("_a") else b[:, seat.rows, seat.rank]
+        found.append(part.to(tensor.dtype) if seat.scale == 1 else (part.float() * seat.scale).to(tensor.dtype))
+    return found
+
+
 class Gradients:
     """Gradients of the factors for the experts of a device, in the order of the walk, on their way to host memory."""
 
     def __init__(self, factors: Factors | None) -> None:
         self._factors = factors
-        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        self._parts: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def add(self, grads: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Of the next experts in the order given."""
-        for name, (a, b) in grads.items():
-            self._parts.setdefault((name, "a"), []).append(a)
-            self._parts.setdefault((name, "b"), []).append(b)
+        for name, pair in grads.items():
+            for parts, part in zip(self._parts.setdefault(name, ([], [])), pair, strict=True):
+                parts.append(part)
 
     def lay(self, experts: Tensor) -> list[Tensor]:
         """In the places of `factors.tensors`, with their strides, on the device: zero for all but these experts."""
         if self._factors is None or not self._parts:
             return []
-        parts = {key: found[0] if len(found) == 1 else torch.cat(found) for key, found in self._parts.items()}
-        table = seats(self._factors.roles, self._factors.tensors, self._factors.scales)
-        found = []
-        for (role, seat), tensor in zip(table.items(), self._factors.tensors, strict=True):
-            whole = parts[seat.pair, seat.side]
-            part = whole[:, seat.rank] if role.endswith("_a") else whole[:, seat.rows, seat.rank]
-            order = dims_in_memory(tensor)
-            dense = torch.zeros([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=whole.device)
-            laid = dense.permute([order.index(dim) for dim in range(tensor.dim())])
-            values = part.to(tensor.dtype) if seat.scale == 1 else (part.float() * seat.scale).to(tensor.dtype)
-            found.append(laid.index_copy_(0, experts, values))
+        whole = {name: (_joined(a), _joined(b)) for name, (a, b) in self._parts.items()}
+        found = empty_like_factors(self._factors, experts.device)
+        for laid, part in zip(found, parts_of(self._factors, whole), strict=True):
+            laid.zero_().index_copy_(0, experts, part)
         return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,24 @@ def _activate_back(
 
 
 @triton.jit
-def _scatter(rows, extra, token, weight, out, columns, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _scatter(
+    rows,
+    extra,
+    token,
+    weight,
+    out,
+    live,
+    columns,
+    EXTRA: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    LIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
+    if LIVE:
+        inside = inside & (row < tl.load(live))
     value = tl.load(rows + row * columns + at, mask=inside, other=0.0).to(tl.float32)
     if EXTRA:
         value += tl.load(extra + row * columns + at, mask=inside, other=0.0).to(tl.float32)
@@ -148,7 +162,9 @@ def activate_back(
     return out, grad_wide, grad_weight
 
 
-def scatter(rows: Tensor, extra: Tensor | None, token: Tensor, weight: Tensor | None, out: Tensor) -> None:
+def scatter(
+    rows: Tensor, extra: Tensor | None, token: Tensor, weight: Tensor | None, out: Tensor, live: Tensor | None
+) -> None:
     count, columns = rows.shape
     if count:
         launch: Any = _scatter[_grid(count, columns)]
@@ -158,9 +174,11 @@ def scatter(rows: Tensor, extra: Tensor | None, token: Tensor, weight: Tensor | 
             token,
             out if weight is None else weight,
             out,
+            token if live is None else live,
             columns,
             EXTRA=extra is not None,
             WEIGHT=weight is not None,
+            LIVE=live is not None,
             BLOCK=_block(columns),
         )
 

@@ -23,6 +23,8 @@ from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, chosen
 from ktransformers.place.gpu.layout import Geometry
+from ktransformers.place.gpu.recorded import Key as Kind
+from ktransformers.place.gpu.recorded import Recorder, Work, numbers_of, suits
 from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
 from ktransformers.place.gpu.steps import Thinning
@@ -70,6 +72,7 @@ class Side:
         self._lora = DeviceFactors(device)
         self._shelf = Shelf(device, shelf_bytes(device))
         self._buffers: dict[tuple[int, ...], Tensor] = {}
+        self._recorder = Recorder(device)
         self._finished: torch.cuda.Event | None = None
 
     def _bulk(self, geometry: Geometry) -> int:
@@ -174,9 +177,43 @@ class Side:
             first = mine.stop
             yield weighed, decoded, lora, thin, order[rows]
 
+    def _in_one(
+        self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64], learns: bool | None
+    ) -> tuple[Kind, Work, Sequence[int]] | None:
+        """Everything for a replay, and the slots that it reads; None: group by group. `learns` None: forward."""
+        geometry, tokens = layer.geometry, batch.hidden.shape[0]
+        bulk = self._bulk(geometry)
+        if bulk < geometry.experts or batch.ids.numel() > GROUP_ROWS + 2 * tokens or not suits(layer, batch):
+            return None
+        room = self.residents.get(layer.index)
+        resident = frozenset() if room is None else room.present(layer.index)
+        others = [expert for expert in experts if expert not in resident]
+        rooms = (self.slots,) if room is None else (self.slots, room)
+        kind = self._recorder.key(layer, batch, rooms, learns)
+        if len(others) > self.slots.count or not self._recorder.wants(kind):
+            return None
+        slots = self.slots.fetch(layer.index, layer.source, others, frozenset((layer.index, e) for e in others))
+        owned: list[tuple[Sequence[int], Sequence[int]]] = [(others, slots)]
+        self.slots.await_ready(slots)
+        if room is not None:
+            kept = [expert for expert in experts if expert in resident]
+            owned.append((kept, room.fetch(layer.index, layer.source, kept)))
+            room.await_ready(owned[-1][1])
+        first = self._buffer(geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
+        down = self._buffer(geometry.experts, geometry.hidden, geometry.intermediate, bulk)
+        pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
+        numbers = numbers_of(geometry.experts, experts, counts, owned)
+        return kind, Work(layer, batch, rooms, Decoded(first, down), numbers, pairs), slots
+
     def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
-        """float32 [T, H]."""
+        """float32 [T, H], to be read before the next call."""
         self._open()
+        if (one := self._in_one(layer, batch, experts, counts, None)) is not None:
+            kind, work, slots = one
+            out = self._recorder.forward(kind, work)
+            self.slots.done_reading(slots)
+            self._close()
+            return out
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
@@ -193,8 +230,15 @@ class Side:
         counts: NDArray[np.int64],
         learns: bool,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """float32 [T, H] and [T, k], zeros where the CPU computes; with `learns` the factors' gradients."""
+        """float32 [T, H] and [T, k], zeros where the CPU computes; with `learns` the factors' gradients. To be read, or
+        on their way, before the next call."""
         self._open()
+        if (one := self._in_one(layer, batch, experts, counts, learns)) is not None:
+            kind, work, slots = one
+            whole = self._recorder.backward(kind, work, grad_out)
+            self.slots.done_reading(slots)
+            self._close()
+            return whole
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])

@@ -58,14 +58,20 @@ def activate_back(
     return h.detach().to(torch.bfloat16), torch.cat(grads, dim=1).to(torch.bfloat16), (rising * h.detach()).sum(1)
 
 
-def scatter(rows: Tensor, extra: Tensor | None, token: Tensor, weight: Tensor | None, out: Tensor) -> None:
-    """out[token] += weight * (rows + extra); float32 [T, H] from bf16 [R, H]."""
+def scatter(
+    rows: Tensor, extra: Tensor | None, token: Tensor, weight: Tensor | None, out: Tensor, live: Tensor | None = None
+) -> None:
+    """out[token] += weight * (rows + extra); float32 [T, H] from bf16 [R, H], of which `live` [1] count."""
     kernels = kernels_for(rows.device)
     if kernels is not None and not torch.are_deterministic_algorithms_enabled():
-        kernels.scatter(rows, extra, token, weight, out)
+        kernels.scatter(rows, extra, token, weight, out, live)
         return
     whole = rows.float() if extra is None else rows.float() + extra
-    out.index_add_(0, token, whole if weight is None else whole * weight[:, None])
+    if weight is not None:
+        whole = whole * weight[:, None]
+    if live is not None:
+        whole = whole.where(torch.arange(len(rows), device=rows.device)[:, None] < live, 0.0)
+    out.index_add_(0, token, whole)
 
 
 @dataclass(frozen=True)

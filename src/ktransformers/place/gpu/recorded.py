@@ -1,0 +1,260 @@
+"""A layer's part of a batch on the GPU, recorded once and replayed: no Python between its kernels.
+
+A few thousand tokens keep a GPU busy for two milliseconds a layer, and Python takes longer than that to ask for fifty
+kernels. Where all experts of a layer are decoded at once, nothing that is asked for depends on the routing but numbers:
+which slot holds which expert and where its rows end. So there is one CUDA graph for each direction and size of batch,
+for all layers; what differs is copied into its buffers before it is replayed. Batches are filled up to a multiple of
+STEP tokens. The surprising decision: rows that are nobody's here (the CPU's experts', those of tokens that only fill)
+are sorted behind all others and computed all the same, from whatever memory held, and added nowhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ktransformers.nn.factors import Factors
+from ktransformers.nn.transfer import side_streams
+from ktransformers.place.gpu import compute
+from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
+from ktransformers.place.gpu.decode import decode
+from ktransformers.place.gpu.factors import empty_like_factors, parts_of
+from ktransformers.place.gpu.optional import triton_kernels
+from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.gpu.steps import SILU
+
+if TYPE_CHECKING:
+    from ktransformers.place.gpu.side import Batch, Packed
+
+STEP = 64  # tokens
+SEEN = 20  # calls of a kind before it is recorded: a size that comes once in a while is not worth it
+MOST = 24  # recordings that are kept
+Key = tuple[Any, ...]
+
+
+def numbers_of(
+    experts: int, wanted: Sequence[int], counts: NDArray[np.int64], rooms: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> NDArray[np.int32]:
+    """Of every expert, and of ids that are none: its place, the last one if it is not `wanted`; where its rows end;
+    and, by room, its slot or -1. `rooms`: experts and their slots."""
+    found = np.full(2 * experts + 1 + experts * len(rooms), -1, np.int32)
+    place, ends = found[: experts + 1], found[experts + 1 : 2 * experts + 1]
+    place[:] = experts
+    place[list(wanted)] = wanted
+    ends[:] = 0
+    ends[list(wanted)] = counts[list(wanted)]
+    np.cumsum(ends, out=ends)
+    for number, (owners, slots) in enumerate(rooms):
+        found[(2 + number) * experts + 1 :][list(owners)] = slots
+    return found
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a replay needs of one layer and batch."""
+
+    layer: Packed
+    batch: Batch
+    rooms: tuple[Slots, ...]
+    decoded: Decoded  # buffers for all experts
+    numbers: NDArray[np.int32]
+    pairs: Mapping[str, Pair]  # LoRA of all experts
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Buffers of all recordings, for as many tokens as any of them has had."""
+
+    hidden: Tensor  # [T, H]
+    rising: Tensor  # the output's gradient
+    ids: Tensor  # [T, k]
+    weights: Tensor  # float32
+    out: Tensor  # float32 [T, H]
+    grad_weights: Tensor  # float32 [T, k]
+
+
+@dataclass(frozen=True)
+class Recording:
+    graph: torch.cuda.CUDAGraph
+    numbers: Tensor
+    pairs: dict[str, Pair]
+    laid: list[Tensor]  # gradients of the factors, with their strides
+
+
+def suits(layer: Packed, batch: Batch) -> bool:
+    """Whether everything that such a pass asks for can be recorded."""
+    geometry, kernels = layer.geometry, triton_kernels("kernels")
+    return (
+        batch.hidden.is_cuda
+        and kernels is not None
+        and geometry.gated
+        and layer.gate == SILU
+        and layer.biases == (None, None)
+        and batch.hidden.dtype in (torch.bfloat16, torch.float16)  # results leave by a cast: buffers are used again
+        and batch.several is None
+        and not batch.dropout.share
+        and kernels.knows(geometry.first)
+        and kernels.knows(geometry.down)
+        and not torch.are_deterministic_algorithms_enabled()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _layout(factors: Factors | None) -> Key:
+    if factors is None:
+        return ()
+    return factors.roles, factors.scales, *((t.shape, t.stride(), t.dtype) for t in factors.tensors)
+
+
+class Recorder:
+    """Of one engine, whose layers have the same sizes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seen: Counter[Key] = Counter()
+        self._known: OrderedDict[Key, Recording] = OrderedDict()
+        self._desk: Desk | None = None
+        self._pool: Any = None
+
+    def key(self, layer: Packed, batch: Batch, rooms: Sequence[Slots], learns: bool | None) -> Key:
+        """`learns` None: forward."""
+        tokens = -(-batch.ids.shape[0] // STEP) * STEP
+        places = tuple((room.first.data_ptr(), room.down.data_ptr()) for room in rooms)
+        return learns, tokens, batch.ids.shape[1], batch.hidden.dtype, layer.gate, places, _layout(batch.factors)
+
+    def wants(self, key: Key) -> bool:
+        """Whether a pass of this kind is replayed, or worth recording by now."""
+        if key in self._known:
+            return True
+        self._seen[key] += 1
+        return self._seen[key] > SEEN
+
+    def forward(self, key: Key, work: Work) -> Tensor:
+        """float32 [T, H], to be read before the next replay."""
+        found = self._prepared(key, work)
+        found.graph.replay()
+        assert self._desk is not None
+        return self._desk.out[: work.batch.hidden.shape[0]]
+
+    def backward(self, key: Key, work: Work, rising: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Gradients of hidden and of the routing weights in float32, and of the factors; the first and the last are to
+        be read before the next replay."""
+        found = self._prepared(key, work, rising)
+        # What the last layer's gradients were copied from is written again.
+        torch.cuda.current_stream(self.device).wait_stream(side_streams(self.device).down)
+        found.graph.replay()
+        assert self._desk is not None
+        tokens = work.batch.hidden.shape[0]
+        return self._desk.out[:tokens], self._desk.grad_weights[:tokens].clone(), found.laid
+
+    def _prepared(self, key: Key, work: Work, rising: Tensor | None = None) -> Recording:
+        """The recording with this batch in its buffers."""
+        batch, tokens = work.batch, key[1]
+        if self._desk is None or self._desk.hidden.shape[0] < tokens or self._desk.hidden.dtype != batch.hidden.dtype:
+            torch.cuda.synchronize(self.device)
+            self._known.clear()
+            with torch.inference_mode(False):  # others may use it outside
+                self._desk = _new_desk(tokens, batch)
+        desk, count = self._desk, batch.ids.shape[0]
+        found = self._known.pop(key, None)
+        fresh = found is None
+        if found is None:
+            found = self._new(work, learns=bool(key[0]))
+        found.numbers.copy_(torch.from_numpy(work.numbers), non_blocking=True)
+        targets, sources = [desk.hidden[:count], desk.weights[:count]], [batch.hidden, batch.weights]
+        if rising is not None:
+            targets.append(desk.rising[:count])
+            sources.append(rising)
+        for name, pair in work.pairs.items():
+            targets += [found.pairs[name].a, found.pairs[name].b]
+            sources += [pair.a, pair.b]
+        torch._foreach_copy_(targets, sources)
+        desk.ids[:count].copy_(batch.ids)
+        desk.ids[count:tokens].fill_(-1)
+        if fresh:
+            self._record(key, found, work)
+        self._known[key] = found
+        while len(self._known) > MOST:
+            torch.cuda.synchronize(self.device)
+            self._known.popitem(last=False)
+        return found
+
+    def _new(self, work: Work, learns: bool) -> Recording:
+        factors = work.batch.factors if learns else None
+        with torch.inference_mode(False):
+            numbers = torch.empty(len(work.numbers), dtype=torch.int32, device=self.device)
+            pairs = {name: Pair(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in work.pairs.items()}
+            return Recording(torch.cuda.CUDAGraph(), numbers, pairs, empty_like_factors(factors, self.device))
+
+    def _record(self, key: Key, found: Recording, work: Work) -> None:
+        """Once as it is, so that kernels are there and loaded, then into the graph."""
+        learns, tokens = key[0], key[1]
+        assert self._desk is not None
+        run = _pass(self._desk, found, work, tokens, learns)
+        run()
+        torch.cuda.synchronize(self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Other threads wait for their own copies meanwhile.
+        with torch.cuda.graph(found.graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+
+
+def _new_desk(tokens: int, batch: Batch) -> Desk:
+    hidden, top_k = batch.hidden, batch.ids.shape[1]
+    rows = torch.empty(tokens, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+    return Desk(
+        rows,
+        torch.empty_like(rows),
+        torch.empty(tokens, top_k, dtype=torch.int64, device=hidden.device),
+        torch.empty(tokens, top_k, dtype=torch.float32, device=hidden.device),
+        torch.empty(tokens, hidden.shape[1], dtype=torch.float32, device=hidden.device),
+        torch.empty(tokens, top_k, dtype=torch.float32, device=hidden.device),
+    )
+
+
+def _pass(desk: Desk, found: Recording, work: Work, tokens: int, learns: bool | None) -> Callable[[], None]:
+    """All that is asked of the device for a batch that is in the buffers."""
+    geometry, rooms, decoded, gate = work.layer.geometry, work.rooms, work.decoded, work.layer.gate
+    factors, pairs = work.batch.factors, found.pairs
+
+    def run() -> None:
+        rows, order = _rows(desk, found.numbers, geometry.experts, tokens)
+        for number, room in enumerate(rooms):
+            slots = found.numbers[(2 + number) * geometry.experts + 1 :][: geometry.experts]
+            decode(room.first, (), slots, geometry.first, decoded.first)
+            decode(room.down, (), slots, geometry.down, decoded.down)
+        lora = GroupLora(rows.ends, pairs.get("first"), pairs.get("down")) if pairs else None
+        out = desk.out[:tokens].zero_()
+        if learns is None:
+            compute.forward(desk.hidden[:tokens], rows, decoded, gate, out, lora)
+            return
+        grad_rows, grads = compute.backward(
+            desk.rising[:tokens], desk.hidden[:tokens], rows, decoded, gate, out, lora, None, learns
+        )
+        assert rows.live is not None
+        real = torch.arange(len(grad_rows), device=grad_rows.device) < rows.live
+        desk.grad_weights[:tokens].view(-1).index_copy_(0, order, grad_rows.where(real, 0.0))
+        if factors is not None and grads:
+            seen = rows.ends.diff(prepend=torch.zeros_like(rows.ends[:1])) > 0
+            for target, part in zip(found.laid, parts_of(factors, grads), strict=True):
+                target.copy_(part.where(seen[:, None, None], 0.0))
+
+    return run
+
+
+def _rows(desk: Desk, numbers: Tensor, experts: int, tokens: int) -> tuple[Rows, Tensor]:
+    """Rows in the order of their experts, and where they come from: token * k + slot."""
+    ids, top_k = desk.ids[:tokens].view(-1), desk.ids.shape[1]
+    place, ends = numbers[: experts + 1], numbers[experts + 1 : 2 * experts + 1]
+    keys = place[torch.where((ids < 0) | (ids >= experts), experts, ids)]
+    _, order = torch.sort(keys, stable=True)
+    weights = desk.weights[:tokens].view(-1)[order]
+    return Rows(order // top_k, weights, ends, ends[-1:]), order

@@ -1,0 +1,178 @@
+"""Passes that are replayed give what passes give that are asked for kernel by kernel, whatever the routing is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ktransformers.nn.factors import factors_of
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.place.gpu import compute, recorded, side
+from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
+from ktransformers.place.gpu.factors import DeviceFactors, Gradients, empty_like_factors
+from ktransformers.place.gpu.layout import geometry
+from ktransformers.place.gpu.recorded import Desk, Recording, Work, numbers_of
+from ktransformers.place.gpu.side import Batch, Packed
+from ktransformers.place.gpu.slots import Source
+from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
+
+LARGER = Size(32, 512, 256, 4, 300, 8)
+
+
+def test_numbers() -> None:
+    counts = np.array([3, 0, 2, 5])
+    found = numbers_of(4, [0, 3], counts, [([3], [7]), ([0], [1])])
+    place, ends, slots, residents = found[:5], found[5:9], found[9:13], found[13:]
+    assert place.tolist() == [0, 4, 4, 3, 4]  # two that others compute, and ids that are none
+    assert ends.tolist() == [3, 3, 3, 8]
+    assert slots.tolist() == [-1, -1, -1, 7] and residents.tolist() == [1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("learns", [None, False, True])
+def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
+    """Three of eight experts, 41 tokens in a place for 64, buffers full of NaN: as if these experts' rows were all."""
+    given = inputs(SMALL, "cpu")
+    wanted, size, gate = [1, 2, 6], SMALL, Gate("silu")
+    generator = torch.Generator().manual_seed(3)
+    decoded = Decoded(
+        torch.randn(size.experts, 2 * size.intermediate, size.hidden, generator=generator).bfloat16() / 12,
+        torch.randn(size.experts, size.hidden, size.intermediate, generator=generator).bfloat16() / 8,
+    )
+    factors = factors_of(given.lora)
+    assert factors is not None
+    pairs = DeviceFactors(torch.device("cpu")).of(factors, 2 * size.intermediate)
+    ids, hidden, weights = given.ids, given.hidden.detach(), given.weights.detach()
+    counts = np.bincount(ids[ids >= 0].numpy(), minlength=size.experts)
+    # As groups have it.
+    keys = torch.where((ids == 1) | (ids == 2) | (ids == 6), ids, 99).view(-1)
+    rows_at = torch.sort(keys, stable=True).indices[: int(counts[wanted].sum())]
+    ends = torch.tensor(np.cumsum(counts[wanted]), dtype=torch.int32)
+    rows = Rows(rows_at // size.top_k, weights.view(-1)[rows_at], ends)
+    few = Decoded(decoded.first[wanted], decoded.down[wanted])
+    lora = GroupLora(ends, *(Pair(pairs[n].a[wanted], pairs[n].b[wanted]) for n in ("first", "down")))
+    want = torch.zeros(size.tokens, size.hidden)
+
+    room = 64
+    desk = Desk(
+        *(torch.full((room, size.hidden), torch.nan, dtype=torch.bfloat16) for _ in range(2)),
+        torch.full((room, size.top_k), -1),
+        torch.full((room, size.top_k), torch.nan),
+        torch.full((room, size.hidden), torch.nan),
+        torch.full((room, size.top_k), torch.nan),
+    )
+    for target, source in ((desk.hidden, hidden), (desk.rising, given.grad), (desk.ids, ids), (desk.weights, weights)):
+        target[: size.tokens] = source
+    sizes = geometry(size.experts, size.hidden, size.intermediate, True, dict.fromkeys(("gate", "up", "down"), "bf16"))
+    nothing = torch.empty(0)
+    layer = Packed(0, sizes, gate, Source(nothing, nothing), (None, None))
+    work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), (), decoded, np.empty(0, np.int32), pairs)
+    laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
+    numbers = torch.from_numpy(numbers_of(size.experts, wanted, counts, []))
+    recorded._pass(desk, Recording(None, numbers, dict(pairs), laid), work, room, learns)()  # type: ignore[arg-type]
+
+    if learns is None:
+        compute.forward(hidden, rows, few, gate, want, lora)
+        torch.testing.assert_close(desk.out[: size.tokens], want)
+        return
+    grad_rows, grads = compute.backward(given.grad, hidden, rows, few, gate, want, lora, None, learns)
+    torch.testing.assert_close(desk.out[: size.tokens], want)
+    expected_weights = torch.zeros(ids.numel()).index_copy_(0, rows_at, grad_rows)
+    torch.testing.assert_close(desk.grad_weights[: size.tokens].view(-1), expected_weights)
+    gradients = Gradients(factors)
+    gradients.add(grads)
+    for got, whole in zip(laid, gradients.lay(torch.tensor(wanted)), strict=True):
+        torch.testing.assert_close(got, whole)
+        assert got.stride() == whole.stride()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Everything is recorded at its first call; what was replayed."""
+    replayed: list[str] = []
+    monkeypatch.setattr(recorded, "SEEN", 0)
+    for name in ("forward", "backward"):
+        inner = getattr(recorded.Recorder, name)
+
+        def noted(self: recorded.Recorder, *args: object, inner: object = inner, name: str = name) -> object:
+            replayed.append(name)
+            return inner(self, *args)  # type: ignore[operator]
+
+        monkeypatch.setattr(recorded.Recorder, name, noted)
+    return replayed
+
+
+def other_routing(given: Inputs, size: Size, seed: int, least: int = 0) -> Inputs:
+    """`least`: experts below are asked for nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    chances = torch.rand(size.tokens, size.experts - least, generator=generator)
+    ids = chances.topk(size.top_k).indices + least
+    return replace(given, ids=ids.to(given.ids.device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["bf16", "int4:32", "fp8:128x128"])
+@pytest.mark.parametrize("policy", ["stream", "auto"])
+def test_replays(spec: str, policy: str, at_once: list[str]) -> None:
+    """Routing changes from call to call, experts without rows among them; sizes take turns."""
+    store = make_store(LARGER, spec)
+    place = placed(store, "cuda:0", policy, LARGER.experts, residents=(1, 6) if policy == "auto" else ())
+    smaller = replace(LARGER, tokens=201)
+    for turn in range(4):
+        for size in (LARGER, smaller):
+            given = other_routing(inputs(size, "cuda:0", seed=turn), size, turn, least=5 * (turn % 2))
+            compare(run(place, given, True), expected(store, given))
+    assert at_once == ["forward", "backward"] * 8
+    assert len(place.engine.side._recorder._known) == 4
+
+
+@pytest.mark.gpu
+def test_layers_share_a_recording(at_once: list[str]) -> None:
+    """And results of one are not overwritten by the next."""
+    from ktransformers.place.autograd import PlacedStore
+    from ktransformers.place.placement import geometry_of, new_layer
+
+    stores = [make_store(LARGER, "int4:32", seed=seed) for seed in range(3)]
+    place = placed(stores[0], "cuda:0", "stream", 2 * LARGER.experts)
+    layers = [place]
+    for index, store in enumerate(stores[1:], 1):
+        layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
+        place.engine.layers[index] = layer
+        layers.append(PlacedStore(place.engine, layer))
+    given = [other_routing(inputs(LARGER, "cuda:0", seed=at), LARGER, at) for at in range(3)]
+    outs = [
+        layer(one.hidden, one.ids, one.weights, factors_of(one.lora), NO_DROPOUT, True)
+        for layer, one in zip(layers, given, strict=True)
+    ]
+    found = [torch.autograd.grad(out, one.leaves(), one.grad) for out, one in zip(outs, given, strict=True)]
+    for store, one, out, grads in zip(stores, given, outs, found, strict=True):
+        compare([out, *grads], expected(store, one))
+    assert at_once == ["forward"] * 3 + ["backward"] * 3
+    assert len(place.engine.side._recorder._known) == 2
+
+
+@pytest.mark.gpu
+def test_inference_and_no_lora(at_once: list[str]) -> None:
+    store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
+    place = placed(store, "cuda:0", "stream", LARGER.experts)
+    want = expected(store, replace(given, lora=given.lora))
+    with torch.inference_mode():
+        place(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
+        place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
+    compare(run(place, given, True), want)
+    assert at_once == ["forward"] * 3 + ["backward"]
+
+
+@pytest.mark.gpu
+def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout draws anew in every call, and what is decoded in groups is as long as its rows are."""
+    store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
+    place = placed(store, "cuda:0", "stream", LARGER.experts)
+    run(place, given, True, Dropout(0.4, 7))
+    monkeypatch.setattr(side, "ROOM_BYTES", 0)
+    monkeypatch.setattr(side, "GROUP_BYTES", 1 << 20)
+    run(place, given, True)
+    assert not at_once
