@@ -69,6 +69,19 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> lend(int64_t bytes) {
   return {data, {(size_t)bytes}, owner};
 }
 
+// The driver's own copies to a device, found by whoever calls: rows of (target, source, bytes), each of which would
+// cost Python as long as a small one takes. The first error ends it.
+int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu> rows,
+              uintptr_t stream) {
+  const uint64_t* row = rows.data();
+  size_t count = rows.shape(0);
+  nb::gil_scoped_release released;
+  auto copy = (int (*)(uint64_t, const void*, size_t, void*))call;
+  for (size_t i = 0; i < count; i++, row += 3)
+    if (int code = copy(row[0], (const void*)row[1], row[2], (void*)stream)) return code;
+  return 0;
+}
+
 }  // namespace
 }  // namespace kt
 
@@ -84,6 +97,7 @@ NB_MODULE(_core, m) {
   m.def("add_lora", &add_lora, "x"_a, "a"_a, "b"_a, "out"_a, "scale"_a);
   m.def("lend", &lend, "bytes"_a);
   m.def("lent_bytes", [] { return lender().held(); });
+  m.def("copy_rows", &copy_rows, "call"_a, "rows"_a, "stream"_a);
   m.def("host_callbacks", [] {
     nb::dict d;
     d["submit"] = (uintptr_t)&submit_callback;

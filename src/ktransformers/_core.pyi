@@ -55,6 +55,10 @@ def lend(bytes: int) -> Any:
 def lent_bytes() -> int:
     """All that `lend` holds, in use or not."""
 
+def copy_rows(call: int, rows: Any, stream: int) -> int:
+    """Calls the C function `int(uint64 target, const void* source, size_t bytes, void* stream)` at this address for
+    every row of uint64 [n, 3] until one does not return 0; what it returned. Without the GIL."""
+
 def host_callbacks() -> HostCallbacks:
     """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
 

@@ -1,22 +1,27 @@
 """The driver's own calls, found in its library when they are first wanted: copies to the device and host functions. A
 layer takes a hundred copies, and torch spends ten times as long on each, in the thread that everything else waits for;
-host functions torch does not offer at all."""
+so the core calls the driver for all of them. Host functions torch does not offer at all."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+from ktransformers import _core
 
 
 @functools.cache
-def _copy() -> Any:
-    call = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
-    call.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    call.restype = ctypes.c_int
-    return call
+def _copy() -> int:
+    """Its address."""
+    address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 @functools.cache
@@ -36,15 +41,19 @@ def call_on_host(stream: int, function: int, argument: int) -> None:
         raise RuntimeError(f"the driver refused a host function: error {code}")
 
 
-class Lane:
-    """From one buffer of rows `[n, bytes]` in host memory, known to the driver, to one on the device."""
+Run = tuple[int, int, int]  # neighbouring rows: the first one's number here, there, and how many
 
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        self._target, self._source, self._bytes = target.data_ptr(), source.data_ptr(), target.shape[1]
 
-    def copy(self, to: int, origin: int, count: int, stream: int) -> None:
-        """`count` rows, behind everything on the stream."""
-        step = self._bytes
-        code = _copy()(self._target + to * step, self._source + origin * step, count * step, stream)
-        if code:
-            raise RuntimeError(f"the driver refused a copy of {count * step} bytes to the GPU: error {code}")
+def rows_of(runs: Sequence[Run], target: Tensor, source: Tensor) -> NDArray[np.uint64]:
+    """As (target, source, bytes), for buffers `[n, bytes]`."""
+    found = np.array(runs, np.uint64)
+    step = np.uint64(target.shape[1])
+    here, there, count = (found[:, column] * step for column in range(3))
+    return np.stack((there + np.uint64(target.data_ptr()), here + np.uint64(source.data_ptr()), count), 1)
+
+
+def copy_to_device(runs: Sequence[Run], pairs: Sequence[tuple[Tensor, Tensor]], stream: int) -> None:
+    """The same rows of every (target, source), behind everything on the stream; sources are known to the driver."""
+    rows = np.concatenate([rows_of(runs, *pair) for pair in pairs])
+    if code := _core.copy_rows(_copy(), rows, stream):
+        raise RuntimeError(f"the driver refused a copy of {int(rows[:, 2].sum())} bytes to the GPU: error {code}")

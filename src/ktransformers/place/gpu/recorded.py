@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ktransformers.place.gpu.side import Batch, Packed
 
 STEP = 64  # tokens
-SEEN = 20  # calls of a kind before it is recorded: a size that comes once in a while is not worth it
+SEEN = 12  # calls of a kind before it is recorded: a size that comes once in a while is not worth it
 MOST = 24  # recordings that are kept
 Key = tuple[Any, ...]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.place.gpu.driver import Lane
+from ktransformers.place.gpu.driver import Run, copy_to_device
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.pinned import Registered, Stages
 
@@ -152,13 +152,12 @@ class Slots:
             for event in {id(e): e for _, slot in filled if (e := self._read[slot]) is not None}.values():
                 self._stream.wait_event(event)
             pairs = ((self.first, source.first), (self.down, source.down))
-            lanes = [Lane(*pair) for pair in pairs]
-            for expert, slot, count in runs(filled, max(1, COPY_BYTES // self.expert_bytes)):
-                for lane, (buffer, bytes_) in zip(lanes, pairs, strict=True):
-                    if direct:
-                        lane.copy(slot, expert, count, self._stream.cuda_stream)
-                    else:
-                        self._stage(buffer[slot : slot + count].view(-1), bytes_[expert : expert + count].view(-1))
+            found = runs(filled, max(1, COPY_BYTES // self.expert_bytes))
+            if direct:
+                copy_to_device(found, pairs, self._stream.cuda_stream)
+            for expert, slot, count in () if direct else found:
+                for buffer, bytes_ in pairs:
+                    self._stage(buffer[slot : slot + count].view(-1), bytes_[expert : expert + count].view(-1))
             arrived = self._stream.record_event()
         for _, slot in filled:
             self._copies += 1
@@ -192,9 +191,9 @@ class Slots:
             self._read[slot] = event
 
 
-def runs(filled: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
+def runs(filled: Sequence[tuple[int, int]], most: int) -> list[Run]:
     """(expert, slot) pairs as (first expert, first slot, count) where both go up by one; at most so many together."""
-    found: list[tuple[int, int, int]] = []
+    found: list[Run] = []
     for expert, slot in filled:
         if found:
             first, at, count = found[-1]
