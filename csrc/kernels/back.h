@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/gemm.h"
+#include "kernels/turned_bytes.h"
 
 namespace kt {
 namespace {
@@ -132,11 +133,13 @@ inline void turn_plain(const Transpose& t) {
   }
 }
 
-// Encoded blocks are decoded on the way, one k tile of one block at a time.
+// Encoded blocks are decoded on the way, one k tile of one block at a time; those that are bytes are turned first.
 template <class Isa, class Turn>
 inline void turn_encoded(const Transpose& t, const Turn& turn) {
   alignas(64) char tiles[2 * Isa::tile_bytes];
   const Encoding& e = *t.how;
+  constexpr bool pairs = Isa::tile_bytes == kTileBytes;
+  const bool bytes = pairs && turns_as_bytes(e.format[0].codec) && turns_as_bytes(e.format[1].codec);
   for (int i = 0; i < t.count; i++) {
     const char* block = t.in + (int64_t)i * (int64_t)t.in_stride;
     for (int half = 0; half < 2 && i + kTurnAhead < t.count; half++) {
@@ -147,8 +150,14 @@ inline void turn_encoded(const Transpose& t, const Turn& turn) {
       for (int at = 0; at < s.span_bytes; at += 64) __builtin_prefetch(header + at, 0, 2);
       for (int at = 0; at < s.tile_bytes; at += 64) __builtin_prefetch(codes + at, 0, 2);
     }
+    char* out = t.out + (int64_t)i * 2 * Isa::tile_bytes;
+    if constexpr (pairs)
+      if (bytes) {
+        turn_bytes<kDecodeWidth<Isa>>(e, block, t.k_tile, out);
+        continue;
+      }
     decode_block<Isa>(e, block, t.k_tile, 1, tiles);
-    turn({tiles, 0, 1, t.out + (int64_t)i * 2 * Isa::tile_bytes, nullptr, 0});
+    turn({tiles, 0, 1, out, nullptr, 0});
   }
 }
 

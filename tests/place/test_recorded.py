@@ -72,7 +72,7 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), (), decoded, np.empty(0, np.int32), pairs)
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
     numbers = torch.from_numpy(numbers_of(size.experts, wanted, counts, []))
-    recorded._pass(desk, Recording(None, numbers, dict(pairs), laid), work, room, learns)()  # type: ignore[arg-type]
+    recorded._pass(Recording(None, desk, numbers, dict(pairs), laid), work, room, learns)()  # type: ignore[arg-type]
 
     if learns is None:
         compute.forward(hidden, rows, few, gate, want, lora)
@@ -176,3 +176,18 @@ def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(side, "GROUP_BYTES", 1 << 20)
     run(place, given, True)
     assert not at_once
+
+
+@pytest.mark.gpu
+def test_without_memory_for_it(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything goes on as before, said once."""
+    store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
+    place = placed(store, "cuda:0", "stream", LARGER.experts)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(recorded.Recorder, "_record", full)
+    for _ in range(2):
+        compare(run(place, given, True), expected(store, given))
+    assert at_once == ["forward"]

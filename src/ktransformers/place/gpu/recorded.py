@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ktransformers import log
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.transfer import side_streams
 from ktransformers.place.gpu import compute
@@ -37,6 +38,7 @@ STEP = 64  # tokens
 SEEN = 12  # calls of a kind before it is recorded: a size that comes once in a while is not worth it
 MOST = 24  # recordings that are kept
 Key = tuple[Any, ...]
+_log = log.logger(__name__)
 
 
 def numbers_of(
@@ -83,9 +85,26 @@ class Desk:
 @dataclass(frozen=True)
 class Recording:
     graph: torch.cuda.CUDAGraph
+    desk: Desk
     numbers: Tensor
     pairs: dict[str, Pair]
     laid: list[Tensor]  # gradients of the factors, with their strides
+
+    def fill(self, work: Work, tokens: int, rising: Tensor | None) -> None:
+        """This batch into the buffers; places up to `tokens` that it leaves are nobody's."""
+        desk, batch, count = self.desk, work.batch, work.batch.ids.shape[0]
+        self.numbers.copy_(torch.from_numpy(work.numbers), non_blocking=True)
+        targets, sources = [desk.hidden[:count], desk.weights[:count]], [batch.hidden, batch.weights]
+        if rising is not None:
+            targets.append(desk.rising[:count])
+            sources.append(rising)
+        for name, pair in work.pairs.items():
+            targets += [self.pairs[name].a, self.pairs[name].b]
+            sources += [pair.a, pair.b]
+        torch._foreach_copy_(targets, sources)
+        desk.ids[:count].copy_(batch.ids)
+        if count < tokens:
+            desk.ids[count:tokens].fill_(-1)
 
 
 def suits(layer: Packed, batch: Batch) -> bool:
@@ -122,6 +141,7 @@ class Recorder:
         self._known: OrderedDict[Key, Recording] = OrderedDict()
         self._desk: Desk | None = None
         self._pool: Any = None
+        self._refused = False  # there was no memory for it
 
     def key(self, layer: Packed, batch: Batch, rooms: Sequence[Slots], learns: bool | None) -> Key:
         """`learns` None: forward."""
@@ -134,70 +154,75 @@ class Recorder:
         if key in self._known:
             return True
         self._seen[key] += 1
-        return self._seen[key] > SEEN
+        return self._seen[key] > SEEN and not self._refused
 
-    def forward(self, key: Key, work: Work) -> Tensor:
-        """float32 [T, H], to be read before the next replay."""
+    def forward(self, key: Key, work: Work) -> Tensor | None:
+        """float32 [T, H], to be read before the next replay; None: there is no memory for a recording."""
         found = self._prepared(key, work)
+        if found is None:
+            return None
         found.graph.replay()
-        assert self._desk is not None
-        return self._desk.out[: work.batch.hidden.shape[0]]
+        return found.desk.out[: work.batch.hidden.shape[0]]
 
-    def backward(self, key: Key, work: Work, rising: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def backward(self, key: Key, work: Work, rising: Tensor) -> tuple[Tensor, Tensor, list[Tensor]] | None:
         """Gradients of hidden and of the routing weights in float32, and of the factors; the first and the last are to
-        be read before the next replay."""
+        be read before the next replay. None as above."""
         found = self._prepared(key, work, rising)
+        if found is None:
+            return None
         # What the last layer's gradients were copied from is written again.
         torch.cuda.current_stream(self.device).wait_stream(side_streams(self.device).down)
         found.graph.replay()
-        assert self._desk is not None
         tokens = work.batch.hidden.shape[0]
-        return self._desk.out[:tokens], self._desk.grad_weights[:tokens].clone(), found.laid
+        return found.desk.out[:tokens], found.desk.grad_weights[:tokens].clone(), found.laid
 
-    def _prepared(self, key: Key, work: Work, rising: Tensor | None = None) -> Recording:
+    def _prepared(self, key: Key, work: Work, rising: Tensor | None = None) -> Recording | None:
         """The recording with this batch in its buffers."""
-        batch, tokens = work.batch, key[1]
-        if self._desk is None or self._desk.hidden.shape[0] < tokens or self._desk.hidden.dtype != batch.hidden.dtype:
-            torch.cuda.synchronize(self.device)
-            self._known.clear()
-            with torch.inference_mode(False):  # others may use it outside
-                self._desk = _new_desk(tokens, batch)
-        desk, count = self._desk, batch.ids.shape[0]
         found = self._known.pop(key, None)
-        fresh = found is None
-        if found is None:
-            found = self._new(work, learns=bool(key[0]))
-        found.numbers.copy_(torch.from_numpy(work.numbers), non_blocking=True)
-        targets, sources = [desk.hidden[:count], desk.weights[:count]], [batch.hidden, batch.weights]
-        if rising is not None:
-            targets.append(desk.rising[:count])
-            sources.append(rising)
-        for name, pair in work.pairs.items():
-            targets += [found.pairs[name].a, found.pairs[name].b]
-            sources += [pair.a, pair.b]
-        torch._foreach_copy_(targets, sources)
-        desk.ids[:count].copy_(batch.ids)
-        desk.ids[count:tokens].fill_(-1)
-        if fresh:
-            self._record(key, found, work)
+        try:
+            desk = self._desk_for(key[1], work.batch)
+            fresh = found is None or found.desk is not desk
+            if found is None or fresh:
+                found = self._new(desk, work, learns=bool(key[0]))
+            found.fill(work, key[1], rising)
+            if fresh:
+                self._record(key, found, work)
+        except torch.OutOfMemoryError:
+            self._refuse()
+            return None
         self._known[key] = found
         while len(self._known) > MOST:
             torch.cuda.synchronize(self.device)
             self._known.popitem(last=False)
         return found
 
-    def _new(self, work: Work, learns: bool) -> Recording:
+    def _desk_for(self, tokens: int, batch: Batch) -> Desk:
+        if self._desk is None or self._desk.hidden.shape[0] < tokens or self._desk.hidden.dtype != batch.hidden.dtype:
+            torch.cuda.synchronize(self.device)
+            self._known.clear()
+            with torch.inference_mode(False):  # others may use it outside
+                self._desk = _new_desk(tokens, batch)
+        return self._desk
+
+    def _refuse(self) -> None:
+        """From now on everything goes kernel by kernel."""
+        torch.cuda.synchronize(self.device)
+        self._known.clear()
+        self._desk = self._pool = None
+        self._refused = True
+        torch.cuda.empty_cache()
+        _log.warning("no GPU memory left to record passes of experts: Python launches them one kernel at a time")
+
+    def _new(self, desk: Desk, work: Work, learns: bool) -> Recording:
         factors = work.batch.factors if learns else None
         with torch.inference_mode(False):
             numbers = torch.empty(len(work.numbers), dtype=torch.int32, device=self.device)
             pairs = {name: Pair(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in work.pairs.items()}
-            return Recording(torch.cuda.CUDAGraph(), numbers, pairs, empty_like_factors(factors, self.device))
+            return Recording(torch.cuda.CUDAGraph(), desk, numbers, pairs, empty_like_factors(factors, self.device))
 
     def _record(self, key: Key, found: Recording, work: Work) -> None:
         """Once as it is, so that kernels are there and loaded, then into the graph."""
-        learns, tokens = key[0], key[1]
-        assert self._desk is not None
-        run = _pass(self._desk, found, work, tokens, learns)
+        run = _pass(found, work, tokens=key[1], learns=key[0])
         run()
         torch.cuda.synchronize(self.device)
         if self._pool is None:
@@ -220,8 +245,9 @@ def _new_desk(tokens: int, batch: Batch) -> Desk:
     )
 
 
-def _pass(desk: Desk, found: Recording, work: Work, tokens: int, learns: bool | None) -> Callable[[], None]:
+def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Callable[[], None]:
     """All that is asked of the device for a batch that is in the buffers."""
+    desk = found.desk
     geometry, rooms, decoded, gate = work.layer.geometry, work.rooms, work.decoded, work.layer.gate
     factors, pairs = work.batch.factors, found.pairs
 

@@ -210,10 +210,11 @@ class Side:
         self._open()
         if (one := self._in_one(layer, batch, experts, counts, None)) is not None:
             kind, work, slots = one
-            out = self._recorder.forward(kind, work)
+            replayed = self._recorder.forward(kind, work)
             self.slots.done_reading(slots)
-            self._close()
-            return out
+            if replayed is not None:
+                self._close()
+                return replayed
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
@@ -235,10 +236,11 @@ class Side:
         self._open()
         if (one := self._in_one(layer, batch, experts, counts, learns)) is not None:
             kind, work, slots = one
-            whole = self._recorder.backward(kind, work, grad_out)
+            replayed = self._recorder.backward(kind, work, grad_out)
             self.slots.done_reading(slots)
-            self._close()
-            return whole
+            if replayed is not None:
+                self._close()
+                return replayed
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
