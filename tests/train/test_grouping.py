@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from ktransformers.cli.main import app
 from ktransformers.errors import InputError
 from ktransformers.place import open_shape, profile, with_gpus
 from ktransformers.train import grouping
@@ -32,6 +34,7 @@ PUBLISHED = {
     "gradient_accumulation_steps": 16,
     "bf16": True,
 }
+OFF = "kt_tokens_per_batch=off"
 V2_LITE = "deepseek-ai/DeepSeek-V2-Lite"
 
 
@@ -123,6 +126,17 @@ def test_processes_and_models_without_a_forecast_go_batch_by_batch(monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert decide(settings_of(), None, site(profile("amx16-h200")), None).tokens is None
     assert decide(settings_of(kt_tokens_per_batch=4096), None, None, None).tokens == 4096, "who asks gets it"
+
+
+def test_kt_plan_chooses_as_kt_train_does(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(json.dumps(PUBLISHED))
+    words = ["plan", "deepseek-v2-lite", "--train", str(tmp_path / "x.yaml"), "--machine", "amx16-h200", "--json"]
+    found, off = (json.loads(CliRunner().invoke(app, [*words, *more]).output)["train"] for more in ((), (OFF,)))
+    assert found["plan"]["work"]["tokens"] == 8192 and off["plan"]["work"]["tokens"] == 512
+    assert found["notes"][-1].startswith("kt_tokens_per_batch: 8192, 16 batches of a step at once")
+    assert found["plan"]["seconds"] < off["plan"]["seconds"] / 5 and not any(
+        "per_batch" in note for note in off["notes"]
+    )
 
 
 def losses(watcher: Quiet) -> list[float]:
