@@ -54,7 +54,7 @@ def first_gradients(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
     prepared = make_plan(settings)
     assert prepared.directory is not None
     model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
-    trainer = build_trainer(model, prepared, settings)
+    trainer = build_trainer(model, prepared)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:

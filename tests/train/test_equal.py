@@ -74,13 +74,14 @@ def test_the_adapter_is_that_of_a_plain_trl_script(
 
 def test_token_budget_has_the_gradients_of_accumulation(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "x", gradient_accumulation_steps=4, max_samples=8)
-    plain = first_gradients(keys)
+    plain = first_gradients(keys | {"kt_tokens_per_batch": "off"})
     budget = first_gradients(keys | {"kt_tokens_per_batch": 200})
     assert difference(budget, plain) < 1e-5
     pairs = recipe(tiny, tmp_path / "y", stage="dpo", dataset="style_neko_en_dpo", gradient_accumulation_steps=3)
-    pairs |= {"cutoff_len": 64, "max_samples": 6}
-    plain, budget = first_gradients(pairs), first_gradients(pairs | {"kt_tokens_per_batch": 256})
-    assert difference(budget, plain) < 1e-5
+    for count in (6, 5):  # with five the last batch of the step is short
+        pairs |= {"cutoff_len": 64, "max_samples": count}
+        plain = first_gradients(pairs | {"kt_tokens_per_batch": "off"})
+        assert difference(first_gradients(pairs | {"kt_tokens_per_batch": 256}), plain) < 1e-5
 
 
 def test_packed_rows_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:

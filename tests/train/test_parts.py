@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.errors import InputError
-from ktransformers.train.batches import budget_parts, cut_step
+from ktransformers.train.batches import budget_parts, cut_pairs, pair_weights
 from ktransformers.train.preference import Answers, pair_losses
 from ktransformers.train.settings import LoraSettings, PreferenceSettings
 from ktransformers.train.targets import find_targets, trained_numbers
@@ -131,22 +131,24 @@ def test_parts_hold_the_budget_and_every_row() -> None:
     assert budget_parts([], 10) == []
 
 
-def test_cut_step_keeps_pairs_together() -> None:
+def test_cut_pairs_keeps_pairs_together() -> None:
     lengths = [3, 5, 2, 4, 1, 6]  # three pairs: (3, 4), (5, 1), (2, 6)
     mask = torch.zeros(6, 6, dtype=torch.long)
     for row, length in enumerate(lengths):
         mask[row, :length] = 1
     ids = torch.arange(6)[:, None].expand(6, 6) * mask
     inputs = {"input_ids": ids, "attention_mask": mask, "ref_chosen_logps": torch.arange(3.0)}
-    parts = cut_step(inputs, budget=20, pairs=True)
-    assert sum(share for _, share in parts) == pytest.approx(1)
+    weights = [0.25, 0.25, 0.5]  # batches of two count alike, and the last is short
+    parts = cut_pairs(inputs, budget=20, batch=2)
+    assert len(parts) > 1
     seen = []
-    for part, share in parts:
+    for part in parts:
         half = part["input_ids"].shape[0] // 2
-        assert share == pytest.approx(half / 3)
         first = part["input_ids"][:, 0].tolist()
+        assert part["weights"].tolist() == [weights[row] for row in first[:half]]
         assert [row + 3 for row in first[:half]] == first[half:]
         assert part["ref_chosen_logps"].tolist() == [float(row) for row in first[:half]]
         assert part["attention_mask"].any(0).all(), "cut to the longest row"
         seen += first[:half]
     assert sorted(seen) == [0, 1, 2]
+    assert pair_weights(3, 1).tolist() == pytest.approx([1 / 3] * 3) and pair_weights(2, 8).tolist() == [0.5, 0.5]

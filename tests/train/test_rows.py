@@ -78,7 +78,7 @@ def test_the_loss_is_trls(tiny: Path, tmp_path: Path) -> None:
     prepared = make_plan(settings)
     assert prepared.directory is not None
     model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
-    trainer = running.build_trainer(model, prepared, settings)
+    trainer = running.build_trainer(model, prepared)
     trainer.model.train()
     inputs = next(iter(trainer.get_train_dataloader()))
     share = inputs["labels"].ne(-100).float().mean()

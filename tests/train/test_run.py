@@ -117,7 +117,7 @@ def test_no_gradient_is_an_error(tiny: Path, tmp_path: Path) -> None:
     prepared = make_plan(settings)
     assert prepared.directory is not None
     model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
-    trainer = build_trainer(model, prepared, settings)
+    trainer = build_trainer(model, prepared)
     witness = trainer.witness
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
@@ -175,7 +175,7 @@ def test_loraplus(tiny: Path, tmp_path: Path) -> None:
     prepared = make_plan(settings)
     assert prepared.directory is not None
     model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
-    trainer = build_trainer(model, prepared, settings)
+    trainer = build_trainer(model, prepared)
     trainer.create_optimizer()
     rates = {}
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}

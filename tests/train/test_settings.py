@@ -83,6 +83,13 @@ def test_every_key_of_the_trainer_is_accepted() -> None:
         ({"packing": True, "kt_tokens_per_batch": 4096}, "kt_tokens_per_batch: given 4096"),
         ({"kt_tokens_per_batch": 64}, "at least cutoff_len, 2048"),
         ({"moe_aux_loss_coef": 0.1, "kt_tokens_per_batch": 4096}, "moe_aux_loss_coef"),
+        (
+            {"kt_tokens_per_batch": "many"},
+            "kt_tokens_per_batch: given 'many', expected a number of tokens, auto or off",
+        ),
+        ({"kt_tokens_per_batch": True}, "kt_tokens_per_batch: given True, expected a number of tokens, auto or off"),
+        ({"kt_tokens_per_batch": -1}, "kt_tokens_per_batch: given -1"),
+        ({"kt_tokens_per_batch": 4096.5}, "kt_tokens_per_batch: given 4096.5"),
         ({"mask_history": True, "train_on_prompt": True}, "mask_history"),
         ({"bf16": True, "fp16": True}, "fp16"),
         ({"dataset": ""}, "dataset: given nothing"),
@@ -102,6 +109,18 @@ def test_values_take_their_type() -> None:
     assert settings.trainer["num_train_epochs"] == 2.0
     assert settings.trainer["warmup_steps"] == 10, "a count wins over a share"
     assert settings.lora.lora_target == ("q_proj", "v_proj")
+
+
+def test_tokens_per_batch_is_a_number_a_word_or_nothing() -> None:
+    for given in (False, 0, "off", "Off", "0"):
+        experts = read_settings(LEAST | {"kt_tokens_per_batch": given, "packing": True}).experts
+        assert experts.kt_tokens_per_batch == "off" and experts.tokens_at_once is None
+    assert read_settings(LEAST, ["kt_tokens_per_batch=off"]).experts.kt_tokens_per_batch == "off"
+    for given in (4096, "4096"):
+        assert read_settings(LEAST | {"kt_tokens_per_batch": given}).experts.tokens_at_once == 4096
+    for keys in ({}, {"kt_tokens_per_batch": None}, {"kt_tokens_per_batch": "auto", "moe_aux_loss_coef": 0.1}):
+        experts = read_settings(LEAST | keys).experts
+        assert experts.kt_tokens_per_batch == "auto" and experts.tokens_at_once is None
 
 
 def test_shares_lists_and_the_word_no() -> None:

@@ -7,6 +7,7 @@ Everything is decided in ktransformers.place; here it becomes a table, or one JS
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from ktransformers.cli import ask
 from ktransformers.cli.sizes import gigabytes
 
 if TYPE_CHECKING:
-    from ktransformers.place import Candidate, Machine, ModelShape, Plan, Serving, Training
+    from ktransformers.place import Candidate, Machine, ModelShape, Plan
 
 HOMES = {
     "cpu": "on the CPU",
@@ -101,21 +102,30 @@ def published_rows(model: ModelShape, work: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _works(
-    train_file: Path | None, words: list[str], serve: bool, serving: Serving, model: str
-) -> list[tuple[str, Training | Serving]]:
-    from ktransformers.place import Training
+def _train_plan(
+    file: Path,
+    words: list[str],
+    model: str,
+    shape: ModelShape,
+    machine: Machine,
+    everything: bool,
+    policies: tuple[str, ...],
+) -> Plan:
+    """Of a file of `kt train`, with as many tokens at once as it would choose if all rows were of full length."""
+    from ktransformers.place import make_plan
+    from ktransformers.train.arguments import dtype_of
+    from ktransformers.train.forecast import Site, work_of
+    from ktransformers.train.grouping import decide, grouped
+    from ktransformers.train.resolve import read_settings
 
-    if train_file is not None:
-        from ktransformers.train.arguments import dtype_of
-        from ktransformers.train.forecast import work_of
-        from ktransformers.train.resolve import read_settings
-
-        config = Path(model) / "config.json"
-        settings = read_settings(train_file, [*words, f"model_name_or_path={model}"])
-        known = json.loads(config.read_text()) if config.is_file() else {}
-        return [("train", work_of(settings, dtype_of(settings, known).itemsize))]
-    return [("serve", serving)] if serve else [("train", Training()), ("serve", serving)]
+    config = Path(model) / "config.json"
+    settings = read_settings(file, [*words, f"model_name_or_path={model}"])
+    known = json.loads(config.read_text()) if config.is_file() else {}
+    size = dtype_of(settings, known).itemsize
+    grouping = decide(settings, None, Site(shape, machine, policies, size), None)
+    work = work_of(grouped(settings, grouping.tokens), size)
+    found = make_plan(shape, work, machine, everything=everything, policies=policies)
+    return found if grouping.note is None else replace(found, notes=(*found.notes, grouping.note))
 
 
 def _machine(name: str, gpu: str | None, ram: str | None, anew: bool) -> Machine:
@@ -152,7 +162,7 @@ def plan(
 ) -> None:
     """Say what a model takes: memory by place, time, and the best plan that fits."""
     from ktransformers.library import resolve
-    from ktransformers.place import Serving, make_plan, open_shape, profiles
+    from ktransformers.place import Serving, Training, make_plan, open_shape, profiles
     from ktransformers.place.describe import plan_document
     from ktransformers.place.wish import POLICIES
 
@@ -166,10 +176,17 @@ def plan(
         return
     model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
-    works = _works(train, words or [], serve, Serving(context, prompt, sequences), model)
+    serving = {"serve": Serving(context, prompt, sequences)}
     target = _machine(machine, gpu, ram, calibrate)
     policies = POLICIES if place is None else (place,)
-    plans = {name: make_plan(shape, work, target, everything=everything, policies=policies) for name, work in works}
+    if train is not None:
+        plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
+    else:
+        works: dict[str, Training | Serving] = {**({} if serve else {"train": Training()}), **serving}
+        plans = {
+            name: make_plan(shape, work, target, everything=everything, policies=policies)
+            for name, work in works.items()
+        }
     if as_json:
         print(json.dumps({name: plan_document(found) for name, found in plans.items()}, indent=2))
     else:

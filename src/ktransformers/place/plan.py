@@ -88,7 +88,11 @@ def _residents(model: ModelShape, work: Work, choice: Choice, machine: Machine) 
     """Experts of each layer that the GPUs have room for."""
     bare = evaluate(model, work, choice, machine)
     room = sum(int(gpu.memory * GPU_SHARE) for gpu in machine.gpus[: choice.gpus]) - sum(bare.memory.gpu_bytes)
-    return max(0, min(model.experts, room // (model.expert_layers * expert_bytes(model, choice))))
+    count = max(0, min(model.experts, room // (model.expert_layers * expert_bytes(model, choice))))
+    # Less free memory has fewer slots, and beside those a layer's experts may be decoded at once, which takes more.
+    while count and set(evaluate(model, work, replace(choice, residents=count), machine).lacking) - {"host"}:
+        count -= 1
+    return count
 
 
 def choices(

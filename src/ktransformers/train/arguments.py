@@ -65,7 +65,7 @@ def trainer_arguments(settings: Settings) -> SFTConfig | DPOConfig:
     values |= {"prediction_loss_only": True, "report_to": "none", "do_train": True} | settings.trainer
     on_cpu = device_of(settings).type == "cpu"
     rows, parts = step_rows(settings)
-    if settings.experts.kt_tokens_per_batch:
+    if settings.experts.tokens_at_once:
         rows, parts = rows * parts, 1
     values |= {
         "use_cpu": on_cpu,

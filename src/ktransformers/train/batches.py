@@ -3,7 +3,8 @@
 Plain accumulation cuts a step into parts of `per_device_train_batch_size` rows, whatever their lengths; the experts
 then see few tokens at once. Here the whole step `[rows, L]`, right-padded, comes as one batch; its rows are sorted by
 length and cut where a part, padding included, would exceed the budget. Each part's loss is normalised by the step, so
-the gradient is the same sum in another order.
+the gradient is the same sum in another order. Pairs have weights for it: accumulation averages batches, of which the
+last of an epoch may be short.
 """
 
 from __future__ import annotations
@@ -39,22 +40,28 @@ def take_rows(inputs: dict[str, Any], rows: list[int], width: int) -> dict[str, 
     return {key: take(value) for key, value in inputs.items()}
 
 
-def cut_step(inputs: dict[str, Any], budget: int, pairs: bool) -> list[tuple[dict[str, Any], float]]:
-    """(part, its share of the step's rows). With `pairs` the first half of the rows are chosen answers and the second
-    half the rejected ones; the two of a pair stay together."""
+def pair_weights(count: int, batch: int) -> Tensor:
+    """Of each pair `[count]` in the loss of a step that accumulation would cut into batches of so many."""
+    sizes = [min(batch, count - start) for start in range(0, count, batch)]
+    return torch.tensor([1 / (len(sizes) * size) for size in sizes for _ in range(size)])
+
+
+def cut_step(inputs: dict[str, Any], budget: int) -> list[dict[str, Any]]:
     lengths = inputs["attention_mask"].sum(1).tolist()
-    if not pairs:
-        return [
-            (take_rows(inputs, rows, max(lengths[row] for row in rows)), len(rows) / len(lengths))
-            for rows in budget_parts(lengths, budget)
-        ]
+    return [take_rows(inputs, rows, max(lengths[row] for row in rows)) for rows in budget_parts(lengths, budget)]
+
+
+def cut_pairs(inputs: dict[str, Any], budget: int, batch: int) -> list[dict[str, Any]]:
+    """The first half of the rows are chosen answers and the second half the rejected ones; the two of a pair stay
+    together. `batch`: pairs that accumulation would take at once, for `weights` in each part."""
+    lengths = inputs["attention_mask"].sum(1).tolist()
     half = len(lengths) // 2
+    inputs = inputs | {"weights": pair_weights(half, batch).to(inputs["attention_mask"].device)}
     both = [max(lengths[row], lengths[row + half]) for row in range(half)]
     parts = []
     for rows in budget_parts([2 * length for length in both], budget):
         width = max(both[row] for row in rows)
         single = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.shape[0] == half}
         double = {key: value for key, value in inputs.items() if key not in single}
-        part = take_rows(double, [*rows, *(row + half for row in rows)], width) | take_rows(single, rows, width)
-        parts.append((part, len(rows) / half))
+        parts.append(take_rows(double, [*rows, *(row + half for row in rows)], width) | take_rows(single, rows, width))
     return parts

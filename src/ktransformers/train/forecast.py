@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformers.errors import InputError
-from ktransformers.place import Plan, Training, make_plan, open_shape, with_gpus
+from ktransformers.place import ModelShape, Plan, Training, make_plan, open_shape, with_gpus
 from ktransformers.place.machine import Machine
 from ktransformers.place.wish import read_wish
 from ktransformers.train.arguments import device_of, dtype_of, packs, step_rows
@@ -32,20 +32,38 @@ class Lengths:
     learned: int  # tokens with a label in one batch, at most
 
 
-def fullest(sequences: list[tuple[int, int]], rows: int, budget: int | None, seed: int) -> int:
-    """Labelled tokens of the fullest batch in an epoch, in one random order; the trainer draws another, and the fullest
-    of many batches hardly depends on it.
+@dataclass(frozen=True)
+class Passes:
+    """Through the model, in one epoch."""
+
+    count: int
+    tokens: int  # padding included
+    learned: int  # tokens with a label
+    fullest: int  # of these in one pass, at most
+
+
+def cut_epoch(sequences: list[tuple[int, int]], rows: int, budget: int | None, seed: int | None) -> Passes:
+    """An epoch in one random order; the trainer draws another, and these numbers hardly depend on it. Without a seed:
+    in the order given.
 
     `sequences`: tokens and labelled tokens of each; `rows` of them are a batch, or with a budget a step that is cut.
     """
     order = list(sequences)
-    random.Random(seed).shuffle(order)
-    found = 0
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    parts: list[list[tuple[int, int]]] = []
     for start in range(0, len(order), rows):
         step = order[start : start + rows]
         cut = budget_parts([tokens for tokens, _ in step], budget) if budget else [list(range(len(step)))]
-        found = max(found, *(sum(step[row][1] for row in part) for part in cut))
-    return found
+        parts += [[step[row] for row in part] for part in cut]
+    learned = [sum(labelled for _, labelled in part) for part in parts]
+    padded = sum(len(part) * max(tokens for tokens, _ in part) for part in parts)
+    return Passes(len(parts), padded, sum(learned), max(learned))
+
+
+def fullest(sequences: list[tuple[int, int]], rows: int, budget: int | None, seed: int | None) -> int:
+    """Labelled tokens of the fullest batch in an epoch."""
+    return cut_epoch(sequences, rows, budget, seed).fullest
 
 
 def _labelled(settings: Settings, tokens: int, lengths: Lengths | None) -> float:
@@ -63,7 +81,7 @@ def work_of(settings: Settings, rest_bytes: int, lengths: Lengths | None = None)
     if lengths is not None and not packs(settings):
         sequence = min(sequence, lengths.longest)
     batch = rows * sequence * (2 if settings.data.stage == "dpo" else 1)
-    budget = settings.experts.kt_tokens_per_batch
+    budget = settings.experts.tokens_at_once
     whole = batch * parts
     tokens = min(whole, max(budget, sequence)) if budget else batch
     given = settings.trainer.get("gradient_checkpointing", True)
@@ -86,23 +104,36 @@ def work_of(settings: Settings, rest_bytes: int, lengths: Lengths | None = None)
     )
 
 
-def forecast(settings: Settings, directory: Path, words: dict[str, object], lengths: Lengths | None) -> Plan:
-    """For the machine that this runs on; `words`: config.json."""
+@dataclass(frozen=True)
+class Site:
+    """What does not depend on how a step is cut."""
+
+    shape: ModelShape
+    machine: Machine
+    policies: tuple[str, ...]
+    rest_bytes: int
+
+    def forecast(self, settings: Settings, lengths: Lengths | None) -> Plan:
+        work = work_of(settings, self.rest_bytes, lengths)
+        return make_plan(self.shape, work, self.machine, policies=self.policies)
+
+
+def this_site(settings: Settings, directory: Path, words: dict[str, object]) -> Site:
+    """The machine that this runs on; `words`: config.json."""
     from ktransformers.place.calibrate import this_machine
 
     machine: Machine = this_machine()
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
-    work = work_of(settings, dtype_of(settings, words).itemsize, lengths)
     policies = read_wish(settings.place.model_dump()).policies
-    return make_plan(open_shape(str(directory)), work, machine, policies=policies)
+    return Site(open_shape(str(directory)), machine, policies, dtype_of(settings, words).itemsize)
 
 
-def try_forecast(
-    settings: Settings, directory: Path, words: dict[str, object], lengths: Lengths | None
-) -> tuple[Plan | None, list[str]]:
+def try_site(settings: Settings, directory: Path, words: dict[str, object]) -> tuple[Site | None, list[str]]:
     """A model whose config the planner cannot read trains all the same; the note says why there is no forecast."""
     try:
-        return forecast(settings, directory, words, lengths), []
+        site = this_site(settings, directory, words)
+        site.forecast(settings, None)  # which knows what it cannot count
+        return site, []
     except InputError as error:
         return None, [f"no forecast of memory and time: {error}"]

@@ -136,7 +136,7 @@ OFF: dict[str, Off] = {
     "deepspeed": Off((None, ""), "experts are in host memory already; use several processes as DDP"),
     "torch_compile": Off(_NO, "leave it out"),
     "use_liger_kernel": Off(_NO, "leave it out; TRL computes the loss in chunks already"),
-    "auto_find_batch_size": Off(_NO, "set kt_tokens_per_batch"),
+    "auto_find_batch_size": Off(_NO, "leave it out; kt_tokens_per_batch: auto takes what fits"),
     "push_to_hub": Off(_NO, "`hf upload` the output directory when the run has ended"),
 }
 

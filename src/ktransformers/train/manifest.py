@@ -129,6 +129,7 @@ def make_manifest(
         },
         "lora_dropout": settings.lora.lora_dropout,
         "seed": int(settings.trainer.get("seed", 42)),
+        "kt_tokens_per_batch": settings.experts.tokens_at_once,
         "stage": settings.data.stage,
         "dataset": list(settings.data.dataset),
         **facts,

@@ -20,7 +20,8 @@ from ktransformers.train.arguments import device_of, dtype_of, packs, resume_poi
 from ktransformers.train.data.prepare import Found, Split, pack, prepare, read_datasets
 from ktransformers.train.data.render import PairTokens, Renderer, Tokens, show
 from ktransformers.train.data.templates import find_form, jinja, missing_tokens
-from ktransformers.train.forecast import Lengths, fullest, try_forecast
+from ktransformers.train.forecast import try_site
+from ktransformers.train.grouping import Grouping, Rows, decide, grouped
 from ktransformers.train.model import locate_model, read_config, skeleton
 from ktransformers.train.resolve import isa_of
 from ktransformers.train.settings import SECTIONS, Settings
@@ -66,6 +67,7 @@ class Plan:
     targets: Targets | None
     trained_numbers: int | None
     forecast: place.Plan | None  # of memory and time
+    grouping: Grouping | None  # None: without the model there is nothing to choose by
     notes: tuple[str, ...]
 
 
@@ -129,13 +131,20 @@ def _size(rows: list[Any]) -> tuple[int, int]:
     return tokens, sum(learned for _, learned, _ in found)
 
 
-def _count(split: Split, settings: Settings, tokenizer: Any, seed: int) -> DataPlan:
-    lengths = [_lengths(row) for row in split.train]
+def _measure(split: Split, settings: Settings, seed: int) -> Rows:
     seen = sequences(split.train, settings)
-    count = len(seen)
-    rows, parts = step_rows(settings)
-    budget = settings.experts.kt_tokens_per_batch
     sizes = [_size(sequence if packs(settings) else [sequence]) for sequence in seen]
+    order = settings.trainer.get("train_sampling_strategy", "random")
+    if order == "group_by_length":
+        sizes.sort()
+    shuffled = order == "random" and not settings.data.disable_shuffling
+    return Rows(sizes, max(_lengths(row)[2] for row in split.train), seed if shuffled else None)
+
+
+def _count(split: Split, measured: Rows, settings: Settings, tokenizer: Any) -> DataPlan:
+    lengths = [_lengths(row) for row in split.train]
+    count = len(measured.sizes)
+    rows, parts = step_rows(settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     per_epoch = math.ceil(math.ceil(count / (rows * world)) / parts)
     given = int(settings.trainer.get("max_steps", -1))
@@ -153,8 +162,8 @@ def _count(split: Split, settings: Settings, tokenizer: Any, seed: int) -> DataP
         sequences=count,
         tokens=sum(tokens for tokens, _, _ in lengths),
         learned_tokens=sum(learned for _, learned, _ in lengths),
-        learned_at_once=fullest(sizes, rows * parts if budget else rows, budget, seed),
-        longest=max(longest for _, _, longest in lengths),
+        learned_at_once=measured.lengths(settings).learned,
+        longest=measured.longest,
         steps_per_epoch=per_epoch,
         steps=given if given > 0 else math.ceil(per_epoch * epochs),
         example=example,
@@ -191,7 +200,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
     trainer_arguments(settings)
     if settings.data.template is not None:
         find_form(settings.data.template)
-    start = resume_point(settings)[1]
+    checkpoint, start = resume_point(settings)
     if settings.run.plot_loss and importlib.util.find_spec("matplotlib") is None:
         notes.append("plot_loss: there will be no picture without matplotlib; pip install matplotlib")
     found = read_datasets(settings.data.dataset, settings.data)
@@ -199,7 +208,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
     _check_kinds(found + held_out, settings)
     directory = locate_model(settings.model, download=download)
     seed = int(settings.trainer.get("seed", 42))
-    tokenizer, split, data, targets, numbers, dtype, forecast = None, None, None, None, None, None, None
+    tokenizer, split, data, targets, numbers, dtype, forecast, grouping = (None,) * 8
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
@@ -216,7 +225,11 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
             options.enable_thinking,
         )
         split = prepare(found, held_out, renderer, options, seed)
-        data = _count(split, settings, tokenizer, seed)
+        measured = _measure(split, settings, seed)
+        grouping, forecast, more = _foresee(settings, checkpoint, directory, measured)
+        settings = grouped(settings, grouping.tokens)
+        notes += more
+        data = _count(split, measured, settings, tokenizer)
         evaluates = settings.trainer.get("eval_strategy", "no")
         if str(evaluates) != "no" and not split.evaluation:
             raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")
@@ -228,9 +241,6 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
         _check_packing(model, settings)
-        lengths = Lengths(data.longest, data.learned_at_once)
-        forecast, more = try_forecast(settings, directory, read_config(directory), lengths)
-        notes += more
         notes += _precision_notes(settings, read_config(directory))
     plan = Plan(
         settings=settings,
@@ -245,9 +255,22 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         targets=targets,
         trained_numbers=numbers,
         forecast=forecast,
+        grouping=grouping,
         notes=tuple(notes),
     )
     return Prepared(plan, directory, tokenizer, split)
+
+
+def _foresee(
+    settings: Settings, checkpoint: Path | None, directory: Path, measured: Rows
+) -> tuple[Grouping, place.Plan | None, list[str]]:
+    """How a step is cut, and what the run takes with it."""
+    site, notes = try_site(settings, directory, read_config(directory))
+    grouping = decide(settings, checkpoint, site, measured)
+    if grouping.note is not None:
+        notes.append(grouping.note)
+    chosen = grouped(settings, grouping.tokens)
+    return grouping, None if site is None else site.forecast(chosen, measured.lengths(chosen)), notes
 
 
 def _check_vocabulary(split: Split, model: Any, directory: Path) -> None:
@@ -302,6 +325,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "data": None if plan.data is None else vars(plan.data),
         "targets": None if targets is None else {"modules": targets.modules, "parameters": targets.parameters},
         "trained_numbers": plan.trained_numbers,
+        "grouping": None if plan.grouping is None else vars(plan.grouping),
         "forecast": None if plan.forecast is None else candidate_document(plan.forecast.nearest),
         "settings": sections | {"trainer": settings.trainer},
         "notes": list(plan.notes),

@@ -226,11 +226,10 @@ def _check(settings: Settings) -> Settings:
     packing = data.packing or data.neat_packing
     if packing and data.stage == "dpo":
         raise InputError("packing", True, "false with stage: dpo", "pairs are not packed")
-    if packing and experts.kt_tokens_per_batch:
-        raise InputError(
-            "kt_tokens_per_batch", experts.kt_tokens_per_batch, "no packing beside it", "choose one of them"
-        )
-    if settings.model.moe_aux_loss_coef and experts.kt_tokens_per_batch:
+    at_once = experts.tokens_at_once
+    if packing and at_once:
+        raise InputError("kt_tokens_per_batch", at_once, "no packing beside it", "choose one of them")
+    if settings.model.moe_aux_loss_coef and at_once:
         raise InputError("moe_aux_loss_coef", settings.model.moe_aux_loss_coef, "no kt_tokens_per_batch beside it")
     if settings.run.early_stopping_steps and not trainer.get("load_best_model_at_end"):
         given = settings.run.early_stopping_steps
@@ -239,8 +238,8 @@ def _check(settings: Settings) -> Settings:
         raise InputError("mask_history", True, "not together with train_on_prompt", "choose one of them")
     if experts.kt_cpu_activation == "recompute" and settings.model.disable_gradient_checkpointing:
         raise InputError("kt_cpu_activation", "recompute", "retain with disable_gradient_checkpointing: true")
-    if experts.kt_tokens_per_batch and experts.kt_tokens_per_batch < data.cutoff_len:
-        raise InputError("kt_tokens_per_batch", experts.kt_tokens_per_batch, f"at least cutoff_len, {data.cutoff_len}")
+    if at_once and at_once < data.cutoff_len:
+        raise InputError("kt_tokens_per_batch", at_once, f"at least cutoff_len, {data.cutoff_len}")
     return settings
 
 

@@ -75,11 +75,11 @@ def _columns(rows: list[Any], settings: Settings) -> Any:
     return Dataset.from_dict({"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]})
 
 
-def build_trainer(model: Any, prepared: Prepared, settings: Settings) -> Any:
+def build_trainer(model: Any, prepared: Prepared) -> Any:
     """TRL's trainer on the opened model, its adapter in place."""
     from ktransformers.train.trainers import PreferenceTrainer, SupervisedTrainer
 
-    split = prepared.split
+    settings, split = prepared.plan.settings, prepared.split
     assert split is not None
     targets = find_targets(model, settings.lora)
     kind: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
@@ -111,6 +111,7 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     """`force`: also where the plan says that memory will not do."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     prepared = make_plan(settings, download=True)
+    settings = prepared.plan.settings  # with what the plan chose
     watcher.planned(prepared.plan)
     if prepared.plan.forecast is not None:
         refuse(prepared.plan.forecast, force=force)
@@ -126,11 +127,11 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     placing.loaded(model)
     for line in notes:
         watcher.noted(line)
-    trainer = build_trainer(model, prepared, settings)
+    trainer = build_trainer(model, prepared)
     if settings.data.stage == "dpo" and settings.preference.pref_loss not in WITHOUT_REFERENCE:
         from ktransformers.train.reference import add_reference
 
-        budget = max(4 * settings.data.cutoff_len, settings.experts.kt_tokens_per_batch or 0)
+        budget = max(4 * settings.data.cutoff_len, settings.experts.tokens_at_once or 0)
         computed_by = (base_hash(directory), str(experts_source(settings, directory)), formats_of(model))
         if not add_reference(trainer, " ".join(computed_by), budget, watcher.referring):
             watcher.noted("the reference's log-probabilities are those of the earlier run")

@@ -116,9 +116,27 @@ class ExpertSettings(Section):
     kt_cpu_activation: Literal["retain", "recompute"] | None = Field(
         None, description="with checkpointing: keep what the experts computed, or compute it again"
     )
-    kt_tokens_per_batch: int | None = Field(
-        None, ge=1, description="tokens that go through the experts at once; the gradients stay those of accumulation"
+    kt_tokens_per_batch: int | Literal["auto", "off"] = Field(
+        "auto",
+        description="tokens of a step at once: a number, off, or what the plan chooses; gradients are accumulation's",
     )
+
+    @field_validator("kt_tokens_per_batch", mode="before")
+    @classmethod
+    def _tokens(cls, value: Any) -> Any:
+        word = str(value).strip().lower()  # YAML reads `off` as false
+        if word in ("auto", "off"):
+            return word
+        if word == "false":
+            return "off"
+        if not word.isascii() or not word.isdigit():
+            raise ValueError("a number of tokens, auto or off")
+        return int(word) or "off"
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """None: batch by batch, which `auto` means until a plan has chosen."""
+        return None if self.kt_tokens_per_batch in ("auto", "off") else int(self.kt_tokens_per_batch)
 
 
 class PlacementSettings(Section):

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
+from ktransformers.train import grouping
 from ktransformers.train.answers import answers_only
-from ktransformers.train.arguments import whole_checkpoints
-from ktransformers.train.batches import cut_step
+from ktransformers.train.arguments import step_rows, whole_checkpoints
+from ktransformers.train.batches import cut_pairs, cut_step
 from ktransformers.train.files import STAGING, saved, sync_tree, write_json
 from ktransformers.train.preference import WITHOUT_REFERENCE, Answers, pair_losses, rewards
 from ktransformers.train.settings import Settings
@@ -36,7 +37,6 @@ class RunMixin:
     def begin_run(self: Any, settings: Settings, witness: Witness) -> None:
         self.settings, self.witness = settings, witness
         self._staging: Path | None = None
-        self._share = 1.0
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The card is written at the end, by output.py."""
@@ -73,6 +73,7 @@ class RunMixin:
             self.state.best_model_checkpoint = str(final.parent / Path(best).name)
             self.state.save_to_json(str(staged / "trainer_state.json"))
         write_json(staged / "kt_gradients.json", self.witness.state())
+        write_json(staged / grouping.FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_at_once})
         sync_tree(staged)
         shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
@@ -108,19 +109,17 @@ class RunMixin:
         return self.optimizer
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        budget = self.settings.experts.kt_tokens_per_batch
+        budget = self.settings.experts.tokens_at_once
         if budget is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if num_items_in_batch is None and not self.pairs:
             num_items_in_batch = inputs["labels"][:, 1:].ne(-100).sum()
         total: Tensor | float = 0.0
-        parts = cut_step(inputs, budget, self.pairs)
-        for number, (part, share) in enumerate(parts, 1):
-            self._share = share
+        parts = cut_pairs(inputs, budget, step_rows(self.settings)[0]) if self.pairs else cut_step(inputs, budget)
+        for number, part in enumerate(parts, 1):
             quiet = self.accelerator.no_sync(model) if number < len(parts) else contextlib.nullcontext()
             with quiet:
                 total = total + super().training_step(model, part, num_items_in_batch)  # type: ignore[misc]
-        self._share = 1.0
         return total
 
 
@@ -162,7 +161,7 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
         if settings.pref_loss not in WITHOUT_REFERENCE:
             reference = inputs["ref_chosen_logps"].to(sums), inputs["ref_rejected_logps"].to(sums)
         losses = pair_losses(policy, reference, settings)
-        loss = losses.mean() * (self._share if mode == "train" else 1.0)
+        loss = (losses * inputs["weights"].to(losses)).sum() if "weights" in inputs else losses.mean()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         self._note(mode, policy, reference, inputs)

@@ -1,0 +1,216 @@
+"""`kt_tokens_per_batch: auto`: what it chooses, on which machine, and that a run comes out the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ktransformers.cli.main import app
+from ktransformers.errors import InputError
+from ktransformers.place import open_shape, profile, with_gpus
+from ktransformers.train import grouping
+from ktransformers.train.forecast import Site
+from ktransformers.train.grouping import FILE, Rows, Trial, choose, decide, fastest
+from ktransformers.train.manifest import read_manifest
+from ktransformers.train.plan import as_dict, make_plan
+from ktransformers.train.resolve import read_settings
+from ktransformers.train.settings import Settings
+
+from .conftest import Quiet, recipe
+from .runs import adapter, difference, first_gradients, run
+
+PUBLISHED = {
+    "model_name_or_path": "m",
+    "output_dir": "o",
+    "dataset": "identity",
+    "cutoff_len": 512,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 16,
+    "bf16": True,
+}
+OFF = "kt_tokens_per_batch=off"
+V2_LITE = "deepseek-ai/DeepSeek-V2-Lite"
+
+
+def site(machine: Any, *policies: str) -> Site:
+    return Site(open_shape(V2_LITE), machine, policies or ("auto", "cpu"), 2)
+
+
+def settings_of(**keys: Any) -> Settings:
+    return read_settings(PUBLISHED | keys)
+
+
+def test_the_published_recipe_goes_through_at_once() -> None:
+    found = choose(settings_of(), site(profile("amx16-h200")))
+    assert (found.tokens, found.batches, found.of) == (8192, 16, 16)
+    assert found.seconds is not None and found.seconds_apart is not None and found.seconds_apart > 5 * found.seconds
+    assert found.note == (
+        f"kt_tokens_per_batch: 8192, 16 batches of a step at once: {found.seconds:.2g} s a step instead of "
+        f"{found.seconds_apart:.2g}; off with kt_tokens_per_batch: off"
+    )
+    pairs = choose(settings_of(stage="dpo", dataset="dpo_en_demo"), site(profile("amx16-h200")))
+    assert pairs.tokens == 16384, "both answers of a pair"
+    short = choose(settings_of(), site(profile("amx16-h200")), Rows([(300, 200)] * 64, 300, 0))
+    assert short.tokens == 16 * 300, "rows are no longer than they are"
+
+
+def test_what_does_not_fit_with_room_is_not_chosen() -> None:
+    """GPUs of less and less memory: fewer batches at once, at last one by one; and never more than what fits."""
+    machine, settings, chosen = profile("amx16-h200"), settings_of(cutoff_len=2048), []
+    for size in ("24GB", "16GB", "12GB", "10GB", "8GB"):
+        here = site(with_gpus(machine, size), "auto")
+        found = choose(settings, here)
+        plan = here.forecast(grouping.grouped(settings, found.tokens), None)
+        (table,) = plan.nearest.memory.gpus
+        estimated = sum(size for name, size in table.items() if name not in grouping.COUNTED)
+        assert plan.best is not None
+        assert sum(table.values()) - table["residents"] + 0.1 * estimated <= plan.machine.gpus[0].memory
+        chosen.append(found.batches)
+    assert chosen[0] == 16 and chosen[-1] == 1 and len(set(chosen)) > 2, chosen
+    assert all(more >= less for more, less in itertools.pairwise(count or 0 for count in chosen)), chosen
+    little = choose(settings_of(), site(replace(with_gpus(machine, "none"), memory=10**9), "cpu"))
+    assert little.tokens is None and "would not fit" in little.why and little.note is None
+
+
+@pytest.mark.parametrize(
+    ("tried", "batches"),
+    [
+        ([(16, 2.0, True), (8, 3.0, True)], 16),
+        ([(16, 2.0, False), (8, 3.0, True), (4, 4.0, True)], 8),  # the fastest does not fit
+        ([(16, 2.0, True), (8, 2.05, True), (4, 2.2, True)], 8),  # as good as equal: less memory
+        ([(16, 9.5, True), (8, 9.6, True)], 1),  # too little is gained
+        ([(16, 4.0, True), (8, 2.0, True)], 8),  # padding
+        ([(16, 2.0, False)], 1),
+        ([], 1),
+    ],
+)
+def test_the_rule(tried: list[tuple[int, float, bool]], batches: int) -> None:
+    trials = [Trial(count, 512 * count, seconds, fits) for count, seconds, fits in tried]
+    assert fastest(Trial(1, None, 10.0, True), trials).batches == batches
+
+
+def test_padding_counts_as_time() -> None:
+    """A CPU that multiplies slowly gains nothing from fewer passes once most of what they hold is padding."""
+    machine = with_gpus(profile("amx16-h200"), "none")
+    machine = replace(machine, memory=10**12, cpu=replace(machine.cpu, read_bytes=20e9))
+    settings, here = settings_of(), site(machine, "cpu")
+    equal = choose(settings, here, Rows([(512, 100)] * 64, 512, 0))
+    mixed = choose(settings, here, Rows([(16, 10)] * 60 + [(512, 100)] * 4, 512, 0))
+    assert equal.tokens == 8192
+    assert mixed.tokens != 8192 and mixed.seconds is not None and mixed.seconds_apart is not None
+    assert mixed.seconds <= mixed.seconds_apart < (equal.seconds_apart or 0)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"packing": True},
+        {"moe_aux_loss_coef": 0.01},
+        {"dataloader_drop_last": True},
+        {"neftune_noise_alpha": 5},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_where_it_would_change_results_nothing_changes(keys: dict[str, Any]) -> None:
+    found = decide(settings_of(**keys), None, site(profile("amx16-h200")), None)
+    assert found.tokens is None and found.note is None and found.why
+
+
+def test_processes_and_models_without_a_forecast_go_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decide(settings_of(), None, None, None).tokens is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert decide(settings_of(), None, site(profile("amx16-h200")), None).tokens is None
+    assert decide(settings_of(kt_tokens_per_batch=4096), None, None, None).tokens == 4096, "who asks gets it"
+
+
+def test_kt_plan_chooses_as_kt_train_does(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(json.dumps(PUBLISHED))
+    words = ["plan", "deepseek-v2-lite", "--train", str(tmp_path / "x.yaml"), "--machine", "amx16-h200", "--json"]
+    found, off = (json.loads(CliRunner().invoke(app, [*words, *more]).output)["train"] for more in ((), (OFF,)))
+    assert found["plan"]["work"]["tokens"] == 8192 and off["plan"]["work"]["tokens"] == 512
+    assert found["notes"][-1].startswith("kt_tokens_per_batch: 8192, 16 batches of a step at once")
+    assert found["plan"]["seconds"] < off["plan"]["seconds"] / 5 and not any(
+        "per_batch" in note for note in off["notes"]
+    )
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which a tiny model's passes cost nothing but their launches, whatever this one is."""
+    machine = with_gpus(profile("amx16-h200"), "none")
+    cpu = replace(machine.cpu, dense_flops=1e15, dense_flops_f32=1e15, tile_flops=1e15, read_bytes=1e13)
+    monkeypatch.setattr("ktransformers.place.calibrate.this_machine", lambda: replace(machine, cpu=cpu))
+
+
+def losses(watcher: Quiet) -> list[float]:
+    return [step.values["loss"] for step in watcher.steps if "loss" in step.values]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_is_the_same_and_says_what_it_does(tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(tiny, tmp_path / "auto", optim="sgd", learning_rate=0.5, precision="f32", max_steps=6)
+    keys |= {"gradient_accumulation_steps": 4, "max_samples": 13}  # the second step of an epoch is short
+    auto, off = Quiet(), Quiet()
+    run(keys, auto)
+    run(keys | {"output_dir": str(tmp_path / "off"), "kt_tokens_per_batch": "off"}, off)
+    plan = auto.plans[0]
+    tokens = plan.settings.experts.tokens_at_once
+    assert tokens == 8 * plan.data.longest == plan.forecast.nearest.work.tokens
+    assert any(note.startswith(f"kt_tokens_per_batch: {tokens}, 4 batches of a step at once") for note in plan.notes)
+    document = as_dict(plan)
+    assert document["settings"]["experts"]["kt_tokens_per_batch"] == tokens == document["grouping"]["tokens"]
+    assert document["grouping"]["asked"] == "auto" and document["forecast"]["work"]["tokens"] == tokens
+    assert read_manifest(tmp_path / "auto")["kt_tokens_per_batch"] == tokens
+    assert read_manifest(tmp_path / "off")["kt_tokens_per_batch"] is None
+    assert off.plans[0].forecast.nearest.work.tokens == 2 * plan.data.longest
+    assert len(losses(auto)) == 6 and losses(auto) == pytest.approx(losses(off), rel=1e-5)
+    assert difference(adapter(tmp_path / "auto"), adapter(tmp_path / "off")) < 1e-5
+
+
+@pytest.mark.usefixtures("quick")
+def test_pairs_have_the_gradients_of_accumulation_by_default(tiny: Path, tmp_path: Path) -> None:
+    keys = recipe(tiny, tmp_path / "x", stage="dpo", dataset="style_neko_en_dpo", gradient_accumulation_steps=3)
+    keys |= {"cutoff_len": 64, "max_samples": 5}
+    plan = make_plan(read_settings(keys)).plan
+    assert plan.data is not None and plan.settings.experts.tokens_at_once == 2 * 6 * plan.data.longest
+    assert difference(first_gradients(keys), first_gradients(keys | {"kt_tokens_per_batch": "off"})) < 1e-5
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_goes_on_with_what_it_was_begun_with(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = recipe(tiny, tmp_path / "whole", save_strategy="steps", save_steps=2, lora_dropout=0.1)
+    whole, again = Quiet(), Quiet()
+    run(keys, whole)
+    tokens = whole.plans[0].settings.experts.tokens_at_once
+    checkpoint = tmp_path / "part" / "checkpoint-2"
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", checkpoint)
+    assert json.loads((checkpoint / FILE).read_text()) == {"kt_tokens_per_batch": tokens}
+    monkeypatch.setattr(grouping, "LEAST_GAIN", 1e9)  # today the plan would choose otherwise
+    keys |= {"output_dir": str(tmp_path / "part")}
+    asked = make_plan(read_settings(keys | {"kt_tokens_per_batch": 96})).plan
+    assert asked.settings.experts.tokens_at_once == 96, "who asks gets it"
+    run(keys, again)
+    plan = again.plans[0]
+    assert tokens is not None and plan.settings.experts.tokens_at_once == tokens
+    assert any("was begun" in note for note in plan.notes)
+    assert losses(again) == losses(whole)[2:], "dropout included"
+    anew = make_plan(read_settings(keys | {"overwrite_output_dir": True, "resume_from_checkpoint": False})).plan
+    assert anew.settings.experts.kt_tokens_per_batch == "off"
+
+
+def test_checkpoints_of_older_versions_go_on_batch_by_batch(tmp_path: Path) -> None:
+    here = site(profile("amx16-h200"))
+    assert decide(settings_of(), tmp_path, here, None).tokens is None
+    (tmp_path / FILE).write_text('{"kt_tokens_per_batch": 2048}')
+    assert decide(settings_of(), tmp_path, here, None).tokens == 2048
+    assert decide(settings_of(kt_tokens_per_batch="off"), tmp_path, here, None).tokens is None
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(InputError, match=FILE):
+        decide(settings_of(), tmp_path, here, None)
