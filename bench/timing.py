@@ -155,7 +155,7 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     import ktransformers
-    from ktransformers import _core
+    from ktransformers import _core, system
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -164,6 +164,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_gib": round(pages / (1 << 30), 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "python_seconds": system.python_seconds(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "ktransformers": ktransformers.__version__,

@@ -9,6 +9,7 @@ import pytest
 
 from ktransformers.place import Serving, make_plan, open_shape
 from ktransformers.place import calibrate as module
+from ktransformers.place.machine import EXPERTS_SECONDS, LAYER_SECONDS, PYTHON_SECONDS
 
 
 @pytest.fixture
@@ -57,3 +58,9 @@ def test_this_machine_can_be_planned_for(cache: Path) -> None:
     assert machine.measured and machine.memory > 0
     plan = make_plan(open_shape("deepseek-v2-lite"), Serving(), machine)
     assert plan.nearest.time.first_token is not None and plan.nearest.time.first_token > 0
+
+
+def test_layers_are_launched_at_pythons_pace(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.system, "python_seconds", lambda: 2 * PYTHON_SECONDS)
+    machine = module.this_machine()
+    assert machine.layer_seconds == 2 * LAYER_SECONDS and machine.experts_seconds == 2 * EXPERTS_SECONDS

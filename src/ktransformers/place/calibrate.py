@@ -2,7 +2,8 @@
 
 The result is one JSON file for a CPU, variant and thread count under the XDG cache, written by a rename. Bare loops
 give the roofs (`_core.Pool.rate`); a layer of 16 experts, forward and backward, what its kernels reach of them, because
-that share is the variant's own. It is measured with many tokens, where reading the weights hardly counts.
+that share is the variant's own. It is measured with many tokens, where reading the weights hardly counts. What Python
+takes to launch a layer goes with the speed of a loop.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import TYPE_CHECKING
 
 from ktransformers import system
 from ktransformers.files import write_json
-from ktransformers.place.machine import Cpu, Gpu, Machine, gpu_rows
+from ktransformers.place import machine
+from ktransformers.place.machine import PYTHON_SECONDS, Cpu, Gpu, Machine, gpu_rows
 
 if TYPE_CHECKING:
     from ktransformers import _core
 
-VERSION = 1  # of what is measured; older files are measured anew
+VERSION = 2  # of what is measured; older files are measured anew
 SECONDS = 0.2  # of one bare loop
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 512, 256, 16, 4  # of the layer
 LAYER_SECONDS = 0.15  # of one pass through it, about
@@ -42,6 +44,7 @@ class Rates:
     dense_flops_f32: float
     forward_share: float
     backward_share: float
+    python_seconds: float  # as in `system`
 
 
 def cache_file(key: str) -> Path:
@@ -58,7 +61,7 @@ def calibrate(*, anew: bool = False) -> Rates:
         from ktransformers.nn.cores import share_cores
 
         share_cores()
-    machine, pool = _core.machine(), _core.Pool()
+    pool = _core.Pool()
     isa, file = _core.isa(), _file_of(pool)
     if not anew and (found := _read(file)) is not None:
         return found
@@ -66,7 +69,7 @@ def calibrate(*, anew: bool = False) -> Rates:
     forward, backward = _layer_shares(pool, tile)
     rates = Rates(
         version=VERSION,
-        cpu=machine["cpu"],
+        cpu=_core.machine()["cpu"],
         isa=isa,
         threads=pool.threads,
         nodes=pool.groups,
@@ -76,6 +79,7 @@ def calibrate(*, anew: bool = False) -> Rates:
         dense_flops_f32=_dense_rate("float32"),
         forward_share=forward,
         backward_share=backward,
+        python_seconds=system.python_seconds(),
     )
     _write(file, rates)
     return rates
@@ -84,8 +88,8 @@ def calibrate(*, anew: bool = False) -> Rates:
 def _file_of(pool: _core.Pool) -> Path:
     from ktransformers import _core
 
-    machine = _core.machine()
-    return cache_file(f"{machine['cpu']} {machine['cpus']} {machine['l2']} {_core.isa()} {pool.threads}")
+    known = _core.machine()
+    return cache_file(f"{known['cpu']} {known['cpus']} {known['l2']} {_core.isa()} {pool.threads}")
 
 
 def raise_roofs() -> Rates:
@@ -185,4 +189,14 @@ def this_machine(*, anew: bool = False) -> Machine:
     )
     gpus = tuple(_gpu(found) for found in system.gpus())
     sources = ("measured on this machine",)
-    return Machine("this", cpu, system.memory().available, gpus, True, sources)
+    pace = rates.python_seconds / PYTHON_SECONDS
+    return Machine(
+        "this",
+        cpu,
+        system.memory().available,
+        gpus,
+        True,
+        sources,
+        layer_seconds=pace * machine.LAYER_SECONDS,
+        experts_seconds=pace * machine.EXPERTS_SECONDS,
+    )
