@@ -6,8 +6,8 @@ For each format: packing, forward from one token up, forward and backward with L
 from those of the bf16 weights it was made from, and memory. The roof counts the bytes of the release, not of bf16. A
 few experts are encoded and the others repeat their bytes, since encoding a layer would take longer than measuring it;
 errors are taken on those few alone. Formats of GGUF hold random blocks and have no error: most have no encoder.
-`int8+w8a8` is int8 with 8-bit activations, from the tokens on from which it has them, and so is `int4:32+w8a8`; their
-roof is the bare product of bytes, and they are not trained.
+`int8+w8a8` is int8 with 8-bit activations, and so is `int4:32+w8a8`; their roof is the bare product of bytes, and they
+are not trained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ktransformers.checkpoint.encoded import Encoded
 
 W8A8 = "+w8a8"  # behind a format: activations as bytes, too
-W8A8_TOKENS = 64  # from which on they are
 DEFAULT_FORMATS = ("int8", "int8+w8a8", "int4:32", "int4:32+w8a8", "fp8:128x128", "mxfp4", "q4_k", "q6_k", "bf16")
 DEFAULT_TOKENS = (1, 16, 512, 2048, 8192)
 MODES = ("forward_lora", "backward_lora")
@@ -315,8 +314,6 @@ class Bench(Contest):
         mine, theirs = self.probe(stand, source, truth, truth.forward_errors)
         rounds = stand.format.endswith(W8A8)
         for tokens in self.args.tokens:
-            if rounds and tokens < W8A8_TOKENS:
-                continue
             if self.too_long(stand, tokens, reading.roof_seconds(shape.operations(tokens), 0)):
                 continue
             cell, answers = moe.measure_forward(self, stand, tokens)

@@ -17,19 +17,19 @@ template <class Bytes>
 constexpr bool kMultiplies = requires { typename Bytes::Real; };
 
 // Sums of a block's 32 outputs as numbers: times the scales of their row and their channels, and what joins them.
-template <class V>
+template <class V, class Real = int32_t>
 struct ScaledSums {
-  const int32_t* c;        // [rows][32]
+  const Real* c;           // [rows][32]
   const float* row_scale;  // [rows]
   const float* channel;    // [32]
   const float* beside;     // as c, or null
 
   // Of row r from output n on.
   __attribute__((always_inline)) V at(int r, int n) const {
-    constexpr int W = kLanes<V>;
+    typedef Real Sum __attribute__((vector_size(sizeof(V))));
     V scale = splat<V>(row_scale[r]) * load<V>(channel + n);
     // Rounded here, not fused with whatever is added to it: that depends on the row's neighbours.
-    V v = apart(__builtin_convertvector(load<I32<W>>(c + r * kBlockN + n), V) * scale);
+    V v = apart(__builtin_convertvector(load<Sum>(c + r * kBlockN + n), V) * scale);
     return beside ? v + load<V>(beside + r * kBlockN + n) : v;
   }
 };

@@ -10,8 +10,8 @@
 // number of threads: every row sees the same operations in the same order.
 #pragma once
 
+#include "kernels/direct.h"
 #include "kernels/pack.h"
-#include "kernels/product.h"
 
 namespace kt {
 namespace {
@@ -157,10 +157,14 @@ inline void keep_row(const Sums& sums, int r, const typename Isa::Real* bias, ch
   }
 }
 
+// Sums that meet the scales of their rows and channels in the end, and have the extras added after that.
+template <class By>
+constexpr bool kScaled = kInBytes<By> || kDirect<By>;
+
 // Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished.
 template <class Isa, class By, class Unit>
 inline void set_extras_apart(const Unit& u, int turn, ProductOf<typename By::Real>& p) {
-  if constexpr (kInBytes<By>) {
+  if constexpr (kScaled<By>) {
     constexpr int sums = kPassTiles * kMaxRows * kBlockN;
     Product q{{}, p.block, p.tile, p.tiles, p.rows, p.live, false, kNothingAhead, nullptr, p.extra, p.extras, p.block0};
     q.c = (float*)u.scratch + (2 + turn) * sums;
@@ -179,9 +183,9 @@ struct PlainSums {
 template <class Isa, class By, class Unit>
 inline auto sums_of(const Unit& u, const ProductOf<typename By::Real>& p) {
   using V = typename Isa::Vector;
-  if constexpr (kInBytes<By>) {
+  if constexpr (kScaled<By>) {
     const float* channel = u.coded.channel + (int64_t)(p.block - p.block0) * kBlockN;
-    return ScaledSums<V>{p.c, u.row_scale + p.tile * p.rows, channel, p.beside};
+    return ScaledSums<V, typename By::Real>{p.c, u.row_scale + p.tile * p.rows, channel, p.beside};
   } else {
     return PlainSums<V>{p.c};
   }
@@ -222,7 +226,11 @@ void run_up_as(const Up& u) {
       if (out) hidden_row<Isa, A>(sums, r, gate, bias, out + second * next_tile + (r - second * rows) * row_bytes);
     }
   };
-  for_each_product<By>(u, u.last, u.next, false, Drop{}, where, finish);
+  if constexpr (kDirect<By>) {
+    for_each_direct<Isa, By>(u, where, finish);
+  } else {
+    for_each_product<By>(u, u.last, u.next, false, Drop{}, where, finish);
+  }
 }
 
 template <class Isa, class By>
@@ -246,8 +254,13 @@ void run_up_by(const Up& u) {
 // `Bytes`: how the ISA multiplies them, or void.
 template <class Isa, class Bytes>
 void run_up(const Up& u) {
-  if constexpr (kMultiplies<Bytes>)
+  if constexpr (kMultiplies<Bytes>) {
+    using Quads = typename Bytes::Arithmetic::Quads;
+    if (u.direct.step)
+      return whole_sums(*u.coded.how) ? run_up_by<Isa, Direct<Quads, int32_t>>(u)
+                                      : run_up_by<Isa, Direct<Quads, float>>(u);
     if (u.row_scale) return run_up_by<Isa, Bytes>(u);
+  }
   run_up_by<Isa, Isa>(u);
 }
 
@@ -321,13 +334,22 @@ void run_down_by(const Down& d) {
     now = p;
   };
   auto finish = [&](const ProductOf<Real>& p, int first, int end) { add_rows<Isa, By>(d, p, now, first, end); };
-  for_each_product<By>(d, true, d.next, d.turned, d.drop, where, finish);
+  if constexpr (kDirect<By>) {
+    for_each_direct<Isa, By>(d, where, finish);
+  } else {
+    for_each_product<By>(d, true, d.next, d.turned, d.drop, where, finish);
+  }
 }
 
 template <class Isa, class Bytes>
 void run_down(const Down& d) {
-  if constexpr (kMultiplies<Bytes>)
+  if constexpr (kMultiplies<Bytes>) {
+    using Quads = typename Bytes::Arithmetic::Quads;
+    if (d.direct.step)
+      return whole_sums(*d.coded.how) ? run_down_by<Isa, Direct<Quads, int32_t>>(d)
+                                      : run_down_by<Isa, Direct<Quads, float>>(d);
     if (d.row_scale) return run_down_by<Isa, Bytes>(d);
+  }
   run_down_by<Isa, Isa>(d);
 }
 

@@ -7,6 +7,7 @@
 
 #include "kernels/narrow_tiles.h"
 #include "kernels/outer.h"
+#include "kernels/quads_vnni.h"
 #include "kernels/rate.h"
 
 namespace kt {
@@ -40,6 +41,7 @@ struct Bf16Products {
 // A step is 64 of K, and everything else is the same.
 struct ByteProducts {
   using Real = int32_t;
+  using Quads = VnniQuads;
   static constexpr bool halves = false;
   template <int to>
   static void add() {
@@ -319,6 +321,7 @@ inline void outer_tiles(const Outer& o) {
 
 template <class Products>
 struct Tiles {
+  using Arithmetic = Products;
   using Real = typename Products::Real;
   static constexpr int width = 16, elem = 2, tile_bytes = kTileBytes, max_rows = kMaxRows;
   static constexpr bool overlaps = true;  // tiles are multiplied beside the vector units

@@ -1,6 +1,7 @@
 // AVX-512 with VDPBF16PS: activations stay bf16, and one instruction takes a pair of k for 16 outputs.
 #include <immintrin.h>
 
+#include "kernels/quads_vnni.h"
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 
@@ -18,24 +19,21 @@ struct PairProduct {
   }
 };
 
-// VPDPBUSD takes one side without sign. That is the weights, plus 128: of every row 128 times the sum of its bytes is
-// too much, and the sums begin with less by that.
+// Weights have 128 more: of every row 128 times the sum of its bytes is too much, and the sums begin with less by that.
 struct QuadProduct {
   using Vector = I32<16>;
   static constexpr int elem = 2, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::bf16;
-  static I32<16> add(I32<16> acc, U32<16> unsigned_bytes, U32<16> bytes) {
-    return (I32<16>)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)unsigned_bytes, (__m512i)bytes);
-  }
-  static U32<16> open(const char* w) { return load<U32<16>>(w) ^ 0x80808080u; }
+  using Quads = VnniQuads;
+  static U32<16> open(const char* w) { return Quads::open(load<U32<16>>(w)); }
   static I32<16> step(I32<16> acc, const char* x, const U32<16>& w) {
-    return add(acc, w, U32<16>{} + load<uint32_t>(x));
+    return Quads::add(acc, w, U32<16>{} + load<uint32_t>(x));
   }
   static void begin(const char* a, int live, int tile_rows, int steps, bool accumulate, int32_t* c) {
     for (int m = 0; m < live; m++, a += kStepK, c += kBlockN) {
       I32<16> sums = {};
       for (int s = 0; s < steps; s++)
-        sums = add(sums, U32<16>{} + 0x80808080u, load<U32<16>>(a + s * (int64_t)tile_rows * kStepK));
+        sums = Quads::add(sums, U32<16>{} + 0x80808080u, load<U32<16>>(a + s * (int64_t)tile_rows * kStepK));
       int32_t sum = 0;
       for (int i = 0; i < 16; i++) sum += sums[i];
       for (int i = 0; i < kBlockN; i += 16) store(c + i, (accumulate ? load<I32<16>>(c + i) : I32<16>{}) - sum);

@@ -41,22 +41,6 @@ struct Exact {
   static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
 };
 
-// The sum of two products of 16 bits in every lane.
-template <int W>
-inline I32<W> pair_product(I32<W> a, I32<W> b) {
-#ifdef __AVX512BW__
-  if constexpr (W == 16) return (I32<W>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#endif
-#ifdef __SSE2__
-  typedef short Halves __attribute__((vector_size(16)));
-  if constexpr (W == 4) return (I32<W>)__builtin_ia32_pmaddwd128((Halves)a, (Halves)b);
-#endif
-#ifdef __AVX2__
-  if constexpr (W == 8) return (I32<W>)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
-  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
-}
-
 // acc[m] += four products of bytes, widened to pairs of 16 bits on both sides. A row of a tile of bytes is as long as
 // one of bf16 pairs, and the panel's rows are as far apart as those of numbers, which are 4 bytes here.
 template <int W>
@@ -64,19 +48,10 @@ struct WidenBytes {
   using Vector = I32<W>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;
-  struct Pairs {
-    I32<W> even, odd;
-  };
-  static Pairs widen(U32<W> bytes) {
-    typedef int16_t Halves __attribute__((vector_size(W * 4)));
-    return {(I32<W>)((Halves)(bytes << 8) >> 8), (I32<W>)((Halves)bytes >> 8)};
-  }
-  static Pairs open(const char* w) { return widen(load<U32<W>>(w)); }
-  static I32<W> step(I32<W> acc, const char* x, const Pairs& w) {
-    // Known to be one number in all lanes, it would be shifted outside the vectors and brought in twice.
-    Pairs pairs = widen(apart(U32<W>{} + load<uint32_t>(x)));
-    acc += pair_product<W>(w.even, pairs.even);
-    return acc + pair_product<W>(w.odd, pairs.odd);
+  using Quads = WidenedQuads<W>;
+  static BytePairs<W> open(const char* w) { return Quads::open(load<U32<W>>(w)); }
+  static I32<W> step(I32<W> acc, const char* x, const BytePairs<W>& w) {
+    return Quads::add(acc, w, Quads::open_x(U32<W>{} + load<uint32_t>(x)));
   }
 };
 
@@ -86,6 +61,7 @@ struct SpreadBytes {
   using Vector = I32<W>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;
+  using Quads = WidenedQuads<W>;
   struct Four {
     I32<W> k[4];
   };
@@ -174,6 +150,7 @@ __attribute__((noinline)) void bytes_by_block(int live, const char* a, int tile_
 // An ISA that works on rows: MR rows by NV vectors in registers.
 template <class Arith, int NV, int MR>
 struct RowIsa {
+  using Arithmetic = Arith;
   using Vector = typename Arith::Vector;
   using Real = Lane<Vector>;
   static constexpr int width = kLanes<Vector>, elem = Arith::elem, tile_bytes = Arith::tile_bytes, max_rows = MR;

@@ -38,6 +38,14 @@ struct Coded {
   float* channel = nullptr;  // of bytes: scales of 32 outputs for each block of the product, made where it is decoded
 };
 
+// W8A8 of few rows: the product has no panel, and reads their bytes (Quantise) where they lie. Codes are then not
+// decoded; what is written to `decoded` are the rows once more.
+constexpr int kDirectRows = 4;
+struct DirectRows {
+  const char* row[kDirectRows];
+  int64_t step;  // bytes from 64 of K to the next; 0: there are no such rows
+};
+
 // A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)
 // take it; the panel reaches one tile further on each side, and is zero in rows that are not concerned.
 struct Extra {
@@ -96,6 +104,7 @@ struct Up {
   const char* next;        // block of weights that this thread will read after these, or null
   char* scratch;           // [2][2 * 16][32] sums: one product being made, one being finished
   const float* row_scale;  // of bytes (Quantise): [live], and scratch is twice as large; null: the panel holds numbers
+  DirectRows direct;       // all of K is then taken at once
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
@@ -131,6 +140,7 @@ struct Down {
   bool turned;  // the blocks are in scratch already: nothing is to be fetched
   char* scratch;
   const float* row_scale;  // as in Up
+  DirectRows direct;
 };
 
 // W8A8: rows of numbers as bytes, each row with a scale of its own, largest magnitude / 127. A panel of bytes has steps

@@ -9,7 +9,7 @@
 
 namespace kt {
 
-constexpr int32_t kTokensTaken = 16;  // by a thread at a time, to make bytes of them
+constexpr int32_t kTokensTaken = 16;  // by a thread at a time, at most, to make bytes of them
 
 void Call::begin() {
   next_tokens_ = 0;
@@ -19,8 +19,10 @@ void Call::begin() {
 void Call::before_units(char*) {
   if (!in_bytes()) return;
   int32_t hidden = experts_.shape().hidden;
-  for (int32_t t; (t = next_tokens_.fetch_add(kTokensTaken, std::memory_order_relaxed)) < batch_.tokens;) {
-    int32_t count = std::min(kTokensTaken, batch_.tokens - t);
+  // Everybody waits for the last row: few are taken one by one.
+  int32_t taken = std::clamp(batch_.tokens / (2 * experts_.engine().pool.threads()), 1, kTokensTaken);
+  for (int32_t t; (t = next_tokens_.fetch_add(taken, std::memory_order_relaxed)) < batch_.tokens;) {
+    int32_t count = std::min(taken, batch_.tokens - t);
     const char* x = (const char*)batch_.hidden + t * batch_.hidden_stride * (int64_t)size_of(batch_.hidden_dtype);
     experts_.kernels().quantise({x, batch_.hidden_dtype, batch_.hidden_stride, count, hidden,
                                  workspace_.data() + plan_.bytes_at + t * round_up(hidden, kStepK),
@@ -97,6 +99,10 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
         down.base.k_tiles = (int32_t)ceil_div(now, 2);
         down.coded.channel = (float*)(slice + plan_.channels_at);
         down.row_scale = (const float*)(workspace_.data() + plan_.row_scales_at) + row;
+      }
+      if (direct(index)) {
+        down.direct.step = whole.rows * row_bytes;
+        for (int32_t r = 0; r < down.live; r++) down.direct.row[r] = down.base.a + r * row_bytes;
       }
       const char* then = down.last ? after : b + store.offset(k + now);
       down.next = tile + tiles == whole.tiles ? then : nullptr;

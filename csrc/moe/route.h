@@ -28,7 +28,7 @@ struct Batch {
   int32_t every_adapter = -1;
   double dropout = 0;  // share of LoRA's inputs that is dropped
   uint64_t dropout_seed = 0;
-  bool w8a8 = false;              // forward of kBytesFrom tokens or more: rows as bytes; Experts::why_no_bytes is empty
+  bool w8a8 = false;              // forward: rows as bytes; Experts::why_no_bytes is empty
   const uint8_t* skip = nullptr;  // [E]
   void* out = nullptr;            // [T, H]
   DType out_dtype = DType::bf16;

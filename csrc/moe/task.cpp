@@ -58,7 +58,7 @@ void Task::prepare() {
   for (const Adapter* adapter : adapters_) adapter->enter(), entered_++;
   route(batch_, experts_.shape().experts, routing_);
   clear_idle();
-  bool bytes = batch_.w8a8 && batch_.tokens >= kBytesFrom && direction_ == Direction::forward;
+  bool bytes = batch_.w8a8 && direction_ == Direction::forward;
   make_plan(routing_, {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), bytes},
             batch_.tokens, budget, direction_, plan_);
   workspace_ = experts_.engine().arena.borrow((size_t)plan_.total_bytes);
@@ -221,6 +221,7 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
       extras.back().block_bytes = adapter.wide_b().block_bytes();
     });
   bool adapted = routing_.run0[(size_t)unit.segment] < routing_.run0[(size_t)unit.segment + 1];
+  bool few = direct((size_t)unit.segment);
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
@@ -232,7 +233,8 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     up.first = k == 0;
     up.last = k + now == k_tiles;
     if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
-    if (in_bytes()) gather_bytes(gather, up, slice);
+    if (few && !up.last) continue;
+    if (in_bytes()) few ? read_bytes(gather, up, slice) : gather_bytes(gather, up, slice);
     up.extra = extras.data();
     up.extras = up.last ? (int32_t)extras.size() : 0;
     up.next = !up.last ? b + store.offset(k + now) : next ? first_read(*next) : nullptr;
@@ -251,6 +253,20 @@ void Task::gather_bytes(const Gather& numbers, Up& up, char* slice) const {
   up.base.a_tile = (size_t)steps * (size_t)numbers.tiling.rows * kTileK * (size_t)experts_.kernels().elem;
   up.base.k_tiles = steps;
   up.coded.k0 = step0;
+  up.coded.channel = (float*)(slice + plan_.channels_at);
+  up.row_scale = scales;
+}
+
+// Where they lie, all of K at once, whatever chunk LoRA has come to.
+void Task::read_bytes(const Gather& numbers, Up& up, char* slice) const {
+  float* scales = (float*)(slice + plan_.unit_scales_at);
+  const char* x = workspace_.data() + plan_.bytes_at;
+  for (int32_t r = 0; r < numbers.live; r++) {
+    up.direct.row[r] = x + numbers.token[r] * round_up(experts_.shape().hidden, kStepK);
+    scales[r] = ((const float*)(workspace_.data() + plan_.x_scales_at))[numbers.token[r]];
+  }
+  up.direct.step = kStepK;
+  up.first = true;
   up.coded.channel = (float*)(slice + plan_.channels_at);
   up.row_scale = scales;
 }

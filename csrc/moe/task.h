@@ -26,9 +26,6 @@ struct Engine {
   Arena arena;
 };
 
-// From so many tokens on W8A8 computes with bytes: below, weights are what takes the time, and all of their bits are
-// used.
-constexpr int32_t kBytesFrom = 64;
 // A sum of so many products of bytes, -128 times 127 each, fits 32 bits.
 constexpr int32_t kMostBytes = 132104;
 
@@ -90,7 +87,11 @@ class Task : private Job {
   // the way, unless they are in the workspace already.
   void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made = false) const;
 
-  void gather_bytes(const Gather& numbers, Up& up, char* slice) const;  // W8A8
+  // W8A8: rows as a panel of bytes, or few of them where they lie.
+  void gather_bytes(const Gather& numbers, Up& up, char* slice) const;
+  void read_bytes(const Gather& numbers, Up& up, char* slice) const;
+  // Whether a segment's rows are so few that codes are multiplied with them directly.
+  bool direct(size_t segment) const { return in_bytes() && routing_.segments[segment].count <= kDirectRows; }
 
   const char* first_read(const UpUnit& unit) const;  // of gate/up
 

@@ -42,11 +42,12 @@ def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_pat
     assert layers and all(store.w8a8 for store in layers)
     model, tokens = load_model(out), torch.arange(80).view(1, -1) % 50
     with torch.no_grad():
-        exact = model(tokens).logits
+        exact, exact_single = model(tokens).logits, model(tokens[:, :1]).logits
         assert use_w8a8(model) == len(layers)
-        rounded = model(tokens).logits
+        rounded, single = model(tokens).logits, model(tokens[:, :1]).logits
     off = (rounded - exact).float().norm() / exact.float().norm()
     assert 0 < off < 0.1
+    assert not torch.equal(single, exact_single), "one token is not rounded"
     with pytest.raises(InputError, match="gradients"):
         model(inputs_embeds=torch.randn(1, 4, model.config.hidden_size, dtype=model.dtype, requires_grad=True))
     assert use_w8a8(model, False) == len(layers)

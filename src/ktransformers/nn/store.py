@@ -123,8 +123,8 @@ class ExpertStore:
         """What `forward` and `prepare` do where they are not told: an approximation, off by default.
 
         Rows of hidden and activated states are rounded to 8 bits, each with a scale of its own, and multiplied with the
-        int8 weights as they are, exactly; int4 weights become integers of 8 bits with one scale for each output, too.
-        Batches of fewer than 64 tokens and LoRA are computed as ever.
+        int8 weights as they are, exactly; int4 weights become integers of 8 bits with one scale for each output, too,
+        but for experts with four rows of a batch or fewer, which keep theirs. LoRA is computed as ever.
         """
         return self._w8a8
 

@@ -1,4 +1,4 @@
-"""W8A8 for a whole model: batches of prompts computed with 8-bit activations, an approximation that is off by default.
+"""W8A8 for a whole model: experts on the CPU compute with 8-bit activations, an approximation that is off by default.
 
 What it is stands with `ExpertStore.w8a8`. All layers have it or none: one whose experts are neither int8 nor int4 is
 refused by name before any is switched, because half a model in it would be neither fast nor what was asked for.

@@ -37,7 +37,7 @@ class Wish:
     kt_enable_dynamic_expert_update: bool = False
     kt_expert_update_steps: int = UPDATE_STEPS  # of training, between two updates
     kt_max_deferred_experts_per_token: int = 0
-    kt_w8a8: bool = False  # on the CPU, for batches of prompts
+    kt_w8a8: bool = False  # on the CPU
     kt_record_experts: Path | None = None  # where counts of routed tokens are written
     kt_optimize_rule: str | None = None
 

@@ -67,7 +67,7 @@ PLACEMENT = (
     Flag(
         ("--kt-w8a8",),
         "kt_w8a8",
-        "prompts with 8-bit activations on the CPU, int8 or int4 experts, an approximation",
+        "8-bit activations on the CPU, for int8 or int4 experts, an approximation",
         bool,
     ),
     Flag(("--kt-record-experts",), "kt_record_experts", "write counts of routed tokens to this file at the end"),

@@ -113,7 +113,7 @@ class Placed:
 
 def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say) -> Placed:
     if wish.kt_w8a8:
-        say(f"8-bit activations for prompts in {use_w8a8(model)} layers: an approximation")
+        say(f"8-bit activations in {use_w8a8(model)} layers: an approximation")
     placement = place(model, wish, homes)
     if placement is None and wish.wants_gpu:
         say("no GPU: all experts are computed on the CPU, exactly")
