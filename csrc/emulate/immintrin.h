@@ -50,7 +50,8 @@ inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   return sum;
 }
 
-inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+// Never inlined: the loops that have it would take minutes to compile.
+__attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   for (int i = 0; i < 16; i++) {
     uint32_t lane;
     __builtin_memcpy(&lane, (const char*)&sum + 4 * i, 4);

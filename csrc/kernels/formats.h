@@ -70,17 +70,19 @@ struct TileRow<Bf16Pairs> {
   }
 };
 
+// Bytes of the vectors that the compiler has registers for; wider ones it takes to pieces.
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;
+#elif defined(__AVX__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
+
 // The same value, of which the compiler knows nothing: a product that may not be fused with the addition after it.
 template <class V>
 inline V apart(V v) {
-#if defined(__AVX512F__)
-  constexpr int widest = 64;
-#elif defined(__AVX__)
-  constexpr int widest = 32;
-#else
-  constexpr int widest = 16;
-#endif
-  if constexpr (sizeof(V) > widest) {
+  if constexpr (sizeof(V) > kRegister) {
     asm("" : "+m"(v));
   } else {
 #if defined(__x86_64__)

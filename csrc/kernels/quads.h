@@ -39,17 +39,39 @@ inline I32<W> add_pairs(I32<W> sum, const BytePairs<W>& a, const BytePairs<W>& b
   return sum + pair_product<W>(a.odd, b.odd);
 }
 
+// The same for emulated variants: loops that have many of these in pieces take minutes to compile.
+template <int W>
+__attribute__((noinline)) void add_pieces(I32<W>& sum, const U32<W>& a, const U32<W>& b) {
+  sum = add_pairs<W>(sum, widen<W>(a), widen<W>(b));
+}
+
 // How a variant multiplies codes with bytes of x. Words of int8 are opened first, as are those of x that they meet;
 // `offset` is what their numbers have then too much. Codes of int4 come as they are, from 0 to 15: two products of such
 // with bytes fit 16 bits.
 template <int W>
 struct WidenedQuads {
   static constexpr int width = W, offset = 0;
-  static BytePairs<W> open(U32<W> codes) { return widen<W>(codes); }
-  // Known to be one number in all lanes, it would be shifted outside the vectors and brought in twice.
-  static BytePairs<W> open_x(U32<W> x) { return widen<W>(apart(x)); }
-  static I32<W> add(I32<W> sum, const BytePairs<W>& codes, const BytePairs<W>& x) {
-    return add_pairs<W>(sum, codes, x);
+  static constexpr bool in_pieces = W * 4 > kRegister;
+  static auto open(U32<W> codes) {
+    if constexpr (in_pieces)
+      return codes;
+    else
+      return widen<W>(codes);
+  }
+  static auto open_x(U32<W> x) {
+    // Known to be one number in all lanes, it would be shifted outside the vectors and brought in twice.
+    if constexpr (in_pieces)
+      return x;
+    else
+      return widen<W>(apart(x));
+  }
+  static I32<W> add(I32<W> sum, const decltype(open(U32<W>{}))& codes, const decltype(open_x(U32<W>{}))& x) {
+    if constexpr (in_pieces) {
+      add_pieces<W>(sum, codes, x);
+      return sum;
+    } else {
+      return add_pairs<W>(sum, codes, x);
+    }
   }
   static I32<W> add_small(I32<W> sum, U32<W> codes, U32<W> x) {
 #ifdef __AVX512BW__

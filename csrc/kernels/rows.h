@@ -49,8 +49,9 @@ struct WidenBytes {
   static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;
   using Quads = WidenedQuads<W>;
-  static BytePairs<W> open(const char* w) { return Quads::open(load<U32<W>>(w)); }
-  static I32<W> step(I32<W> acc, const char* x, const BytePairs<W>& w) {
+  static auto open(const char* w) { return Quads::open(load<U32<W>>(w)); }
+  template <class Opened>
+  static I32<W> step(I32<W> acc, const char* x, const Opened& w) {
     return Quads::add(acc, w, Quads::open_x(U32<W>{} + load<uint32_t>(x)));
   }
 };
