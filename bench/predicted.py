@@ -93,7 +93,7 @@ def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row
 
 def rows_of(document: dict[str, Any], machine: Machine) -> list[Row]:
     """Of the cells that were computed by kt; the others are not ours to plan. Python is as fast as it was there."""
-    if pace := document["machine"].get("python_seconds", 0) / PYTHON_SECONDS:
+    if pace := document["machine"].get("python_loop_seconds", 0) / PYTHON_SECONDS:
         machine = replace(machine, layer_seconds=pace * LAYER_SECONDS, experts_seconds=pace * EXPERTS_SECONDS)
     kt = [cell for cell in document["cells"] if cell["variant"] == "kt"]
     return [row_of(cell, document["models"][cell["model"]], machine) for cell in kt]

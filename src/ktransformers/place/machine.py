@@ -21,7 +21,7 @@ GB = 10**9
 # Of a training step with a GPU, in which Python launches one layer: forward, again and backward, without its experts;
 # and what handing those to the GPU takes, both directions. As in the profile amx16-h200; others were not measured.
 LAYER_SECONDS, EXPERTS_SECONDS = 14e-3, 5.5e-3
-PYTHON_SECONDS = 0.042  # `system.python_seconds` of that machine, about: hosts like it had 0.04 to 0.11
+PYTHON_SECONDS = 0.042  # `system.python_seconds` of that machine, about; hosts of its kind differ
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
