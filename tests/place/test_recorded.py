@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from ktransformers.place.gpu import compute, recorded, side
 from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, empty_like_factors
 from ktransformers.place.gpu.layout import geometry
-from ktransformers.place.gpu.recorded import Desk, Recording, Work, numbers_of
+from ktransformers.place.gpu.recorded import Desk, Recorder, Recording, Work, numbers_of, size_of
 from ktransformers.place.gpu.side import Batch, Packed
 from ktransformers.place.gpu.slots import Source
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
@@ -24,12 +26,27 @@ LARGER = Size(32, 512, 256, 4, 300, 8)
 
 
 def test_numbers() -> None:
-    counts = np.array([3, 0, 2, 5])
-    found = numbers_of(4, [0, 3], counts, [([3], [7]), ([0], [1])])
-    place, ends, slots, residents = found[:5], found[5:9], found[9:13], found[13:]
+    found = numbers_of(4, [0, 3], np.array([3, 0, 2, 5]), [1, 7])
+    place, ends, slots = found[:5], found[5:9], found[9:]
     assert place.tolist() == [0, 4, 4, 3, 4]  # two that others compute, and ids that are none
     assert ends.tolist() == [3, 3, 3, 8]
-    assert slots.tolist() == [-1, -1, -1, 7] and residents.tolist() == [1, -1, -1, -1]
+    assert slots.tolist() == [1, -1, -1, 7]
+
+
+def test_sizes() -> None:
+    assert [size_of(tokens) for tokens in (1, 64, 65, 1000, 1025, 2049, 4000)] == [64, 64, 128, 1024, 1152, 2304, 4096]
+    for tokens in range(1, 5000, 7):
+        assert 0 <= size_of(tokens) - tokens < max(64, tokens / 8 + 1)
+
+
+def test_what_is_recorded() -> None:
+    """In the third pass over the layers; never more kinds than there is room for."""
+    recorder = Recorder(torch.device("cpu"))
+    for turn in range(3):
+        found = {recorder.wants(("a",), layer) for layer in (4, 5, 6)}
+        assert found == {turn == 2}
+    recorder._known = {(number,): None for number in range(recorded.MOST)}  # type: ignore[misc]
+    assert not recorder.wants(("a",), 4) and recorder.wants((0,), 4)
 
 
 @pytest.mark.parametrize("learns", [None, False, True])
@@ -69,9 +86,10 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     sizes = geometry(size.experts, size.hidden, size.intermediate, True, dict.fromkeys(("gate", "up", "down"), "bf16"))
     nothing = torch.empty(0)
     layer = Packed(0, sizes, gate, Source(nothing, nothing), (None, None))
-    work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), (), decoded, np.empty(0, np.int32), pairs)
+    slots: Any = SimpleNamespace(first=nothing, down=nothing)
+    work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, decoded, np.empty(0, np.int32), pairs)
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
-    numbers = torch.from_numpy(numbers_of(size.experts, wanted, counts, []))
+    numbers = torch.from_numpy(numbers_of(size.experts, wanted, counts, [0, 1, 2]))
     recorded._pass(Recording(None, desk, numbers, dict(pairs), laid), work, room, learns)()  # type: ignore[arg-type]
 
     if learns is None:
@@ -117,12 +135,13 @@ def other_routing(given: Inputs, size: Size, seed: int, least: int = 0) -> Input
 @pytest.mark.parametrize("spec", ["bf16", "int4:32", "fp8:128x128"])
 @pytest.mark.parametrize("policy", ["stream", "auto"])
 def test_replays(spec: str, policy: str, at_once: list[str]) -> None:
-    """Routing changes from call to call, experts without rows among them; sizes take turns."""
+    """Routing changes from call to call, experts without rows among them; sizes take turns, the smaller one first, so
+    that what was recorded for it is recorded again."""
     store = make_store(LARGER, spec)
-    place = placed(store, "cuda:0", policy, LARGER.experts, residents=(1, 6) if policy == "auto" else ())
+    place = placed(store, "cuda:0", policy, LARGER.experts)
     smaller = replace(LARGER, tokens=201)
     for turn in range(4):
-        for size in (LARGER, smaller):
+        for size in (smaller, LARGER):
             given = other_routing(inputs(size, "cuda:0", seed=turn), size, turn, least=5 * (turn % 2))
             compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward", "backward"] * 8
@@ -168,8 +187,10 @@ def test_inference_and_no_lora(at_once: list[str]) -> None:
 
 @pytest.mark.gpu
 def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout draws anew in every call, and what is decoded in groups is as long as its rows are."""
+    """Dropout draws anew in every call, residents lie elsewhere in each layer, and what is decoded in groups is as long
+    as its rows are."""
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
+    compare(run(placed(store, "cuda:0", "auto", LARGER.experts, (1, 6)), given, True), expected(store, given))
     place = placed(store, "cuda:0", "stream", LARGER.experts)
     run(place, given, True, Dropout(0.4, 7))
     monkeypatch.setattr(side, "ROOM_BYTES", 0)
@@ -179,13 +200,14 @@ def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-def test_without_memory_for_it(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("not while capturing")])
+def test_what_cannot_be_recorded(error: RuntimeError, at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything goes on as before, said once."""
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
     place = placed(store, "cuda:0", "stream", LARGER.experts)
 
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
     monkeypatch.setattr(recorded.Recorder, "_record", full)
     for _ in range(2):

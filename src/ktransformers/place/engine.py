@@ -178,6 +178,7 @@ class Engine:
             if share is not None:
                 self._puller.add(share(), whole)
             result = whole.to(batch.hidden.dtype)
+            self.side.close()
         elif share is not None:
             result = self._puller.pull(share())
         else:  # nobody was asked for
@@ -233,6 +234,7 @@ class Engine:
         if grad_hidden is None or grad_weights is None:  # nobody was asked for
             grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
         found_grads = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
+        self.side.close()
         self._leave()
         if leaving is not None:
             grads = leaving.tensors

@@ -3,14 +3,15 @@
 A few thousand tokens keep a GPU busy for two milliseconds a layer, and Python takes longer than that to ask for fifty
 kernels. Where all experts of a layer are decoded at once, nothing that is asked for depends on the routing but numbers:
 which slot holds which expert and where its rows end. So there is one CUDA graph for each direction and size of batch,
-for all layers; what differs is copied into its buffers before it is replayed. Batches are filled up to a multiple of
-STEP tokens. The surprising decision: rows that are nobody's here (the CPU's experts', those of tokens that only fill)
-are sorted behind all others and computed all the same, from whatever memory held, and added nowhere.
+for all layers; what differs is copied into its buffers before it is replayed. Batches are filled up to a size. Layers
+with residents go kernel by kernel: those have memory of their own, which a graph would know by its address. The
+surprising decision: rows that are nobody's here (the CPU's experts', those of tokens that only fill) are sorted behind
+all others and computed all the same, from whatever memory held, and added nowhere.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from ktransformers import log
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.transfer import side_streams
 from ktransformers.place.gpu import compute
-from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
+from ktransformers.place.gpu.compute import ALIGN, Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import empty_like_factors, parts_of
 from ktransformers.place.gpu.optional import triton_kernels
@@ -34,28 +35,35 @@ from ktransformers.place.gpu.steps import SILU
 if TYPE_CHECKING:
     from ktransformers.place.gpu.side import Batch, Packed
 
-STEP = 64  # tokens
-SEEN = 12  # calls of a kind before it is recorded: a size that comes once in a while is not worth it
-MOST = 24  # recordings that are kept
+STEP = 64  # tokens; from 1024 on an eighth of the batch or less
+SEEN = 2  # passes over the layers before one like them is recorded: a size that comes once is not worth it
+MOST = 48  # recordings; more kinds than that go kernel by kernel
+# Where torch's grouped product is one kernel; elsewhere it asks the device for the groups, which no graph can hold.
+CAPABLE = (9, 10)
 Key = tuple[Any, ...]
 _log = log.logger(__name__)
 
 
 def numbers_of(
-    experts: int, wanted: Sequence[int], counts: NDArray[np.int64], rooms: Sequence[tuple[Sequence[int], Sequence[int]]]
+    experts: int, wanted: Sequence[int], counts: NDArray[np.int64], slots: Sequence[int]
 ) -> NDArray[np.int32]:
-    """Of every expert, and of ids that are none: its place, the last one if it is not `wanted`; where its rows end;
-    and, by room, its slot or -1. `rooms`: experts and their slots."""
-    found = np.full(2 * experts + 1 + experts * len(rooms), -1, np.int32)
-    place, ends = found[: experts + 1], found[experts + 1 : 2 * experts + 1]
+    """Of every expert, and of ids that are none: its place, the last one if it is not `wanted`; where its rows end; and
+    its slot or -1. `slots`: of those that are wanted."""
+    found = np.full(3 * experts + 1, -1, np.int32)
+    place, ends, where = np.split(found, (experts + 1, 2 * experts + 1))
     place[:] = experts
     place[list(wanted)] = wanted
     ends[:] = 0
     ends[list(wanted)] = counts[list(wanted)]
     np.cumsum(ends, out=ends)
-    for number, (owners, slots) in enumerate(rooms):
-        found[(2 + number) * experts + 1 :][list(owners)] = slots
+    where[list(wanted)] = slots
     return found
+
+
+def size_of(tokens: int) -> int:
+    """Of the batch that so many tokens are filled up to."""
+    step = max(STEP, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class Work:
 
     layer: Packed
     batch: Batch
-    rooms: tuple[Slots, ...]
+    room: Slots
     decoded: Decoded  # buffers for all experts
     numbers: NDArray[np.int32]
     pairs: Mapping[str, Pair]  # LoRA of all experts
@@ -80,6 +88,9 @@ class Desk:
     weights: Tensor  # float32
     out: Tensor  # float32 [T, H]
     grad_weights: Tensor  # float32 [T, k]
+
+    def fits(self, batch: Batch) -> bool:
+        return self.hidden.dtype == batch.hidden.dtype and self.ids.shape[1] == batch.ids.shape[1]
 
 
 @dataclass(frozen=True)
@@ -107,12 +118,20 @@ class Recording:
             desk.ids[count:tokens].fill_(-1)
 
 
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in CAPABLE
+
+
 def suits(layer: Packed, batch: Batch) -> bool:
     """Whether everything that such a pass asks for can be recorded."""
     geometry, kernels = layer.geometry, triton_kernels("kernels")
     return (
         batch.hidden.is_cuda
         and kernels is not None
+        and _capable(batch.hidden.device)
+        and torch.cuda.current_device() == batch.hidden.device.index
+        and geometry.hidden % ALIGN == 0 == geometry.intermediate % ALIGN
         and geometry.gated
         and layer.gate == SILU
         and layer.biases == (None, None)
@@ -137,24 +156,28 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._seen: Counter[Key] = Counter()
-        self._known: OrderedDict[Key, Recording] = OrderedDict()
+        self._seen: dict[Key, tuple[int, int]] = {}  # the layer that came first, and how often
+        self._known: dict[Key, Recording] = {}
+        self._learned: dict[Key, tuple[dict[str, Pair], list[Tensor]]] = {}  # buffers for LoRA, by its layout
         self._desk: Desk | None = None
         self._pool: Any = None
-        self._refused = False  # there was no memory for it
+        self._refused = False
 
-    def key(self, layer: Packed, batch: Batch, rooms: Sequence[Slots], learns: bool | None) -> Key:
+    def key(self, layer: Packed, batch: Batch, learns: bool | None) -> Key:
         """`learns` None: forward."""
-        tokens = -(-batch.ids.shape[0] // STEP) * STEP
-        places = tuple((room.first.data_ptr(), room.down.data_ptr()) for room in rooms)
-        return learns, tokens, batch.ids.shape[1], batch.hidden.dtype, layer.gate, places, _layout(batch.factors)
+        tokens, top_k = batch.ids.shape
+        return learns, size_of(tokens), top_k, batch.hidden.dtype, layer.gate, _layout(batch.factors)
 
-    def wants(self, key: Key) -> bool:
+    def wants(self, key: Key, layer: int) -> bool:
         """Whether a pass of this kind is replayed, or worth recording by now."""
         if key in self._known:
             return True
-        self._seen[key] += 1
-        return self._seen[key] > SEEN and not self._refused
+        if self._refused or len(self._known) >= MOST or len(self._seen) > 100 * MOST:
+            return False
+        first, passes = self._seen.get(key, (layer, 0))
+        passes += first == layer
+        self._seen[key] = first, passes
+        return passes > SEEN
 
     def forward(self, key: Key, work: Work) -> Tensor | None:
         """float32 [T, H], to be read before the next replay; None: there is no memory for a recording."""
@@ -178,51 +201,64 @@ class Recorder:
 
     def _prepared(self, key: Key, work: Work, rising: Tensor | None = None) -> Recording | None:
         """The recording with this batch in its buffers."""
-        found = self._known.pop(key, None)
+        stream = torch.cuda.current_stream(self.device)
         try:
-            desk = self._desk_for(key[1], work.batch)
-            fresh = found is None or found.desk is not desk
-            if found is None or fresh:
-                found = self._new(desk, work, learns=bool(key[0]))
+            desk = self._desk_for(key[1], work.batch)  # forgets all recordings when there has to be a larger one
+            found = self._known.get(key)
+            fresh = found is None
+            if found is None:
+                found = self._new(desk, work, key)
             found.fill(work, key[1], rising)
             if fresh:
                 self._record(key, found, work)
-        except torch.OutOfMemoryError:
-            self._refuse()
+        except RuntimeError as error:  # no memory, or something that a graph cannot hold
+            torch.cuda.set_stream(stream)
+            self._refuse(error)
             return None
         self._known[key] = found
-        while len(self._known) > MOST:
-            torch.cuda.synchronize(self.device)
-            self._known.popitem(last=False)
         return found
 
     def _desk_for(self, tokens: int, batch: Batch) -> Desk:
-        if self._desk is None or self._desk.hidden.shape[0] < tokens or self._desk.hidden.dtype != batch.hidden.dtype:
-            torch.cuda.synchronize(self.device)
-            self._known.clear()
-            with torch.inference_mode(False):  # others may use it outside
-                self._desk = _new_desk(tokens, batch)
+        desk = self._desk
+        if desk is not None and desk.hidden.shape[0] >= tokens and desk.fits(batch):
+            return desk
+        self._forget()
+        with torch.inference_mode(False):  # others may use it outside
+            self._desk = _new_desk(tokens, batch)
         return self._desk
 
-    def _refuse(self) -> None:
-        """From now on everything goes kernel by kernel."""
+    def _forget(self) -> None:
+        """A pool without graphs is not taken up again."""
         torch.cuda.synchronize(self.device)
         self._known.clear()
         self._desk = self._pool = None
-        self._refused = True
-        torch.cuda.empty_cache()
-        _log.warning("no GPU memory left to record passes of experts: Python launches them one kernel at a time")
 
-    def _new(self, desk: Desk, work: Work, learns: bool) -> Recording:
-        factors = work.batch.factors if learns else None
+    def _refuse(self, error: RuntimeError) -> None:
+        """From now on everything goes kernel by kernel."""
+        self._refused = True
+        self._forget()
+        self._learned.clear()
+        torch.cuda.empty_cache()
+        why = "there is no GPU memory left for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
+        _log.warning("passes of experts are not recorded, Python launches them kernel by kernel: %s", why)
+
+    def _new(self, desk: Desk, work: Work, key: Key) -> Recording:
+        layout = _layout(work.batch.factors)
         with torch.inference_mode(False):
             numbers = torch.empty(len(work.numbers), dtype=torch.int32, device=self.device)
-            pairs = {name: Pair(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in work.pairs.items()}
-            return Recording(torch.cuda.CUDAGraph(), desk, numbers, pairs, empty_like_factors(factors, self.device))
+            if layout not in self._learned:
+                pairs = {name: Pair(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in work.pairs.items()}
+                self._learned[layout] = pairs, []
+            pairs, laid = self._learned[layout]
+            if key[0] and not laid:
+                laid += empty_like_factors(work.batch.factors, self.device)
+        return Recording(torch.cuda.CUDAGraph(), desk, numbers, pairs, laid if key[0] else [])
 
     def _record(self, key: Key, found: Recording, work: Work) -> None:
         """Once as it is, so that kernels are there and loaded, then into the graph."""
         run = _pass(found, work, tokens=key[1], learns=key[0])
+        if key[0] is not None:  # gradients of the last layer may still be on their way from the buffers
+            torch.cuda.current_stream(self.device).wait_stream(side_streams(self.device).down)
         run()
         torch.cuda.synchronize(self.device)
         if self._pool is None:
@@ -248,15 +284,14 @@ def _new_desk(tokens: int, batch: Batch) -> Desk:
 def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Callable[[], None]:
     """All that is asked of the device for a batch that is in the buffers."""
     desk = found.desk
-    geometry, rooms, decoded, gate = work.layer.geometry, work.rooms, work.decoded, work.layer.gate
+    geometry, room, decoded, gate = work.layer.geometry, work.room, work.decoded, work.layer.gate
     factors, pairs = work.batch.factors, found.pairs
 
     def run() -> None:
         rows, order = _rows(desk, found.numbers, geometry.experts, tokens)
-        for number, room in enumerate(rooms):
-            slots = found.numbers[(2 + number) * geometry.experts + 1 :][: geometry.experts]
-            decode(room.first, (), slots, geometry.first, decoded.first)
-            decode(room.down, (), slots, geometry.down, decoded.down)
+        slots = found.numbers[2 * geometry.experts + 1 :]
+        decode(room.first, (), slots, geometry.first, decoded.first)
+        decode(room.down, (), slots, geometry.down, decoded.down)
         lora = GroupLora(rows.ends, pairs.get("first"), pairs.get("down")) if pairs else None
         out = desk.out[:tokens].zero_()
         if learns is None:

@@ -182,44 +182,39 @@ class Side:
     ) -> tuple[Kind, Work, Sequence[int]] | None:
         """Everything for a replay, and the slots that it reads; None: group by group. `learns` None: forward."""
         geometry, tokens = layer.geometry, batch.hidden.shape[0]
-        bulk = self._bulk(geometry)
-        if bulk < geometry.experts or batch.ids.numel() > GROUP_ROWS + 2 * tokens or not suits(layer, batch):
+        bulk, most = self._bulk(geometry), GROUP_ROWS + 2 * tokens
+        if bulk < geometry.experts or batch.ids.numel() > most or len(experts) > self.slots.count:
             return None
-        room = self.residents.get(layer.index)
-        resident = frozenset() if room is None else room.present(layer.index)
-        others = [expert for expert in experts if expert not in resident]
-        rooms = (self.slots,) if room is None else (self.slots, room)
-        kind = self._recorder.key(layer, batch, rooms, learns)
-        if len(others) > self.slots.count or not self._recorder.wants(kind):
+        if layer.index in self.residents or not suits(layer, batch):
             return None
-        slots = self.slots.fetch(layer.index, layer.source, others, frozenset((layer.index, e) for e in others))
-        owned: list[tuple[Sequence[int], Sequence[int]]] = [(others, slots)]
+        kind = self._recorder.key(layer, batch, learns)
+        if not self._recorder.wants(kind, layer.index):
+            return None
+        slots = self.slots.fetch(layer.index, layer.source, experts, frozenset((layer.index, e) for e in experts))
         self.slots.await_ready(slots)
-        if room is not None:
-            kept = [expert for expert in experts if expert in resident]
-            owned.append((kept, room.fetch(layer.index, layer.source, kept)))
-            room.await_ready(owned[-1][1])
         first = self._buffer(geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
         down = self._buffer(geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
-        numbers = numbers_of(geometry.experts, experts, counts, owned)
-        return kind, Work(layer, batch, rooms, Decoded(first, down), numbers, pairs), slots
+        numbers = numbers_of(geometry.experts, experts, counts, slots)
+        return kind, Work(layer, batch, self.slots, Decoded(first, down), numbers, pairs), slots
 
     def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
         """float32 [T, H], to be read before the next call."""
         self._open()
         if (one := self._in_one(layer, batch, experts, counts, None)) is not None:
             kind, work, slots = one
-            replayed = self._recorder.forward(kind, work)
-            self.slots.done_reading(slots)
+            try:
+                replayed = self._recorder.forward(kind, work)
+            finally:
+                self.slots.done_reading(slots)
             if replayed is not None:
-                self._close()
+                self.close()
                 return replayed
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
             compute.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
-        self._close()
+        self.close()
         return out
 
     def backward(
@@ -236,10 +231,12 @@ class Side:
         self._open()
         if (one := self._in_one(layer, batch, experts, counts, learns)) is not None:
             kind, work, slots = one
-            replayed = self._recorder.backward(kind, work, grad_out)
-            self.slots.done_reading(slots)
+            try:
+                replayed = self._recorder.backward(kind, work, grad_out)
+            finally:
+                self.slots.done_reading(slots)
             if replayed is not None:
-                self._close()
+                self.close()
                 return replayed
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
@@ -253,7 +250,7 @@ class Side:
             grad_weights.index_copy_(0, places, grad_rows)
             gradients.add(grads)
         laid = gradients.lay(numbers[1].long()) if learns else []
-        self._close()
+        self.close()
         return grad_hidden, grad_weights.view(batch.ids.shape), laid
 
     def _open(self) -> None:
@@ -261,7 +258,9 @@ class Side:
         if self._finished is not None:
             torch.cuda.current_stream(self.device).wait_event(self._finished)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Whoever calls on another stream waits for what the current one was given so far: the work, and once results
+        have been read, that too."""
         if self.device.type == "cuda":
             self._finished = torch.cuda.current_stream(self.device).record_event()
 
