@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from timing import Table, print_last_line, save
 
 from ktransformers.place import Choice, Machine, Training, profile
 from ktransformers.place.cost import time_of
-from ktransformers.place.machine import EXPERTS_SECONDS, LAYER_SECONDS, PYTHON_SECONDS
 from ktransformers.place.memory import memory_of
 from ktransformers.place.shape import of_config
 
@@ -93,8 +92,8 @@ def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row
 
 def rows_of(document: dict[str, Any], machine: Machine) -> list[Row]:
     """Of the cells that were computed by kt; the others are not ours to plan. Python is as fast as it was there."""
-    if pace := document["machine"].get("python_loop_seconds", 0) / PYTHON_SECONDS:
-        machine = replace(machine, layer_seconds=pace * LAYER_SECONDS, experts_seconds=pace * EXPERTS_SECONDS)
+    if seconds := document["machine"].get("python_loop_seconds"):
+        machine = machine.at_pace(seconds)
     kt = [cell for cell in document["cells"] if cell["variant"] == "kt"]
     return [row_of(cell, document["models"][cell["model"]], machine) for cell in kt]
 

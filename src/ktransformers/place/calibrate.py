@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers import system
 from ktransformers.files import write_json
-from ktransformers.place import machine
-from ktransformers.place.machine import PYTHON_SECONDS, Cpu, Gpu, Machine, gpu_rows
+from ktransformers.place.machine import Cpu, Gpu, Machine, gpu_rows
 
 if TYPE_CHECKING:
     from ktransformers import _core
@@ -61,7 +60,7 @@ def calibrate(*, anew: bool = False) -> Rates:
         from ktransformers.nn.cores import share_cores
 
         share_cores()
-    pool = _core.Pool()
+    machine, pool = _core.machine(), _core.Pool()
     isa, file = _core.isa(), _file_of(pool)
     if not anew and (found := _read(file)) is not None:
         return found
@@ -69,7 +68,7 @@ def calibrate(*, anew: bool = False) -> Rates:
     forward, backward = _layer_shares(pool, tile)
     rates = Rates(
         version=VERSION,
-        cpu=_core.machine()["cpu"],
+        cpu=machine["cpu"],
         isa=isa,
         threads=pool.threads,
         nodes=pool.groups,
@@ -88,8 +87,8 @@ def calibrate(*, anew: bool = False) -> Rates:
 def _file_of(pool: _core.Pool) -> Path:
     from ktransformers import _core
 
-    known = _core.machine()
-    return cache_file(f"{known['cpu']} {known['cpus']} {known['l2']} {_core.isa()} {pool.threads}")
+    machine = _core.machine()
+    return cache_file(f"{machine['cpu']} {machine['cpus']} {machine['l2']} {_core.isa()} {pool.threads}")
 
 
 def raise_roofs() -> Rates:
@@ -189,14 +188,5 @@ def this_machine(*, anew: bool = False) -> Machine:
     )
     gpus = tuple(_gpu(found) for found in system.gpus())
     sources = ("measured on this machine",)
-    pace = rates.python_seconds / PYTHON_SECONDS
-    return Machine(
-        "this",
-        cpu,
-        system.memory().available,
-        gpus,
-        True,
-        sources,
-        layer_seconds=pace * machine.LAYER_SECONDS,
-        experts_seconds=pace * machine.EXPERTS_SECONDS,
-    )
+    found = Machine("this", cpu, system.memory().available, gpus, True, sources)
+    return found.at_pace(rates.python_seconds)

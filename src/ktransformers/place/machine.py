@@ -21,7 +21,7 @@ GB = 10**9
 # Of a training step with a GPU, in which Python launches one layer: forward, again and backward, without its experts;
 # and what handing those to the GPU takes, both directions. As in the profile amx16-h200; others were not measured.
 LAYER_SECONDS, EXPERTS_SECONDS = 14e-3, 5.5e-3
-PYTHON_SECONDS = 0.042  # `system.python_seconds` of that machine, about; hosts of its kind differ
+PYTHON_SECONDS = 0.042  # `system.python_seconds` there: estimated from steps on hosts where it was measured
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -91,6 +91,11 @@ class Machine:
     sources: tuple[str, ...]
     layer_seconds: float = LAYER_SECONDS
     experts_seconds: float = EXPERTS_SECONDS
+
+    def at_pace(self, python_seconds: float) -> Machine:
+        """With what Python launches at the pace that a loop has there (`system.python_seconds`)."""
+        pace = python_seconds / PYTHON_SECONDS
+        return replace(self, layer_seconds=pace * LAYER_SECONDS, experts_seconds=pace * EXPERTS_SECONDS)
 
 
 def parse_bytes(name: str, word: str) -> int:
