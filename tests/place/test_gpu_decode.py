@@ -50,3 +50,28 @@ def test_equal_bits(spec: str, gated: bool, device: str) -> None:
         decode(memory[name].view(E, -1).to(device), chosen, slots, matrix, out)
         want = torch.stack([torch.cat([store.decode(part, expert) for part in parts]) for expert in chosen])
         assert torch.equal(out.cpu().view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["bf16", "int4:32", "nvfp4", "q6_k"])
+def test_by_distance(spec: str) -> None:
+    """Experts before and behind the buffer that is named, and a place that nobody wants anything in."""
+    random = np.random.default_rng(1)
+    torch.manual_seed(1)
+    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    if spec in HALVES:
+        matrices = {name: blocks(spec, *shape, random) for name, shape in shapes.items()}
+    else:
+        matrices = {name: torch.randn(E, *shape) for name, shape in shapes.items()}
+        if spec != "bf16":
+            matrices = {name: encode(matrix, spec) for name, matrix in matrices.items()}
+    store = ExpertStore(E, H, I, formats=spec)
+    store.pack(**matrices)
+    matrix, size = geometry(E, H, I, True, store.formats).down, store.memory()["down"].numel() // E
+    packed = store.memory()["down"].view(E, -1).cuda()
+    where = torch.tensor([size, -1, -size], device="cuda:0")
+    out = torch.full((3, matrix.out_rows, matrix.columns), torch.nan, dtype=torch.bfloat16, device="cuda:0")
+    decode(packed[1:2], (), where, matrix, out)
+    for place, expert in ((0, 2), (2, 0)):
+        assert torch.equal(out[place].cpu().view(torch.int16), store.decode("down", expert).view(torch.int16))
+    assert out[1].isnan().all()

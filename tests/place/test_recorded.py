@@ -13,24 +13,36 @@ import torch
 from ktransformers.nn.factors import factors_of
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.gpu import compute, recorded, side
 from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, empty_like_factors
 from ktransformers.place.gpu.layout import geometry
-from ktransformers.place.gpu.recorded import Desk, Recorder, Recording, Work, numbers_of, size_of
+from ktransformers.place.gpu.recorded import Desk, Recorder, Recording, Seat, Work, numbers_of, size_of
 from ktransformers.place.gpu.side import Batch, Packed
-from ktransformers.place.gpu.slots import Source
+from ktransformers.place.gpu.slots import Slots, Source
+from ktransformers.place.placement import geometry_of, new_layer
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
 
 LARGER = Size(32, 512, 256, 4, 300, 8)
 
 
+def a_room(count: int, first: int, down: int) -> Any:
+    return SimpleNamespace(
+        first=torch.empty(count, first, dtype=torch.uint8), down=torch.empty(count, down, dtype=torch.uint8)
+    )
+
+
 def test_numbers() -> None:
-    found = numbers_of(4, [0, 3], np.array([3, 0, 2, 5]), [1, 7])
-    place, ends, slots = found[:5], found[5:9], found[9:]
-    assert place.tolist() == [0, 4, 4, 3, 4]  # two that others compute, and ids that are none
-    assert ends.tolist() == [3, 3, 3, 8]
-    assert slots.tolist() == [1, -1, -1, 7]
+    room, residents = a_room(8, 192, 64), a_room(3, 192, 64)
+    seats = [Seat(residents, [2], [1]), Seat(room, [0, 4], [1, 7])]
+    found = numbers_of(5, np.array([3, 0, 2, 7, 5]), seats, room)
+    place, ends, first, down = found[:6], found[6:11], found[11:16], found[16:]
+    assert place.tolist() == [0, 5, 2, 5, 4, 5]  # two that others compute, and ids that are none
+    assert ends.tolist() == [3, 3, 5, 5, 10]
+    for name, size, distances in (("first", 192, first), ("down", 64, down)):
+        apart = getattr(residents, name).data_ptr() - getattr(room, name).data_ptr()
+        assert distances.tolist() == [size, -1, apart + size, -1, 7 * size]
 
 
 def test_sizes() -> None:
@@ -86,10 +98,10 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     sizes = geometry(size.experts, size.hidden, size.intermediate, True, dict.fromkeys(("gate", "up", "down"), "bf16"))
     nothing = torch.empty(0)
     layer = Packed(0, sizes, gate, Source(nothing, nothing), (None, None))
-    slots: Any = SimpleNamespace(first=nothing, down=nothing)
-    work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, decoded, np.empty(0, np.int32), pairs)
+    slots = a_room(3, 64, 64)
+    work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, decoded, np.empty(0, np.int64), pairs)
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
-    numbers = torch.from_numpy(numbers_of(size.experts, wanted, counts, [0, 1, 2]))
+    numbers = torch.from_numpy(numbers_of(size.experts, counts, [Seat(slots, wanted, [0, 1, 2])], slots))
     recorded._pass(Recording(None, desk, numbers, dict(pairs), laid), work, room, learns)()  # type: ignore[arg-type]
 
     if learns is None:
@@ -151,9 +163,6 @@ def test_replays(spec: str, policy: str, at_once: list[str]) -> None:
 @pytest.mark.gpu
 def test_layers_share_a_recording(at_once: list[str]) -> None:
     """And results of one are not overwritten by the next."""
-    from ktransformers.place.autograd import PlacedStore
-    from ktransformers.place.placement import geometry_of, new_layer
-
     stores = [make_store(LARGER, "int4:32", seed=seed) for seed in range(3)]
     place = placed(stores[0], "cuda:0", "stream", 2 * LARGER.experts)
     layers = [place]
@@ -174,6 +183,31 @@ def test_layers_share_a_recording(at_once: list[str]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["bf16", "int4:32", "nvfp4"])
+@pytest.mark.parametrize("policy", ["stream", "auto", "resident"])
+def test_residents_lie_anywhere(spec: str, policy: str, at_once: list[str]) -> None:
+    """Two layers with other residents, one with all of them, then renewed ones: the recordings stay the same."""
+    stores = [make_store(LARGER, spec, seed=seed) for seed in range(2)]
+    layers = [placed(stores[0], "cuda:0", policy, LARGER.experts, (1, 6, 30))]
+    engine, sizes = layers[0].engine, geometry_of(stores[0])
+    other = new_layer(engine, 1, stores[1], Gate("silu"), sizes)
+    other.costs = layers[0].layer.costs
+    engine.layers[1] = other
+    layers.append(PlacedStore(engine, other))
+    engine.side.residents[1] = Slots(sizes, LARGER.experts, engine.device, None)
+    engine.side.residents[1].fetch(1, other.packed.source, range(LARGER.experts))
+    for turn in range(3):
+        for store, layer in zip(stores, layers, strict=True):
+            given = other_routing(inputs(LARGER, "cuda:0", seed=turn), LARGER, turn)
+            compare(run(layer, given, True), expected(store, given))
+        room = engine.side.residents[0]
+        room.retain(0, frozenset())
+        room.fetch(0, layers[0].layer.packed.source, (turn, 9, 28))
+    assert at_once == ["forward", "backward"] * 6
+    assert len(engine.side._recorder._known) == 2
+
+
+@pytest.mark.gpu
 def test_inference_and_no_lora(at_once: list[str]) -> None:
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
     place = placed(store, "cuda:0", "stream", LARGER.experts)
@@ -187,10 +221,8 @@ def test_inference_and_no_lora(at_once: list[str]) -> None:
 
 @pytest.mark.gpu
 def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout draws anew in every call, residents lie elsewhere in each layer, and what is decoded in groups is as long
-    as its rows are."""
+    """Dropout draws anew in every call, and what is decoded in groups is as long as its rows are."""
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
-    compare(run(placed(store, "cuda:0", "auto", LARGER.experts, (1, 6)), given, True), expected(store, given))
     place = placed(store, "cuda:0", "stream", LARGER.experts)
     run(place, given, True, Dropout(0.4, 7))
     monkeypatch.setattr(side, "ROOM_BYTES", 0)

@@ -212,7 +212,8 @@ def _engine_bytes(model: ModelShape, work: Work, choice: Choice, free: int, engi
     whole = one * model.experts
     decoded = whole if table["slots"] + whole <= engine.room_bytes else max(1, engine.group_bytes // one) * one
     rows = min(work.tokens * model.top_k, engine.group_rows + engine.token_rows * work.tokens)
-    table["groups"] = decoded + rows * (6 * model.hidden + 14 * model.intermediate) + work.tokens * model.hidden * 10
+    desk = 14 if decoded == whole else 10  # bytes of a number; passes that are recorded have inputs of their own
+    table["groups"] = decoded + rows * (6 * model.hidden + 14 * model.intermediate) + work.tokens * model.hidden * desk
     if isinstance(work, Training) and work.adapts_experts:
         numbers = expert_lora_numbers(model, work.rank)
         two, kept = 4 * numbers // model.expert_layers, min(engine.factor_bytes, 2 * numbers)

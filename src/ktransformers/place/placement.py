@@ -30,7 +30,7 @@ from ktransformers.place.engine import Engine, Layer
 from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
 from ktransformers.place.gpu.measure import costs_of
 from ktransformers.place.gpu.pinned import MODES, Registered
-from ktransformers.place.gpu.side import AHEAD, GROUP_BYTES, GROUP_ROWS, Packed
+from ktransformers.place.gpu.side import AHEAD, Packed
 from ktransformers.place.gpu.slots import Slots, Source
 from ktransformers.place.passes import Deferral, ServedStore, ThresholdEngine
 from ktransformers.place.room import free_bytes
@@ -76,7 +76,7 @@ class Placement:
     def working_bytes(self, device: torch.device) -> int:
         """That the engines of a device will take when they first compute: decoded weights and rows of a group."""
         wide = [
-            GROUP_BYTES + GROUP_ROWS * (6 * sizes.hidden + 14 * sizes.intermediate)
+            engine.side.working_bytes(sizes)
             for engine in self.engines
             if engine.device == device
             for sizes in {layer.packed.geometry for layer in engine.layers.values()}

@@ -17,6 +17,8 @@ from torch import Tensor
 from ktransformers.place.gpu.layout import Matrix
 
 COLUMNS = 128
+NOWHERE = tl.constexpr(-1)  # as a distance: no expert begins at an odd one
+LINE = tl.constexpr(64)  # bytes that all experts and blocks are multiples of
 Q5_0, Q45_1, Q2_K, Q3_K, Q45_K, Q6_K = (tl.constexpr(number) for number in range(6))
 KINDS = {
     "q4_1": Q45_1,
@@ -57,9 +59,9 @@ def _decode(
     words,
     bytes_,
     halves,
-    slots,
+    where,
     out,
-    expert_bytes,
+    unit,
     block_bytes,
     strip_at,
     codes_at,
@@ -76,10 +78,10 @@ def _decode(
     WIDTH: tl.constexpr,
 ):
     place, block, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
-    slot = tl.load(slots + place).to(tl.int64)
-    if slot < 0:  # nobody wants anything in this place
+    distance = tl.load(where + place).to(tl.int64)
+    if distance == NOWHERE:
         return
-    base = slot * expert_bytes + block.to(tl.int64) * block_bytes + strip_at
+    base = tl.multiple_of(distance * unit, LINE) + block.to(tl.int64) * block_bytes + strip_at
     n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = (k < columns) & (n < 16)
     tile = (base + codes_at) // 4 + (k // 32) * (16 * (LOW + HIGH))
@@ -128,17 +130,17 @@ def knows(spec: str) -> bool:
     return spec in KINDS
 
 
-def decode_half(packed: Tensor, slots: Tensor, matrix: Matrix, half: int, out: Tensor) -> None:
+def decode_half(packed: Tensor, where: Tensor, unit: int, matrix: Matrix, half: int, out: Tensor) -> None:
     flat, form, strip = packed.view(-1), matrix.formats[half], matrix.strip(half)
     first = half * matrix.half_rows
-    launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, slots.shape[0])]
+    launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, where.shape[0])]
     launch(
         flat.view(torch.int32),
         flat,
         flat.view(torch.float16),
-        slots,
+        where,
         out,
-        matrix.expert_bytes,
+        unit,
         matrix.block_bytes,
         matrix.strip_at(half),
         strip.codes_at,

@@ -32,7 +32,8 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: Matrix, out: Tensor) -> None:
     """`packed` uint8 `[slots, expert_bytes]`, `out` bf16 `[G, out_rows, K]`; `where` is `slots` as int32 `[G]` on the
-    device, because asking it for them would wait."""
+    device, because asking it for them would wait. Triton's decoder also takes int64: bytes from the beginning of
+    `packed` to experts that may lie outside of it."""
     if packed.is_cuda and (kernels := triton_kernels("kernels")) is not None and kernels.knows(matrix):
         kernels.decode(packed, where, matrix, out)
         return

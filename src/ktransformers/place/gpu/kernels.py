@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.place.gpu import blocks
+from ktransformers.place.gpu.blocks import LINE, NOWHERE
 from ktransformers.place.gpu.layout import TILE_BYTES, Format, Matrix
 
 COLUMNS = 128  # of K that a program takes
@@ -72,9 +73,9 @@ def _decode(
     words,  # the buffer as int32, or int16 for bf16
     scales,  # the buffer in the type of the scales
     factors,  # and as float32
-    slots,
+    where,
     out,
-    expert_bytes,
+    unit,  # bytes that `where` counts in
     block_bytes,
     first_half,
     half_bytes,  # from half 0 to half 1 of a block
@@ -97,10 +98,10 @@ def _decode(
 ):
     place, block, chunk = (tl.program_id(2) // HALVES).to(tl.int64), tl.program_id(1), tl.program_id(0)
     half = first_half + tl.program_id(2) % HALVES
-    slot = tl.load(slots + place).to(tl.int64)
-    if slot < 0:  # nobody wants anything in this place
+    distance = tl.load(where + place).to(tl.int64)
+    if distance == NOWHERE:
         return
-    base = slot * expert_bytes + block.to(tl.int64) * block_bytes + half * half_bytes
+    base = tl.multiple_of(distance * unit, LINE) + block.to(tl.int64) * block_bytes + half * half_bytes
     n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = k < columns
     tile, step = k // 32, (k % 32) // 2
@@ -128,8 +129,8 @@ def _decode(
             inner = tl.load(scales + base + spans_at + sub + n, mask=inside & (n < 16), other=0)
             scale = _from_e4m3(inner.to(tl.int32)) * tl.load(factors + base // 4)
         else:
-            where = (base + spans_at) // SCALE_BYTES + span * ENTRIES + entry
-            raw = tl.load(scales + where, mask=inside & (n < 16), other=0)
+            scale_at = (base + spans_at) // SCALE_BYTES + span * ENTRIES + entry
+            raw = tl.load(scales + scale_at, mask=inside & (n < 16), other=0)
             scale = _from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
         value = (number * scale).to(tl.bfloat16)
     row = block * block_rows + n
@@ -145,29 +146,33 @@ def knows(matrix: Matrix) -> bool:
     return all(_kind(form) is not None or blocks.knows(form.spec) for form in matrix.formats)
 
 
-def decode(packed: Tensor, slots: Tensor, matrix: Matrix, out: Tensor) -> None:
-    """As `decode.decode` says. Both halves of a block in one launch, where they are of one format; the last half block
-    may hold fewer rows than a whole one."""
+def unit_of(where: Tensor, matrix: Matrix) -> int:
+    return 1 if where.dtype == torch.int64 else matrix.expert_bytes
+
+
+def decode(packed: Tensor, where: Tensor, matrix: Matrix, out: Tensor) -> None:
+    """As `decode.decode` says, with -1 for places that nobody wants anything in. Both halves of a block in one launch,
+    where they are of one format; the last half block may hold fewer rows than a whole one."""
     flat = packed.view(-1)
     together = matrix.formats[0] == matrix.formats[1] and _kind(matrix.formats[0]) is not None
     for half in (0,) if together else (0, 1):
         form = matrix.formats[half]
         kind = _kind(form)
         if kind is None:
-            blocks.decode_half(packed, slots, matrix, half, out)
+            blocks.decode_half(packed, where, unit_of(where, matrix), matrix, half, out)
             continue
         strip = matrix.strip(half)
         field = (form.fields or form.row)[0] if not matrix.plain else None
         scales = flat.view(SCALES[field.kind]) if field is not None else flat
         halves = 2 if together else 1
-        launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, halves * slots.shape[0])]
+        launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, halves * where.shape[0])]
         launch(
             flat.view(torch.int16 if matrix.plain else torch.int32),
             scales,
             flat if matrix.plain else flat.view(torch.float32),
-            slots,
+            where,
             out,
-            matrix.expert_bytes,
+            unit_of(where, matrix),
             matrix.block_bytes,
             half,
             TILE_BYTES if matrix.plain else matrix.strip_at(1),

@@ -2,11 +2,12 @@
 
 A few thousand tokens keep a GPU busy for two milliseconds a layer, and Python takes longer than that to ask for fifty
 kernels. Where all experts of a layer are decoded at once, nothing that is asked for depends on the routing but numbers:
-which slot holds which expert and where its rows end. So there is one CUDA graph for each direction and size of batch,
-for all layers; what differs is copied into its buffers before it is replayed. Batches are filled up to a size. Layers
-with residents go kernel by kernel: those have memory of their own, which a graph would know by its address. The
-surprising decision: rows that are nobody's here (the CPU's experts', those of tokens that only fill) are sorted behind
-all others and computed all the same, from whatever memory held, and added nowhere.
+where each expert lies and where its rows end. So there is one CUDA graph for each direction and size of batch, for all
+layers; what differs is copied into its buffers before it is replayed. Batches are filled up to a size. A graph knows
+one buffer of packed experts by its address; where an expert lies is a distance from there, so that residents, which
+have memory of their own in every layer, are as good as streamed ones. The surprising decision: rows that are nobody's
+here (the CPU's experts', those of tokens that only fill) are sorted behind all others and computed all the same, from
+whatever memory held, and added nowhere.
 """
 
 from __future__ import annotations
@@ -40,23 +41,36 @@ SEEN = 2  # passes over the layers before one like them is recorded: a size that
 MOST = 48  # recordings; more kinds than that go kernel by kernel
 # Where torch's grouped product is one kernel; elsewhere it asks the device for the groups, which no graph can hold.
 CAPABLE = (9, 10)
+NOWHERE = -1
 Key = tuple[Any, ...]
 _log = log.logger(__name__)
 
 
-def numbers_of(
-    experts: int, wanted: Sequence[int], counts: NDArray[np.int64], slots: Sequence[int]
-) -> NDArray[np.int32]:
-    """Of every expert, and of ids that are none: its place, the last one if it is not `wanted`; where its rows end; and
-    its slot or -1. `slots`: of those that are wanted."""
-    found = np.full(3 * experts + 1, -1, np.int32)
-    place, ends, where = np.split(found, (experts + 1, 2 * experts + 1))
-    place[:] = experts
-    place[list(wanted)] = wanted
-    ends[:] = 0
-    ends[list(wanted)] = counts[list(wanted)]
+@dataclass(frozen=True)
+class Seat:
+    """Experts in the slots of one room: the one that is streamed through, or residents'."""
+
+    room: Slots
+    experts: Sequence[int]
+    slots: Sequence[int]
+
+    def distances(self, name: str, base: Tensor) -> NDArray[np.int64]:
+        """In bytes from `base` to "first" or "down" of each expert."""
+        packed: Tensor = getattr(self.room, name)
+        return packed.data_ptr() - base.data_ptr() + np.array(self.slots, np.int64) * packed.shape[1]
+
+
+def numbers_of(experts: int, counts: NDArray[np.int64], seats: Sequence[Seat], room: Slots) -> NDArray[np.int64]:
+    """Of every expert, and of ids that are none: its place, the last one if nobody wants it; where its rows end; and
+    how far its two matrices are from those of `room`, or NOWHERE."""
+    found = np.full(4 * experts + 1, NOWHERE, np.int64)
+    place, ends, first, down = np.split(found, np.cumsum((experts + 1, experts, experts)))
+    place[:], ends[:] = experts, 0
+    for seat in seats:
+        mine = list(seat.experts)
+        place[mine], ends[mine] = mine, counts[mine]
+        first[mine], down[mine] = seat.distances("first", room.first), seat.distances("down", room.down)
     np.cumsum(ends, out=ends)
-    where[list(wanted)] = slots
     return found
 
 
@@ -74,7 +88,7 @@ class Work:
     batch: Batch
     room: Slots
     decoded: Decoded  # buffers for all experts
-    numbers: NDArray[np.int32]
+    numbers: NDArray[np.int64]
     pairs: Mapping[str, Pair]  # LoRA of all experts
 
 
@@ -245,7 +259,7 @@ class Recorder:
     def _new(self, desk: Desk, work: Work, key: Key) -> Recording:
         layout = _layout(work.batch.factors)
         with torch.inference_mode(False):
-            numbers = torch.empty(len(work.numbers), dtype=torch.int32, device=self.device)
+            numbers = torch.empty(len(work.numbers), dtype=torch.int64, device=self.device)
             if layout not in self._learned:
                 pairs = {name: Pair(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in work.pairs.items()}
                 self._learned[layout] = pairs, []
@@ -289,9 +303,9 @@ def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Cal
 
     def run() -> None:
         rows, order = _rows(desk, found.numbers, geometry.experts, tokens)
-        slots = found.numbers[2 * geometry.experts + 1 :]
-        decode(room.first, (), slots, geometry.first, decoded.first)
-        decode(room.down, (), slots, geometry.down, decoded.down)
+        first, down = found.numbers[2 * geometry.experts + 1 :].view(2, -1)
+        decode(room.first, (), first, geometry.first, decoded.first)
+        decode(room.down, (), down, geometry.down, decoded.down)
         lora = GroupLora(rows.ends, pairs.get("first"), pairs.get("down")) if pairs else None
         out = desk.out[:tokens].zero_()
         if learns is None:
@@ -314,7 +328,7 @@ def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Cal
 def _rows(desk: Desk, numbers: Tensor, experts: int, tokens: int) -> tuple[Rows, Tensor]:
     """Rows in the order of their experts, and where they come from: token * k + slot."""
     ids, top_k = desk.ids[:tokens].view(-1), desk.ids.shape[1]
-    place, ends = numbers[: experts + 1], numbers[experts + 1 : 2 * experts + 1]
+    place, ends = numbers[: experts + 1], numbers[experts + 1 : 2 * experts + 1].int()
     keys = place[torch.where((ids < 0) | (ids >= experts), experts, ids)]
     _, order = torch.sort(keys, stable=True)
     weights = desk.weights[:tokens].view(-1)[order]

@@ -24,7 +24,7 @@ from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, chosen
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.recorded import Key as Kind
-from ktransformers.place.gpu.recorded import Recorder, Work, numbers_of, suits
+from ktransformers.place.gpu.recorded import Recorder, Seat, Work, numbers_of, suits
 from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
 from ktransformers.place.gpu.steps import Thinning
@@ -79,6 +79,11 @@ class Side:
         """Experts that are decoded at a time: Python's time goes by groups, memory by experts."""
         whole = geometry.experts * geometry.decoded_bytes
         return max(1, (whole if self.slots.bytes + whole <= ROOM_BYTES else GROUP_BYTES) // geometry.decoded_bytes)
+
+    def working_bytes(self, geometry: Geometry) -> int:
+        """That layers of these sizes take when they first compute: decoded weights and rows of a group."""
+        rows = GROUP_ROWS * (6 * geometry.hidden + 14 * geometry.intermediate)
+        return self._bulk(geometry) * geometry.decoded_bytes + rows
 
     def _groups(self, layer: Packed, experts: Sequence[int], counts: NDArray[np.int64], tokens: int) -> list[Group]:
         """Residents first, then what is here, then what has to come: in two groups, so that the first is multiplied
@@ -179,34 +184,42 @@ class Side:
 
     def _in_one(
         self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64], learns: bool | None
-    ) -> tuple[Kind, Work, Sequence[int]] | None:
+    ) -> tuple[Kind, Work, Sequence[Seat]] | None:
         """Everything for a replay, and the slots that it reads; None: group by group. `learns` None: forward."""
         geometry, tokens = layer.geometry, batch.hidden.shape[0]
         bulk, most = self._bulk(geometry), GROUP_ROWS + 2 * tokens
-        if bulk < geometry.experts or batch.ids.numel() > most or len(experts) > self.slots.count:
+        rooms = self.residents.get(layer.index)
+        resident = rooms.present(layer.index) if rooms is not None else frozenset()
+        streamed = [e for e in experts if e not in resident]
+        if bulk < geometry.experts or batch.ids.numel() > most or len(streamed) > self.slots.count:
             return None
-        if layer.index in self.residents or not suits(layer, batch):
+        if not suits(layer, batch):
             return None
         kind = self._recorder.key(layer, batch, learns)
         if not self._recorder.wants(kind, layer.index):
             return None
-        slots = self.slots.fetch(layer.index, layer.source, experts, frozenset((layer.index, e) for e in experts))
-        self.slots.await_ready(slots)
+        seats = []
+        for room, mine in ((rooms, [e for e in experts if e in resident]), (self.slots, streamed)):
+            if room is not None and mine:
+                slots = room.fetch(layer.index, layer.source, mine, frozenset((layer.index, e) for e in mine))
+                room.await_ready(slots)
+                seats.append(Seat(room, mine, slots))
         first = self._buffer(geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
         down = self._buffer(geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
-        numbers = numbers_of(geometry.experts, experts, counts, slots)
-        return kind, Work(layer, batch, self.slots, Decoded(first, down), numbers, pairs), slots
+        numbers = numbers_of(geometry.experts, counts, seats, self.slots)
+        return kind, Work(layer, batch, self.slots, Decoded(first, down), numbers, pairs), seats
 
     def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
         """float32 [T, H], to be read before the next call."""
         self._open()
         if (one := self._in_one(layer, batch, experts, counts, None)) is not None:
-            kind, work, slots = one
+            kind, work, seats = one
             try:
                 replayed = self._recorder.forward(kind, work)
             finally:
-                self.slots.done_reading(slots)
+                for seat in seats:
+                    seat.room.done_reading(seat.slots)
             if replayed is not None:
                 self.close()
                 return replayed
@@ -230,11 +243,12 @@ class Side:
         on their way, before the next call."""
         self._open()
         if (one := self._in_one(layer, batch, experts, counts, learns)) is not None:
-            kind, work, slots = one
+            kind, work, seats = one
             try:
                 replayed = self._recorder.backward(kind, work, grad_out)
             finally:
-                self.slots.done_reading(slots)
+                for seat in seats:
+                    seat.room.done_reading(seat.slots)
             if replayed is not None:
                 self.close()
                 return replayed
