@@ -211,7 +211,7 @@ def test_ways_are_tried(again: bool, device: str, monkeypatch: pytest.MonkeyPatc
     assert place.engine.trials.settled(SMALL.tokens), place.engine.trials.ways()
     assert {name.split()[0] for name in place.engine.trials.ways()} == {"forward", "back"}
     assert len(seen) > 1, "one way only"
-    assert all(len(found["seconds"]) == 3 for found in place.engine.trials.ways().values())
+    assert all(set(found["seconds"]) >= {"both", "cpu", "stream"} for found in place.engine.trials.ways().values())
 
 
 @devices

@@ -19,7 +19,7 @@ from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, empty_like_factors
 from ktransformers.place.gpu.layout import geometry
 from ktransformers.place.gpu.recorded import Desk, Recorder, Recording, Seat, Work, numbers_of, size_of
-from ktransformers.place.gpu.side import Batch, Packed
+from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots, Source
 from ktransformers.place.placement import geometry_of, new_layer
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
@@ -36,10 +36,9 @@ def a_room(count: int, first: int, down: int) -> Any:
 def test_numbers() -> None:
     room, residents = a_room(8, 192, 64), a_room(3, 192, 64)
     seats = [Seat(residents, [2], [1]), Seat(room, [0, 4], [1, 7])]
-    found = numbers_of(5, np.array([3, 0, 2, 7, 5]), seats, room)
-    place, ends, first, down = found[:6], found[6:11], found[11:16], found[16:]
+    found = numbers_of(5, seats, room)
+    place, first, down = found[:6], found[6:11], found[11:]
     assert place.tolist() == [0, 5, 2, 5, 4, 5]  # two that others compute, and ids that are none
-    assert ends.tolist() == [3, 3, 5, 5, 10]
     for name, size, distances in (("first", 192, first), ("down", 64, down)):
         apart = getattr(residents, name).data_ptr() - getattr(room, name).data_ptr()
         assert distances.tolist() == [size, -1, apart + size, -1, 7 * size]
@@ -101,7 +100,7 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     slots = a_room(3, 64, 64)
     work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, decoded, np.empty(0, np.int64), pairs)
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
-    numbers = torch.from_numpy(numbers_of(size.experts, counts, [Seat(slots, wanted, [0, 1, 2])], slots))
+    numbers = torch.from_numpy(numbers_of(size.experts, [Seat(slots, wanted, [0, 1, 2])], slots))
     recorded._pass(Recording(None, desk, numbers, dict(pairs), laid), work, room, learns)()  # type: ignore[arg-type]
 
     if learns is None:
@@ -245,3 +244,29 @@ def test_what_cannot_be_recorded(error: RuntimeError, at_once: list[str], monkey
     for _ in range(2):
         compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["stream", "auto", "resident"])
+def test_nobody_waits_for_ids(policy: str, at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is recorded, a pass with all of its experts asks for nothing; its rows are counted all the same, and a
+    backward pass that goes another way finds its ids."""
+    store = make_store(LARGER, "int4:32")
+    residents = range(LARGER.experts) if policy == "resident" else range(3)
+    place = placed(store, "cuda:0", policy, LARGER.experts, tuple(residents))
+    place.engine.trials.enter = lambda *_: "whole"  # type: ignore[method-assign]
+    rows = np.zeros(LARGER.experts, np.int64)
+    for turn in range(4):
+        given = other_routing(inputs(LARGER, "cuda:0", seed=turn), LARGER, turn, least=0 if turn else 1)
+        rows += np.bincount(given.ids.cpu().view(-1), minlength=LARGER.experts)
+        out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+        assert len(place.engine._unseen) == min(turn, 1), "ids that nobody has seen"
+        compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
+        if turn:
+            assert all(len(one.there + one.streamed) == LARGER.experts for one in place.layer.last.values())
+    assert at_once == ["forward", "backward"] * 4
+    assert np.array_equal(place.engine.counts(place.layer), rows)
+    given = other_routing(inputs(LARGER, "cuda:0", seed=9), LARGER, 9)
+    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+    monkeypatch.setattr(Side, "replays", lambda *_: False)
+    compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+from ktransformers.place import choose, trials
 from ktransformers.place import engine as module
-from ktransformers.place import trials
-from ktransformers.place.engine import Engine, Layer
+from ktransformers.place.choose import Layer
+from ktransformers.place.engine import Engine
 from ktransformers.place.phase import PHASES
 from ktransformers.place.split import Costs
 
@@ -175,7 +176,7 @@ class Case:
 
     def made(self, policy: str) -> Made:
         clock = Clock()
-        for one in (module, trials):
+        for one in (choose, module, trials):
             self.patch.setattr(one, "time", clock)
         return Made(clock, policy, tokens=self.tokens, **self.words)
 

@@ -53,6 +53,9 @@ class Descent:
     targets: tuple[Tensor, ...]
     arrived: torch.cuda.Event | None  # None: they are there
 
+    def ready(self) -> bool:
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
     def finish(self) -> tuple[Tensor, ...]:
         """The tensors in host memory, readable at once; the thread sleeps or spins without the GIL until then."""
         if self.arrived is not None:

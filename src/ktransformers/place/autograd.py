@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.store import Dropout
-from ktransformers.place.engine import Engine, Kept, Layer
+from ktransformers.place.choose import Layer
+from ktransformers.place.engine import Engine, Kept
 from ktransformers.place.gpu.factors import Leaving
 from ktransformers.place.gpu.side import Batch
 

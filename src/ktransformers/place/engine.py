@@ -4,8 +4,9 @@ Hidden states `[T, H]`, ids and routing weights `[T, k]` are on the device. The 
 `split` decides, under `auto` in the way that `trials` has found; the CPU's share starts in a thread of its own (the
 core needs no GIL) as soon as its hidden states are down, while this thread queues copies, decoding and products for the
 device. The results meet at the end; then copies for the layer that came next the last time are queued. Backward is the
-same walk. The surprising decision: what autograd keeps has the same shapes whatever the split was, because
-recomputation under checkpointing may split another way and is compared with the first pass by shapes.
+same walk. Where all experts of a layer are on the GPU, or sent there unasked, nobody waits for the ids: they are
+counted when they have come. The surprising decision: what autograd keeps has the same shapes whatever the split was,
+because recomputation under checkpointing may split another way and is compared with the first pass by shapes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,116 +27,61 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.nn.ahead import Ahead
-from ktransformers.nn.factors import Factors, gradients_like, is_packed, packed, turned
+from ktransformers.nn.factors import gradients_like, is_packed, packed, turned
 from ktransformers.nn.pool import beside_the_pool
-from ktransformers.nn.store import ExpertStore
 from ktransformers.nn.transfer import Descent, start_down
-from ktransformers.place.corrections import SETTLE, Corrections
+from ktransformers.place.choose import Chooser, Layer
+from ktransformers.place.corrections import SETTLE
 from ktransformers.place.few import FEW, Few
 from ktransformers.place.gpu.factors import Leaving, start_to_host
 from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.several import host_options
-from ktransformers.place.gpu.side import Batch, Packed, Side
+from ktransformers.place.gpu.side import Batch, Side
 from ktransformers.place.gpu.slots import Slots
-from ktransformers.place.phase import PHASES, Phase, phase_of
-from ktransformers.place.split import Costs, Split, split
-from ktransformers.place.trials import POLICY, Trials
+from ktransformers.place.phase import phase_of
+from ktransformers.place.split import Split
+from ktransformers.place.trials import WHOLE
 
 Result = TypeVar("Result")
-MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
-
-
-@dataclass
-class Layer:
-    packed: Packed
-    home: weakref.ReferenceType[ExpertStore]  # the operator finds layers by their store, which must be free to go
-    costs: dict[str, Costs]  # by direction
-    counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
-    last: dict[str, Split] = field(default_factory=dict)  # by phase
-    seen: dict[str, tuple[NDArray[np.int64], int]] = field(default_factory=dict)  # rows of experts, tokens; by phase
-
-    @property
-    def store(self) -> ExpertStore:
-        found = self.home()
-        if found is None:
-            raise RuntimeError("the expert store is gone; keep the ExpertStore alive as long as its graph")
-        return found
 
 
 @dataclass(frozen=True)
 class Kept:
     """For backward."""
 
-    ids: Tensor  # host
+    ids: Tensor  # host; there when the engine has settled
     keep: Tensor  # of the core, or empty; written where the CPU had everything
     cpu: Tensor  # bool [E]: what the CPU computed
 
 
-class Engine:
+class Engine(Chooser):
     """All layers of a model on one device."""
 
     def __init__(self, device: torch.device, policy: str, slots: Slots) -> None:
-        self.device, self.policy, self.slots = device, policy, slots
-        self.side = Side(device, slots)
+        super().__init__(policy, Side(device, slots))
         self._puller = Puller(device)
         self.few = Few(device, self.side)
-        self.layers: dict[int, Layer] = {}
         self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
         weakref.finalize(self, self._worker.shutdown, wait=False)
         self._ahead = Ahead(self._worker)
         self._lock = threading.RLock()
-        self._after: dict[tuple[int, str], tuple[int, str]] = {}
-        self._before: tuple[int, str] | None = None
-        self._packing = self._packed = 0.0  # seconds that an adapter takes when it has changed, and took just now
-        self._left = 0.0  # when copies for the next layer were queued
-        # Seconds from then on until it asks, the last two times, by layer and phase.
-        self._gaps: dict[tuple[int, str], tuple[float, float]] = {}
-        self.trials = Trials(device)
-        self.corrections = Corrections()
+        self._packed = 0.0  # seconds that an adapter took that has just changed
+        self._unseen: deque[tuple[Layer, str, Descent]] = deque()  # phases, and ids that nobody has waited for
 
-    def decide(
-        self,
-        layer: Layer,
-        counts: NDArray[np.int64],
-        tokens: int,
-        phase: Phase,
-        factors: Factors | None = None,
-        begun: Any = None,
-    ) -> Split:
-        """`begun`: the moment at which the layer was called."""
-        index = layer.packed.index
-        here = (index, phase.name)
-        if self._left and self._after.get(self._before or (-1, "")) == here:
-            gap = max(0.0, time.perf_counter() - self._left)
-            self._gaps[here] = (self._gaps.get(here, (gap, gap))[1], gap)
-        costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
-        if factors is not None and not is_packed(layer.store, factors):
-            costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
-        there, policy = self._resident(index), self.policy
-        if policy == "auto":
-            moment = self.trials.mark() if begun is None else begun
-            way = self.trials.enter(
-                phase.walk, tokens, here, moment, lambda: self._foretell(counts, tokens, costs, here)
-            )
-            policy = POLICY[way]
-        if policy == "resident":
-            return split(counts, tokens, costs, there=there, policy=policy)
-        coming = self.slots.coming(index)
-        there |= self.slots.present(index) - frozenset(coming)
-        return split(counts, tokens, costs, there=there, coming=coming, backlog=self.slots.backlog(), policy=policy)
+    def settle(self, wait: bool = True) -> None:
+        """Count the rows of passes that nobody waited for."""
+        while self._unseen and (wait or self._unseen[0][2].ready()):
+            layer, phase, descent = self._unseen.popleft()
+            ids = descent.finish()[0]
+            counts = count(ids, layer.packed.geometry.experts)
+            layer.counts += counts
+            layer.seen[phase] = counts, ids.shape[0]
 
-    def _foretell(
-        self, counts: NDArray[np.int64], tokens: int, costs: Costs, here: tuple[int, str]
-    ) -> dict[str, float]:
-        """Seconds of a layer like this one by way, as costs have it; both only where they gain."""
-        leads = sorted(min(gaps) for (_, name), gaps in self._gaps.items() if name == here[1])
-        lead, there = leads[len(leads) // 2] if leads else 0.0, self._resident(here[0])
-        found = {
-            way: split(counts, tokens, costs, there=there, backlog=-lead, policy=policy)
-            for way, policy in POLICY.items()
-        }
-        mixed = bool(found["both"].streamed) and bool(found["both"].cpu)
-        return {way: one.seconds for way, one in found.items() if way != "both" or mixed}
+    def counts(self, layer: Layer) -> NDArray[np.int64]:
+        """Rows of each expert so far."""
+        with self._lock:
+            self.settle()
+            return layer.counts.copy()
 
     def _few(self, layer: Layer, batch: Batch) -> bool:
         """So few tokens, and no residents, that the CPU has them all without a thought."""
@@ -155,14 +102,21 @@ class Engine:
     def _forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         phase, begun = phase_of("forward"), self._mark()
         few = self._few(layer, batch)
+        way = "" if few else self._unasked(layer, batch, phase, None, begun)
+        self.settle(wait=way != WHOLE)
         routes = start_down((batch.ids, batch.hidden, batch.weights) if few else (batch.ids,))
-        ids = routes.finish()[0]
-        counts = count(ids, layer.packed.geometry.experts)
-        layer.counts += counts
-        if few:
-            found = Split((), (), tuple(np.flatnonzero(counts).tolist()), 0.0, 0.0)
+        counts = None
+        if way == WHOLE:
+            ids, found = routes.targets[0], self._everybody(layer)
+            self._unseen.append((layer, phase.name, routes))
         else:
-            found = self.decide(layer, counts, ids.shape[0], phase, batch.factors, begun)
+            ids = routes.finish()[0]
+            counts = count(ids, layer.packed.geometry.experts)
+            layer.counts += counts
+            if few:
+                found = Split((), (), tuple(np.flatnonzero(counts).tolist()), 0.0, 0.0)
+            else:
+                found = self.decide(layer, counts, ids.shape[0], phase, batch.factors, begun, way)
         layer.last[phase.name] = found
         keeps = retain and self.policy != "stream"  # whatever the split: checkpointing compares shapes
         keep = layer.store.new_keep(*ids.shape) if keeps else ids.new_empty(0, dtype=torch.uint8)
@@ -200,13 +154,18 @@ class Engine:
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
         phase, begun = phase_of("backward"), self._mark()
-        counts = count(kept.ids, layer.packed.geometry.experts)
-        found = self.decide(layer, counts, kept.ids.shape[0], phase, batch.factors, begun)
+        wanted = wanted and batch.factors is not None
+        way, counts = self._unasked(layer, batch, phase, wanted, begun), None
+        self.settle(wait=way != WHOLE)
+        if way == WHOLE:
+            found = self._everybody(layer)
+        else:
+            counts = count(kept.ids, layer.packed.geometry.experts)
+            found = self.decide(layer, counts, kept.ids.shape[0], phase, batch.factors, begun, way)
         layer.last[phase.name] = found
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         if found.there or found.streamed or not torch.equal(cpu, kept.cpu):  # rows are kept in the order of one split
             kept = replace(kept, keep=kept.keep[:0])
-        wanted = wanted and batch.factors is not None
         grads: list[Tensor] = []
         views: Sequence[Tensor | None] = ()
         share = None
@@ -243,13 +202,6 @@ class Engine:
         elif wanted and batch.factors is not None:  # nobody was asked for
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         return *found_grads, grads, leaving
-
-    def _mark(self) -> Any:
-        return self.trials.mark() if self.policy == "auto" else None
-
-    def _leave(self, few: bool = False) -> None:
-        if self.policy == "auto" and not few:
-            self.trials.leave()
 
     # The CPU's share: tensors in host memory.
 
@@ -340,37 +292,6 @@ class Engine:
         if self.policy == "auto" and not self.trials.fresh:
             self.corrections.learn(direction, tokens, found, taken)
         return result
-
-    # What comes next.
-
-    def _prefetch(self, layer: Layer, phase: Phase, counts: NDArray[np.int64], tokens: int) -> None:
-        """Queue copies for the layer that came after this one the last time, if it will want the same experts."""
-        here = (layer.packed.index, phase.name)
-        if self._before is not None:
-            self._after[self._before] = here
-        # Copies of this layer that are still under way are no lead of the next one's.
-        self._before, self._left = here, max(time.perf_counter(), self.slots.link_free)
-        layer.seen[phase.name] = counts, tokens
-        following = self._after.get(here)
-        many = counts.sum() >= MANY * len(counts)
-        if following is None or not many:
-            return
-        target = self.layers[following[0]]
-        before, towards = target.seen.get(following[1]), PHASES[following[1]]
-        policy = self.policy
-        if policy == "auto" and before is not None:
-            policy = POLICY.get(self.trials.coming(towards.walk, before[1]), "resident")
-        if before is None or policy not in ("auto", "stream") or not self.slots.direct(target.packed.source):
-            return
-        index, resident = target.packed.index, self._resident(target.packed.index)
-        costs = self.corrections.apply(target.costs[towards.direction], towards.direction, before[1])
-        lead = min(self._gaps.get(following, (0.0,)))  # of the link, over the layer that will ask; a pause is none
-        likely = split(*before, costs, there=resident, backlog=-lead, policy=policy).streamed[: self.slots.count]
-        self.slots.fetch(index, target.packed.source, sorted(likely))
-
-    def _resident(self, index: int) -> frozenset[int]:
-        room = self.side.residents.get(index)
-        return frozenset() if room is None else room.present(index)
 
 
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:

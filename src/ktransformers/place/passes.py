@@ -24,7 +24,8 @@ from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.autograd import PlacedStore
-from ktransformers.place.engine import Engine, Kept, Layer, count
+from ktransformers.place.choose import Layer
+from ktransformers.place.engine import Engine, Kept, count
 from ktransformers.place.gpu.factors import Leaving
 from ktransformers.place.gpu.several import Several, host_options
 from ktransformers.place.gpu.side import Batch
@@ -141,13 +142,13 @@ class ServedStore(PlacedStore):
         whole = self.engine.policy_of(rows.shape[0]) == "stream"
         if self.deferral is not None and self.first:
             self.deferral.begin()
-        before = self.layer.counts.copy() if self.renews and whole else None
+        before = self.engine.counts(self.layer) if self.renews and whole else None
         if self.deferral is None or self.following is None or whole:
             out = self.engine.infer(self.layer, batch)
         else:
             out = self._without_the_late(self.deferral, self.following, batch)
         if before is not None:
-            self.renew(self.layer.counts - before)
+            self.renew(self.engine.counts(self.layer) - before)
         if self.deferral is not None:
             out = self.deferral.add(self.number, out)
         return out.view(hidden.shape)

@@ -26,7 +26,8 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents as chosen
-from ktransformers.place.engine import Engine, Layer
+from ktransformers.place.choose import Layer
+from ktransformers.place.engine import Engine
 from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
 from ktransformers.place.gpu.measure import costs_of
 from ktransformers.place.gpu.pinned import MODES, Registered
@@ -64,6 +65,7 @@ class Placement:
     def counts(self) -> list[chosen.Row]:
         """Rows of each expert so far, by layer."""
         for placed in self._placed:
+            placed.engine.settle()
             placed.engine.few.tally(placed.layer.packed.index, placed.layer.counts)
         return [layer.counts for layer in self.layers]
 

@@ -1,4 +1,5 @@
-"""Which way walks over a model's layers go under `auto`, by measured seconds: all on the CPU, all streamed, or both.
+"""Which way walks over a model's layers go under `auto`, by measured seconds: all on the CPU, all streamed (who is
+wanted, or everybody unasked), or both.
 
 Costs foretell, and are wrong by more than two sides gain: who waits for whom, what Python takes beside threads that
 multiply, what copies take from the CPU's memory is in no formula. So a walk (one pass over the layers, forward or back)
@@ -21,10 +22,12 @@ from typing import Any
 
 import torch
 
-WAYS = ("both", "cpu", "stream")  # in the order in which they are tried
-POLICY = {"both": "auto", "cpu": "resident", "stream": "stream"}  # of `split`
+WAYS = ("both", "cpu", "stream", "whole")  # in the order in which they are tried
+POLICY = {"both": "auto", "cpu": "resident", "stream": "stream", "whole": "stream"}  # of `split`
+WHOLE = "whole"  # all experts of a layer are streamed, so that nobody has to wait for who is wanted
 ENOUGH = 8  # layers that a pure way was timed over before it is judged; a mixture has to find its measure first
-MARGIN = {"both": 0.05, "cpu": 0.03, "stream": 0.03}  # by which a way must be faster than the one it replaces
+# By which a way must be faster than the one it replaces.
+MARGIN = {"both": 0.05, "cpu": 0.03, "stream": 0.03, "whole": 0.03}
 REACH = 1.6  # a pure way that costs say takes longer than that times the other is not tried
 NEAR = 1.25  # a way that was slower than that times the best is not tried again while nothing changes
 SOON, PATIENCE, LONGEST = 2, 64, 1024  # walks until another try: what seems faster now; what lost; at most
@@ -118,7 +121,7 @@ class Trial:
             record.layers += layers
 
     def _needed(self, way: str) -> int:
-        return ENOUGH if way in ("cpu", "stream") and way != self.best else 2 * ENOUGH
+        return ENOUGH if way != "both" and way != self.best else 2 * ENOUGH
 
     def _beats(self, way: str) -> bool:
         """A mixture yields to a pure way that is not slower."""

@@ -1,13 +1,13 @@
 """A layer's part of a batch on the GPU, recorded once and replayed: no Python between its kernels.
 
 A few thousand tokens keep a GPU busy for two milliseconds a layer, and Python takes longer than that to ask for fifty
-kernels. Where all experts of a layer are decoded at once, nothing that is asked for depends on the routing but numbers:
-where each expert lies and where its rows end. So there is one CUDA graph for each direction and size of batch, for all
-layers; what differs is copied into its buffers before it is replayed. Batches are filled up to a size. A graph knows
-one buffer of packed experts by its address; where an expert lies is a distance from there, so that residents, which
-have memory of their own in every layer, are as good as streamed ones. The surprising decision: rows that are nobody's
-here (the CPU's experts', those of tokens that only fill) are sorted behind all others and computed all the same, from
-whatever memory held, and added nowhere.
+kernels. Where all experts of a layer are decoded at once, nothing that is asked for depends on the routing, which the
+device itself reads, but numbers: who is wanted, and where each expert lies. So there is one CUDA graph for each
+direction and size of batch, for all layers; what differs is copied into its buffers before it is replayed. Batches are
+filled up to a size. A graph knows one buffer of packed experts by its address; where an expert lies is a distance from
+there, so that residents, which have memory of their own in every layer, are as good as streamed ones. The surprising
+decision: rows that are nobody's here (the CPU's experts', those of tokens that only fill) are sorted behind all others
+and computed all the same, from whatever memory held, and added nowhere.
 """
 
 from __future__ import annotations
@@ -60,17 +60,16 @@ class Seat:
         return packed.data_ptr() - base.data_ptr() + np.array(self.slots, np.int64) * packed.shape[1]
 
 
-def numbers_of(experts: int, counts: NDArray[np.int64], seats: Sequence[Seat], room: Slots) -> NDArray[np.int64]:
-    """Of every expert, and of ids that are none: its place, the last one if nobody wants it; where its rows end; and
-    how far its two matrices are from those of `room`, or NOWHERE."""
-    found = np.full(4 * experts + 1, NOWHERE, np.int64)
-    place, ends, first, down = np.split(found, np.cumsum((experts + 1, experts, experts)))
-    place[:], ends[:] = experts, 0
+def numbers_of(experts: int, seats: Sequence[Seat], room: Slots) -> NDArray[np.int64]:
+    """Of every expert, and of ids that are none: its place, the last one if nobody wants it; and how far its two
+    matrices are from those of `room`, or NOWHERE."""
+    found = np.full(3 * experts + 1, NOWHERE, np.int64)
+    place, first, down = np.split(found, (experts + 1, 2 * experts + 1))
+    place[:] = experts
     for seat in seats:
         mine = list(seat.experts)
-        place[mine], ends[mine] = mine, counts[mine]
+        place[mine] = mine
         first[mine], down[mine] = seat.distances("first", room.first), seat.distances("down", room.down)
-    np.cumsum(ends, out=ends)
     return found
 
 
@@ -181,6 +180,9 @@ class Recorder:
         """`learns` None: forward."""
         tokens, top_k = batch.ids.shape
         return learns, size_of(tokens), top_k, batch.hidden.dtype, layer.gate, _layout(batch.factors)
+
+    def knows(self, key: Key) -> bool:
+        return key in self._known
 
     def wants(self, key: Key, layer: int) -> bool:
         """Whether a pass of this kind is replayed, or worth recording by now."""
@@ -303,7 +305,7 @@ def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Cal
 
     def run() -> None:
         rows, order = _rows(desk, found.numbers, geometry.experts, tokens)
-        first, down = found.numbers[2 * geometry.experts + 1 :].view(2, -1)
+        first, down = found.numbers[geometry.experts + 1 :].view(2, -1)
         decode(room.first, (), first, geometry.first, decoded.first)
         decode(room.down, (), down, geometry.down, decoded.down)
         lora = GroupLora(rows.ends, pairs.get("first"), pairs.get("down")) if pairs else None
@@ -328,8 +330,9 @@ def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Cal
 def _rows(desk: Desk, numbers: Tensor, experts: int, tokens: int) -> tuple[Rows, Tensor]:
     """Rows in the order of their experts, and where they come from: token * k + slot."""
     ids, top_k = desk.ids[:tokens].view(-1), desk.ids.shape[1]
-    place, ends = numbers[: experts + 1], numbers[experts + 1 : 2 * experts + 1].int()
-    keys = place[torch.where((ids < 0) | (ids >= experts), experts, ids)]
-    _, order = torch.sort(keys, stable=True)
+    keys = numbers[torch.where((ids < 0) | (ids >= experts), experts, ids)]
+    keys, order = torch.sort(keys, stable=True)
+    everybody = torch.arange(experts, device=keys.device)
+    ends = torch.searchsorted(keys, everybody, right=True, out_int32=True)
     weights = desk.weights[:tokens].view(-1)[order]
     return Rows(order // top_k, weights, ends, ends[-1:]), order

@@ -182,21 +182,31 @@ class Side:
             first = mine.stop
             yield weighed, decoded, lora, thin, order[rows]
 
+    def _kind(self, layer: Packed, batch: Batch, streamed: int, learns: bool | None) -> Kind | None:
+        """Of a pass with so many streamed experts that may be recorded; None: it has to go group by group. `learns`
+        None: forward."""
+        bulk, most = self._bulk(layer.geometry), GROUP_ROWS + 2 * batch.hidden.shape[0]
+        if bulk < layer.geometry.experts or batch.ids.numel() > most or streamed > self.slots.count:
+            return None
+        return self._recorder.key(layer, batch, learns) if suits(layer, batch) else None
+
+    def replays(self, layer: Packed, batch: Batch, learns: bool | None) -> bool:
+        """Whether this pass with all of its experts is recorded: then its `counts` need not be known."""
+        rooms = self.residents.get(layer.index)
+        there = len(rooms.present(layer.index)) if rooms is not None else 0
+        kind = self._kind(layer, batch, layer.geometry.experts - there, learns)
+        return kind is not None and self._recorder.knows(kind)
+
     def _in_one(
-        self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64], learns: bool | None
+        self, layer: Packed, batch: Batch, experts: Sequence[int], learns: bool | None
     ) -> tuple[Kind, Work, Sequence[Seat]] | None:
-        """Everything for a replay, and the slots that it reads; None: group by group. `learns` None: forward."""
-        geometry, tokens = layer.geometry, batch.hidden.shape[0]
-        bulk, most = self._bulk(geometry), GROUP_ROWS + 2 * tokens
+        """Everything for a replay, and the slots that it reads; None: group by group."""
+        geometry, bulk = layer.geometry, self._bulk(layer.geometry)
         rooms = self.residents.get(layer.index)
         resident = rooms.present(layer.index) if rooms is not None else frozenset()
         streamed = [e for e in experts if e not in resident]
-        if bulk < geometry.experts or batch.ids.numel() > most or len(streamed) > self.slots.count:
-            return None
-        if not suits(layer, batch):
-            return None
-        kind = self._recorder.key(layer, batch, learns)
-        if not self._recorder.wants(kind, layer.index):
+        kind = self._kind(layer, batch, len(streamed), learns)
+        if kind is None or not self._recorder.wants(kind, layer.index):
             return None
         seats = []
         for room, mine in ((rooms, [e for e in experts if e in resident]), (self.slots, streamed)):
@@ -207,13 +217,13 @@ class Side:
         first = self._buffer(geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
         down = self._buffer(geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
-        numbers = numbers_of(geometry.experts, counts, seats, self.slots)
+        numbers = numbers_of(geometry.experts, seats, self.slots)
         return kind, Work(layer, batch, self.slots, Decoded(first, down), numbers, pairs), seats
 
-    def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64]) -> Tensor:
-        """float32 [T, H], to be read before the next call."""
+    def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64] | None) -> Tensor:
+        """float32 [T, H], to be read before the next call. `counts` None: nobody knows them, and `replays` said so."""
         self._open()
-        if (one := self._in_one(layer, batch, experts, counts, None)) is not None:
+        if (one := self._in_one(layer, batch, experts, None)) is not None:
             kind, work, seats = one
             try:
                 replayed = self._recorder.forward(kind, work)
@@ -223,6 +233,7 @@ class Side:
             if replayed is not None:
                 self.close()
                 return replayed
+        assert counts is not None
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
@@ -236,13 +247,13 @@ class Side:
         batch: Batch,
         grad_out: Tensor,
         experts: Sequence[int],
-        counts: NDArray[np.int64],
+        counts: NDArray[np.int64] | None,
         learns: bool,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """float32 [T, H] and [T, k], zeros where the CPU computes; with `learns` the factors' gradients. To be read, or
         on their way, before the next call."""
         self._open()
-        if (one := self._in_one(layer, batch, experts, counts, learns)) is not None:
+        if (one := self._in_one(layer, batch, experts, learns)) is not None:
             kind, work, seats = one
             try:
                 replayed = self._recorder.backward(kind, work, grad_out)
@@ -252,6 +263,7 @@ class Side:
             if replayed is not None:
                 self.close()
                 return replayed
+        assert counts is not None
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])

@@ -1,0 +1,183 @@
+"""Who computes which experts of a batch, by costs, by what is on the GPU already and by what trials have found; and
+which copies are queued for the layer that comes next.
+
+Layers come by in the order of the last time, so the one that follows is known, and what it wanted the last time is what
+it is likely to want. The surprising decision: a pass whose experts are all on the GPU, or sent there whoever is wanted,
+is decided before anybody has seen its ids, because to wait for them costs more than bytes that nobody needs.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktransformers.nn.factors import Factors, is_packed
+from ktransformers.nn.store import ExpertStore
+from ktransformers.place.corrections import Corrections
+from ktransformers.place.gpu.side import Batch, Packed, Side
+from ktransformers.place.phase import PHASES, Phase
+from ktransformers.place.split import Costs, Split, split
+from ktransformers.place.trials import POLICY, WHOLE, Trials
+
+MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
+NEARLY_ALL = 0.9  # of a layer's experts were wanted the last time: under `stream` all are sent for, unasked
+
+
+@dataclass
+class Layer:
+    packed: Packed
+    home: weakref.ReferenceType[ExpertStore]  # the operator finds layers by their store, which must be free to go
+    costs: dict[str, Costs]  # by direction
+    counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
+    last: dict[str, Split] = field(default_factory=dict)  # by phase
+    seen: dict[str, tuple[NDArray[np.int64], int]] = field(default_factory=dict)  # rows of experts, tokens; by phase
+
+    @property
+    def store(self) -> ExpertStore:
+        found = self.home()
+        if found is None:
+            raise RuntimeError("the expert store is gone; keep the ExpertStore alive as long as its graph")
+        return found
+
+
+class Chooser:
+    """Of all layers of a model on one device."""
+
+    def __init__(self, policy: str, side: Side) -> None:
+        self.policy, self.side, self.slots, self.device = policy, side, side.slots, side.device
+        self.layers: dict[int, Layer] = {}
+        self.trials = Trials(side.device)
+        self.corrections = Corrections()
+        self._after: dict[tuple[int, str], tuple[int, str]] = {}
+        self._before: tuple[int, str] | None = None
+        self._packing = 0.0  # seconds that an adapter takes when it has changed
+        self._left = 0.0  # when copies for the next layer were queued
+        # Seconds from then on until it asks, the last two times, by layer and phase.
+        self._gaps: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def decide(
+        self,
+        layer: Layer,
+        counts: NDArray[np.int64],
+        tokens: int,
+        phase: Phase,
+        factors: Factors | None = None,
+        begun: Any = None,
+        way: str = "",
+    ) -> Split:
+        """`begun`: the moment at which the layer was called; `way`: what trials said then, if they were asked."""
+        index = layer.packed.index
+        here = (index, phase.name)
+        if self._left and self._after.get(self._before or (-1, "")) == here:
+            gap = max(0.0, time.perf_counter() - self._left)
+            self._gaps[here] = (self._gaps.get(here, (gap, gap))[1], gap)
+        costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
+        if factors is not None and not is_packed(layer.store, factors):
+            costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
+        there, policy = self._resident(index), self.policy
+        if policy == "auto":
+            policy = POLICY[way or self._enter(layer, counts, tokens, phase, costs, begun)]
+        if policy == "resident":
+            return split(counts, tokens, costs, there=there, policy=policy)
+        coming = self.slots.coming(index)
+        there |= self.slots.present(index) - frozenset(coming)
+        return split(counts, tokens, costs, there=there, coming=coming, backlog=self.slots.backlog(), policy=policy)
+
+    def _unasked(self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None, begun: Any) -> str:
+        """The way of a pass that may go without a look at its ids, by those of the last one; empty: it may not.
+        `learns` None: forward."""
+        seen = layer.seen.get(phase.name)
+        if seen is None or self.policy == "cpu" or not self.side.replays(layer.packed, batch, learns):
+            return ""
+        counts, tokens = seen[0], batch.ids.shape[0]
+        if len(self._resident(layer.packed.index)) == len(counts):
+            return WHOLE
+        if self.policy != "auto":
+            return WHOLE if self.policy == "stream" and _nearly_all(counts) else ""
+        costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
+        return self._enter(layer, counts, tokens, phase, costs, begun, True)
+
+    def _enter(
+        self,
+        layer: Layer,
+        counts: NDArray[np.int64],
+        tokens: int,
+        phase: Phase,
+        costs: Costs,
+        begun: Any,
+        whole: bool = False,
+    ) -> str:
+        here, moment = (layer.packed.index, phase.name), self.trials.mark() if begun is None else begun
+        return self.trials.enter(
+            phase.walk, tokens, here, moment, lambda: self._foretell(counts, tokens, costs, here, whole)
+        )
+
+    def _foretell(
+        self, counts: NDArray[np.int64], tokens: int, costs: Costs, here: tuple[int, str], whole: bool
+    ) -> dict[str, float]:
+        """Seconds of a layer like this one by way, as costs have it; both only where they gain."""
+        leads = sorted(min(gaps) for (_, name), gaps in self._gaps.items() if name == here[1])
+        lead, there = leads[len(leads) // 2] if leads else 0.0, self._resident(here[0])
+        found = {
+            way: split(np.maximum(counts, way == WHOLE), tokens, costs, there=there, backlog=-lead, policy=policy)
+            for way, policy in POLICY.items()
+        }
+        possible = {WHOLE: whole, "both": bool(found["both"].streamed) and bool(found["both"].cpu)}
+        return {way: one.seconds for way, one in found.items() if possible.get(way, True)}
+
+    def _mark(self) -> Any:
+        return self.trials.mark() if self.policy == "auto" else None
+
+    def _leave(self, few: bool = False) -> None:
+        if self.policy == "auto" and not few:
+            self.trials.leave()
+
+    def _prefetch(self, layer: Layer, phase: Phase, counts: NDArray[np.int64] | None, tokens: int) -> None:
+        """Queue copies for the layer that came after this one the last time, if it will want the same experts. `counts`
+        None: nobody knows them yet."""
+        here = (layer.packed.index, phase.name)
+        if self._before is not None:
+            self._after[self._before] = here
+        # Copies of this layer that are still under way are no lead of the next one's.
+        self._before, self._left = here, max(time.perf_counter(), self.slots.link_free)
+        if counts is not None:
+            layer.seen[phase.name] = counts, tokens
+        following = self._after.get(here)
+        if following is None or (counts is not None and counts.sum() < MANY * len(counts)):
+            return
+        target = self.layers[following[0]]
+        before, towards = target.seen.get(following[1]), PHASES[following[1]]
+        policy = self.policy
+        whole = policy == "stream" and before is not None and _nearly_all(before[0])
+        if policy == "auto" and before is not None:
+            way = self.trials.coming(towards.walk, before[1])
+            policy, whole = POLICY.get(way, "resident"), way == WHOLE
+        if before is None or policy not in ("auto", "stream") or not self.slots.direct(target.packed.source):
+            return
+        index, resident = target.packed.index, self._resident(target.packed.index)
+        if whole:
+            everybody = [expert for expert in range(len(before[0])) if expert not in resident]
+            self.slots.fetch(index, target.packed.source, everybody[: self.slots.count])
+            return
+        costs = self.corrections.apply(target.costs[towards.direction], towards.direction, before[1])
+        lead = min(self._gaps.get(following, (0.0,)))  # of the link, over the layer that will ask; a pause is none
+        likely = split(*before, costs, there=resident, backlog=-lead, policy=policy).streamed[: self.slots.count]
+        self.slots.fetch(index, target.packed.source, sorted(likely))
+
+    def _everybody(self, layer: Layer) -> Split:
+        """All experts on the GPU, wanted or not."""
+        there, experts = self._resident(layer.packed.index), range(layer.packed.geometry.experts)
+        return Split(tuple(sorted(there)), tuple(e for e in experts if e not in there), (), 0.0, 0.0)
+
+    def _resident(self, index: int) -> frozenset[int]:
+        room = self.side.residents.get(index)
+        return frozenset() if room is None else room.present(index)
+
+
+def _nearly_all(counts: NDArray[np.int64]) -> bool:
+    return bool(np.count_nonzero(counts) >= NEARLY_ALL * len(counts))
