@@ -25,6 +25,7 @@ from ktransformers.place.placement import geometry_of, new_layer
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
 
 LARGER = Size(32, 512, 256, 4, 300, 8)
+NO_GRAPHS: Any = (None, None)
 
 
 def a_room(count: int, first: int, down: int) -> Any:
@@ -98,10 +99,12 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     nothing = torch.empty(0)
     layer = Packed(0, sizes, gate, Source(nothing, nothing), (None, None))
     slots = a_room(3, 64, 64)
-    work = Work(layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, decoded, np.empty(0, np.int64), pairs)
+    work = Work(
+        layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, [], decoded, np.empty(0, np.int64), pairs
+    )
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
     numbers = torch.from_numpy(numbers_of(size.experts, [Seat(slots, wanted, [0, 1, 2])], slots))
-    recorded._pass(Recording(None, desk, numbers, dict(pairs), laid), work, room, learns)()  # type: ignore[arg-type]
+    recorded._pass(Recording(*NO_GRAPHS, desk, numbers, dict(pairs), laid), work, room, learns)()
 
     if learns is None:
         compute.forward(hidden, rows, few, gate, want, lora)

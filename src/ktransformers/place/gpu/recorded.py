@@ -2,12 +2,13 @@
 
 A few thousand tokens keep a GPU busy for two milliseconds a layer, and Python takes longer than that to ask for fifty
 kernels. Where all experts of a layer are decoded at once, nothing that is asked for depends on the routing, which the
-device itself reads, but numbers: who is wanted, and where each expert lies. So there is one CUDA graph for each
-direction and size of batch, for all layers; what differs is copied into its buffers before it is replayed. Batches are
-filled up to a size. A graph knows one buffer of packed experts by its address; where an expert lies is a distance from
-there, so that residents, which have memory of their own in every layer, are as good as streamed ones. The surprising
-decision: rows that are nobody's here (the CPU's experts', those of tokens that only fill) are sorted behind all others
-and computed all the same, from whatever memory held, and added nowhere.
+device itself reads, but numbers: who is wanted, and where each expert lies. So there is one recording for each
+direction and size of batch, for all layers; what differs is copied into its buffers before it is replayed. It is two
+CUDA graphs: when the first has decoded, other experts may come into the slots. Batches are filled up to a size. A graph
+knows one buffer of packed experts by its address; where an expert lies is a distance from there, so that residents,
+which have memory of their own in every layer, are as good as streamed ones. The surprising decision: rows that are
+nobody's here (the CPU's experts', those of tokens that only fill) are sorted behind all others and computed all the
+same, from whatever memory held, and added nowhere.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Work:
     layer: Packed
     batch: Batch
     room: Slots
+    seats: Sequence[Seat]
     decoded: Decoded  # buffers for all experts
     numbers: NDArray[np.int64]
     pairs: Mapping[str, Pair]  # LoRA of all experts
@@ -108,7 +110,8 @@ class Desk:
 
 @dataclass(frozen=True)
 class Recording:
-    graph: torch.cuda.CUDAGraph
+    opening: torch.cuda.CUDAGraph  # reads packed experts
+    graph: torch.cuda.CUDAGraph  # all the rest
     desk: Desk
     numbers: Tensor
     pairs: dict[str, Pair]
@@ -129,6 +132,12 @@ class Recording:
         desk.ids[:count].copy_(batch.ids)
         if count < tokens:
             desk.ids[count:tokens].fill_(-1)
+
+    def replay(self, work: Work) -> None:
+        self.opening.replay()
+        for seat in work.seats:
+            seat.room.done_reading(seat.slots)
+        self.graph.replay()
 
 
 @functools.cache
@@ -200,7 +209,7 @@ class Recorder:
         found = self._prepared(key, work)
         if found is None:
             return None
-        found.graph.replay()
+        found.replay(work)
         return found.desk.out[: work.batch.hidden.shape[0]]
 
     def backward(self, key: Key, work: Work, rising: Tensor) -> tuple[Tensor, Tensor, list[Tensor]] | None:
@@ -211,7 +220,7 @@ class Recorder:
             return None
         # What the last layer's gradients were copied from is written again.
         torch.cuda.current_stream(self.device).wait_stream(side_streams(self.device).down)
-        found.graph.replay()
+        found.replay(work)
         tokens = work.batch.hidden.shape[0]
         return found.desk.out[:tokens], found.desk.grad_weights[:tokens].clone(), found.laid
 
@@ -268,20 +277,24 @@ class Recorder:
             pairs, laid = self._learned[layout]
             if key[0] and not laid:
                 laid += empty_like_factors(work.batch.factors, self.device)
-        return Recording(torch.cuda.CUDAGraph(), desk, numbers, pairs, laid if key[0] else [])
+        return Recording(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), desk, numbers, pairs, laid if key[0] else [])
 
     def _record(self, key: Key, found: Recording, work: Work) -> None:
         """Once as it is, so that kernels are there and loaded, then into the graph."""
-        run = _pass(found, work, tokens=key[1], learns=key[0])
+        pieces = (
+            (found.opening, _opening(found, work)),
+            (found.graph, _pass(found, work, tokens=key[1], learns=key[0])),
+        )
         if key[0] is not None:  # gradients of the last layer may still be on their way from the buffers
             torch.cuda.current_stream(self.device).wait_stream(side_streams(self.device).down)
-        run()
+        for _, run in pieces:
+            run()
         torch.cuda.synchronize(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # Other threads wait for their own copies meanwhile.
-        with torch.cuda.graph(found.graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        for graph, run in pieces:  # other threads wait for their own copies meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
 
 
 def _new_desk(tokens: int, batch: Batch) -> Desk:
@@ -297,17 +310,25 @@ def _new_desk(tokens: int, batch: Batch) -> Desk:
     )
 
 
+def _opening(found: Recording, work: Work) -> Callable[[], None]:
+    geometry, room, decoded = work.layer.geometry, work.room, work.decoded
+
+    def run() -> None:
+        first, down = found.numbers[geometry.experts + 1 :].view(2, -1)
+        decode(room.first, (), first, geometry.first, decoded.first)
+        decode(room.down, (), down, geometry.down, decoded.down)
+
+    return run
+
+
 def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Callable[[], None]:
-    """All that is asked of the device for a batch that is in the buffers."""
+    """All that is asked of the device for a batch that is in the buffers, and experts that are decoded."""
     desk = found.desk
-    geometry, room, decoded, gate = work.layer.geometry, work.room, work.decoded, work.layer.gate
+    geometry, decoded, gate = work.layer.geometry, work.decoded, work.layer.gate
     factors, pairs = work.batch.factors, found.pairs
 
     def run() -> None:
         rows, order = _rows(desk, found.numbers, geometry.experts, tokens)
-        first, down = found.numbers[geometry.experts + 1 :].view(2, -1)
-        decode(room.first, (), first, geometry.first, decoded.first)
-        decode(room.down, (), down, geometry.down, decoded.down)
         lora = GroupLora(rows.ends, pairs.get("first"), pairs.get("down")) if pairs else None
         out = desk.out[:tokens].zero_()
         if learns is None:

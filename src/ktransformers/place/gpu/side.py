@@ -199,8 +199,8 @@ class Side:
 
     def _in_one(
         self, layer: Packed, batch: Batch, experts: Sequence[int], learns: bool | None
-    ) -> tuple[Kind, Work, Sequence[Seat]] | None:
-        """Everything for a replay, and the slots that it reads; None: group by group."""
+    ) -> tuple[Kind, Work] | None:
+        """Everything for a replay; None: group by group."""
         geometry, bulk = layer.geometry, self._bulk(layer.geometry)
         rooms = self.residents.get(layer.index)
         resident = rooms.present(layer.index) if rooms is not None else frozenset()
@@ -218,18 +218,13 @@ class Side:
         down = self._buffer(geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
         numbers = numbers_of(geometry.experts, seats, self.slots)
-        return kind, Work(layer, batch, self.slots, Decoded(first, down), numbers, pairs), seats
+        return kind, Work(layer, batch, self.slots, seats, Decoded(first, down), numbers, pairs)
 
     def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64] | None) -> Tensor:
         """float32 [T, H], to be read before the next call. `counts` None: nobody knows them, and `replays` said so."""
         self._open()
         if (one := self._in_one(layer, batch, experts, None)) is not None:
-            kind, work, seats = one
-            try:
-                replayed = self._recorder.forward(kind, work)
-            finally:
-                for seat in seats:
-                    seat.room.done_reading(seat.slots)
+            replayed = self._recorder.forward(*one)
             if replayed is not None:
                 self.close()
                 return replayed
@@ -254,12 +249,7 @@ class Side:
         on their way, before the next call."""
         self._open()
         if (one := self._in_one(layer, batch, experts, learns)) is not None:
-            kind, work, seats = one
-            try:
-                replayed = self._recorder.backward(kind, work, grad_out)
-            finally:
-                for seat in seats:
-                    seat.room.done_reading(seat.slots)
+            replayed = self._recorder.backward(*one, grad_out)
             if replayed is not None:
                 self.close()
                 return replayed
