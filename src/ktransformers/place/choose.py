@@ -128,7 +128,8 @@ class Chooser:
             for way, policy in POLICY.items()
         }
         possible = {WHOLE: whole, "both": bool(found["both"].streamed) and bool(found["both"].cpu)}
-        return {way: one.seconds for way, one in found.items() if possible.get(way, True)}
+        launching = {WHOLE: costs.gpu_call}  # while the device still has the layer before, for which nobody waits
+        return {way: one.seconds - launching.get(way, 0.0) for way, one in found.items() if possible.get(way, True)}
 
     def _mark(self) -> Any:
         return self.trials.mark() if self.policy == "auto" else None

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-WAYS = ("both", "cpu", "stream", "whole")  # in the order in which they are tried
+WAYS = ("whole", "both", "cpu", "stream")  # in the order in which they are tried
 POLICY = {"both": "auto", "cpu": "resident", "stream": "stream", "whole": "stream"}  # of `split`
 WHOLE = "whole"  # all experts of a layer are streamed, so that nobody has to wait for who is wanted
 ENOUGH = 8  # layers that a pure way was timed over before it is judged; a mixture has to find its measure first
