@@ -68,7 +68,9 @@ def ideal(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
     hidden, wide, top = words["hidden_size"], words["moe_intermediate_size"], words["num_experts_per_tok"]
     sparse = layers - words.get("first_k_dense_replace", 0)
     expert = packed_expert_bytes(hidden, wide, True, format_of(cell["format"].partition(":")[0]))
-    size = 2 * sparse * cell["pieces"] * cell["touched"] * expert
+    experts = words.get("num_experts") or words["n_routed_experts"]
+    elsewhere = 1 - cell.get("residents", 0) / experts  # than on the GPU
+    size = 2 * sparse * cell["pieces"] * cell["touched"] * expert * elsewhere
     wide_lora = 2 * recipe.rank * (2 * hidden + 3 * wide)
     forward = 2.0 * tokens * top * sparse * (3 * hidden * wide + wide_lora / 2)
     back = 2.0 * tokens * top * sparse * (3 * hidden * wide + wide_lora)

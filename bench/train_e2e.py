@@ -12,51 +12,34 @@ which nothing interrupts (`timed_s`: of each); where they go is told by one more
 at every border. A step is over when its results are there: copies of experts that were queued for the next one go on,
 and count there. With `--serve` the model, its LoRA included, then answers: a prompt's tokens a second, and new tokens a
 second, one sequence, by stock transformers. `ideal` (`ideal.py`) is the best schedule that the machine's bare rates
-allow for ours. Without a GPU everything runs on the CPU (for tests).
+allow for ours. With `--fill-like fsdp` kt has residents, as `kt train` gives them free memory by its plan, up to the
+peak of the other variant at the same tokens. Without a GPU everything runs on the CPU (for tests).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import itertools
 import json
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from e2e_clock import PARTS, Clock
-from e2e_models import (
-    VARIANTS,
-    Recipe,
-    answer,
-    attention_layers,
-    build,
-    expert_layers,
-    loss_of,
-    place_experts,
-    recipes,
-    settled,
-    ways,
-)
+from e2e_clock import PARTS
+from e2e_models import VARIANTS, Recipe, answer, recipes
+from e2e_trainer import WARM, Trainer
 from ideal import ideal, measure
-from peaks import GIB, Peaks
-from timing import Table, Watch, describe_machine, print_last_line, save, spread
+from timing import Table, describe_machine, print_last_line, save
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 POLICIES = ("cpu", "stream", "resident", "auto")
-MANY = 8  # pieces
-FILLED = 0.95  # of the memory that is allowed
-WARM, LONGEST = 2, 16  # steps before any is timed: at least, and at most until auto has settled
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -65,6 +48,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     def numbers(text: str) -> list[int]:
         return [int(word) for word in words(text)]
+
+    def limits(text: str) -> dict[int, float]:
+        return {int(tokens): float(gib) for tokens, _, gib in (word.partition(":") for word in words(text))}
 
     known = recipes()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,6 +62,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", type=words, default=["cpu"], help=f"where kt computes: {', '.join(POLICIES)}")
     parser.add_argument("--formats", type=words, default=["bf16"], help="of kt's experts: bf16, int8, int4:32 ...")
     parser.add_argument("--gpu-memory", type=numbers, default=[0], help="GiB that torch may allocate; 0: all")
+    parser.add_argument(
+        "--fill-like",
+        choices=VARIANTS,
+        help="residents of kt in what this one, measured before, took at the same tokens",
+    )
+    parser.add_argument("--limits", type=limits, default={}, help=argparse.SUPPRESS)
     parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
     parser.add_argument("--serve", type=int, default=0, metavar="N", help="also a prompt of N tokens and 16 new ones")
     parser.add_argument(
@@ -104,157 +96,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-class Trainer:
-    """One model in training: steps of a count of tokens, cut into pieces."""
-
-    def __init__(self, variant: str, recipe: Recipe, activation: str, spec: str = "bf16") -> None:
-        import torch
-
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.recipe = recipe
-        self.peaks = Peaks(self.device)
-        begun = time.perf_counter()
-        self.model = build(variant, recipe, self.device, activation, spec)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-        self.built = {
-            "build_s": time.perf_counter() - begun,
-            "build_host_peak_gib": self.peaks.read()["host_peak_gib"],
-            "trained_parameters": sum(parameter.numel() for parameter in trained),
-            "torch_threads": torch.get_num_threads(),
-        }
-        self._generator = torch.Generator().manual_seed(1)
-        gc.collect()
-        gc.freeze()  # as `kt train` does it: looking through all modules takes a quarter of a second
-
-    def allow(self, gib: int) -> None:
-        """GiB of the GPU that torch may allocate from now on; 0: all."""
-        import torch
-
-        if self.device.type == "cuda":
-            whole = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / whole) if gib else 1.0)
-
-    def place(self, policy: str) -> None:
-        """Where experts are computed from now on."""
-        import torch
-
-        place_experts(self.model, policy)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def fill(self, gib: int, tokens: int, pieces: int) -> int:
-        """Residents in what a step leaves of so many GiB, as `kt train` has them by its plan; how many a layer has."""
-        import torch
-
-        placement = getattr(self.model, "placement", None)
-        if not gib or placement is None:
-            return 0
-        self.peaks.reset()
-        for _ in range(2):
-            self.step(self.batches(tokens, pieces))
-        room = int(FILLED * gib * GIB) - torch.cuda.max_memory_reserved()
-        return min(len(row) for row in placement.place_residents(size=max(0, room)))
-
-    def batches(self, tokens: int, pieces: int) -> list[torch.Tensor]:
-        import torch
-
-        rows = tokens // self.recipe.length
-        made = torch.randint(self.recipe.vocabulary, (rows, self.recipe.length), generator=self._generator)
-        return list(made.to(self.device).chunk(pieces))
-
-    def step(self, batches: list[torch.Tensor], clock: Clock | None = None) -> float:
-        """The loss; the optimizer has moved when it is back."""
-        import torch
-
-        total = 0.0
-        for batch in batches:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                loss = loss_of(self.model, batch, self.recipe.loss_rows) / len(batches)
-            if clock:
-                clock.in_backward = True
-            loss.backward()
-            if clock:
-                clock.in_backward = False
-            total += loss.item()
-        begun = clock.now() if clock else 0.0
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if clock:
-            clock.add("optimizer", begun)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return total
-
-    def measure(self, tokens: int, pieces: int, seconds: float) -> dict[str, Any]:
-        batches = self.batches(tokens, pieces)
-        losses: list[float] = []
-
-        def timed() -> float:
-            begun = time.perf_counter()
-            losses.append(self.step(batches))
-            return time.perf_counter() - begun
-
-        warm = [timed()]
-        self.peaks.reset()
-        of_piece = batches[0].numel()
-        least = 3 if pieces < MANY else 1  # pieces of a step are as good as steps
-        while len(warm) < min(WARM, least) or (len(warm) < LONGEST and not settled(self.model, of_piece)):
-            warm.append(timed())
-        taken: list[float] = []
-        watch = Watch()
-        while len(taken) < least or sum(taken) < seconds:
-            taken.append(timed())
-        foreign = watch.foreign()
-        peaks = self.peaks.read()
-        whole, parts = self.profile(batches)
-        touched = self.touched(batches[0])
-        step_s = statistics.median(taken)
-        cell = {"tokens": tokens, "pieces": pieces, "step_s": step_s, "tokens_per_s": tokens / step_s}
-        return {
-            **cell,
-            **peaks,
-            "reps": len(taken),
-            "spread": spread(taken),
-            "warm_s": warm,
-            "timed_s": taken,
-            "settled": settled(self.model, of_piece),
-            "ways": ways(self.model),
-            "foreign": foreign,
-            "losses": [losses[0], losses[-1]],
-            "profiled_s": whole,
-            "parts": parts,
-            "touched": touched,
-        }
-
-    def touched(self, batch: torch.Tensor) -> float:
-        """Experts of a layer that a piece of a step asks for: fewer than there are, as random routers are not fair."""
-        import torch
-
-        found: list[int] = []
-        seen = lambda module, args: found.append(args[1].unique().numel())  # noqa: E731
-        handles = [module.register_forward_pre_hook(seen) for module in expert_layers(self.model)]
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss_of(self.model, batch, self.recipe.loss_rows)
-        for handle in handles:
-            handle.remove()
-        return statistics.mean(found)
-
-    def profile(self, batches: list[torch.Tensor]) -> tuple[float, dict[str, float]]:
-        """One step by the clock: seconds in all, and of each part."""
-        clock = Clock(self.device)
-        for module in expert_layers(self.model):
-            clock.watch(module, "experts_forward", "experts_again", "experts_backward")
-        for module in attention_layers(self.model):
-            clock.watch(module, "attention", "attention", "attention")
-        begun = clock.now()
-        self.step(batches, clock)
-        whole = clock.now() - begun
-        clock.close()
-        clock.seconds["rest"] = whole - sum(clock.seconds.values())
-        return whole, clock.seconds
-
-
 def child(args: argparse.Namespace, recipe: Recipe) -> int:
     """Measures one variant; every cell is a line of JSON."""
     import warnings
@@ -272,6 +113,8 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
             named["residents"] = trainer.fill(gib, max(args.tokens), max(args.accumulate))
         for tokens, pieces in itertools.product(args.tokens, args.accumulate):
             if pieces <= tokens // recipe.length:
+                if policy and tokens in args.limits:
+                    named["residents"] = trainer.fill(args.limits[tokens], tokens, pieces, reserved=False)
                 cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
                 print(json.dumps({**named, **cell, **trainer.built}), flush=True)
         if args.serve:
@@ -354,6 +197,10 @@ class Bench:
         command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
         command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
         command += ["--policies", ",".join(sorted(self.args.policies, key=POLICIES.index))]
+        if variant == "kt" and self.args.fill_like:
+            like = {"model": recipe.name, "variant": self.args.fill_like}
+            cells = [cell for cell in self.document["cells"] if like.items() <= cell.items()]
+            command += ["--limits", commas(f"{cell['tokens']}:{cell['gpu_peak_gib']}" for cell in cells)]
         named = {"model": recipe.name, "variant": variant, "layers": layers, "format": spec}
         with tempfile.TemporaryFile("w+") as complaints:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)

@@ -1,0 +1,175 @@
+"""One model in training, for train_e2e.py: its steps, what they take, and where."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from e2e_clock import Clock
+from e2e_models import Recipe, attention_layers, build, expert_layers, loss_of, place_experts, settled, ways
+from peaks import GIB, Peaks
+from timing import Watch, spread
+
+if TYPE_CHECKING:
+    import torch
+
+MANY = 8  # pieces
+FILLED = 0.95  # of the memory that is allowed
+SPARE = 48 << 20  # bytes between residents and somebody else's peak
+WARM, LONGEST = 2, 16  # steps before any is timed: at least, and at most until auto has settled
+
+
+class Trainer:
+    """One model in training: steps of a count of tokens, cut into pieces."""
+
+    def __init__(self, variant: str, recipe: Recipe, activation: str, spec: str = "bf16") -> None:
+        import torch
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.recipe = recipe
+        self.peaks = Peaks(self.device)
+        begun = time.perf_counter()
+        self.model = build(variant, recipe, self.device, activation, spec)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.built = {
+            "build_s": time.perf_counter() - begun,
+            "build_host_peak_gib": self.peaks.read()["host_peak_gib"],
+            "trained_parameters": sum(parameter.numel() for parameter in trained),
+            "torch_threads": torch.get_num_threads(),
+        }
+        self._generator = torch.Generator().manual_seed(1)
+        gc.collect()
+        gc.freeze()  # as `kt train` does it: looking through all modules takes a quarter of a second
+
+    def allow(self, gib: int) -> None:
+        """GiB of the GPU that torch may allocate from now on; 0: all."""
+        import torch
+
+        if self.device.type == "cuda":
+            whole = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / whole) if gib else 1.0)
+
+    def place(self, policy: str) -> None:
+        """Where experts are computed from now on."""
+        import torch
+
+        place_experts(self.model, policy)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def fill(self, gib: float, tokens: int, pieces: int, reserved: bool = True) -> int:
+        """Residents in what a step leaves of so many GiB, as `kt train` has them by its plan; how many a layer has.
+        `reserved`: with what torch's allocator holds back."""
+        import torch
+
+        placement = getattr(self.model, "placement", None)
+        if not gib or placement is None:
+            return 0
+        placement.place_residents(size=0)
+        self.peaks.reset()
+        for _ in range(2):
+            self.step(self.batches(tokens, pieces))
+        used = torch.cuda.max_memory_reserved() if reserved else torch.cuda.max_memory_allocated() + SPARE
+        room = int((FILLED if reserved else 1) * gib * GIB) - used
+        return min(len(row) for row in placement.place_residents(size=max(0, room)))
+
+    def batches(self, tokens: int, pieces: int) -> list[torch.Tensor]:
+        import torch
+
+        rows = tokens // self.recipe.length
+        made = torch.randint(self.recipe.vocabulary, (rows, self.recipe.length), generator=self._generator)
+        return list(made.to(self.device).chunk(pieces))
+
+    def step(self, batches: list[torch.Tensor], clock: Clock | None = None) -> float:
+        """The loss; the optimizer has moved when it is back."""
+        import torch
+
+        total = 0.0
+        for batch in batches:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                loss = loss_of(self.model, batch, self.recipe.loss_rows) / len(batches)
+            if clock:
+                clock.in_backward = True
+            loss.backward()
+            if clock:
+                clock.in_backward = False
+            total += loss.item()
+        begun = clock.now() if clock else 0.0
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if clock:
+            clock.add("optimizer", begun)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return total
+
+    def measure(self, tokens: int, pieces: int, seconds: float) -> dict[str, Any]:
+        batches = self.batches(tokens, pieces)
+        losses: list[float] = []
+
+        def timed() -> float:
+            begun = time.perf_counter()
+            losses.append(self.step(batches))
+            return time.perf_counter() - begun
+
+        warm = [timed()]
+        self.peaks.reset()
+        of_piece = batches[0].numel()
+        least = 3 if pieces < MANY else 1  # pieces of a step are as good as steps
+        while len(warm) < min(WARM, least) or (len(warm) < LONGEST and not settled(self.model, of_piece)):
+            warm.append(timed())
+        taken: list[float] = []
+        watch = Watch()
+        while len(taken) < least or sum(taken) < seconds:
+            taken.append(timed())
+        foreign = watch.foreign()
+        peaks = self.peaks.read()
+        whole, parts = self.profile(batches)
+        touched = self.touched(batches[0])
+        step_s = statistics.median(taken)
+        cell = {"tokens": tokens, "pieces": pieces, "step_s": step_s, "tokens_per_s": tokens / step_s}
+        return {
+            **cell,
+            **peaks,
+            "reps": len(taken),
+            "spread": spread(taken),
+            "warm_s": warm,
+            "timed_s": taken,
+            "settled": settled(self.model, of_piece),
+            "ways": ways(self.model),
+            "foreign": foreign,
+            "losses": [losses[0], losses[-1]],
+            "profiled_s": whole,
+            "parts": parts,
+            "touched": touched,
+        }
+
+    def touched(self, batch: torch.Tensor) -> float:
+        """Experts of a layer that a piece of a step asks for: fewer than there are, as random routers are not fair."""
+        import torch
+
+        found: list[int] = []
+        seen = lambda module, args: found.append(args[1].unique().numel())  # noqa: E731
+        handles = [module.register_forward_pre_hook(seen) for module in expert_layers(self.model)]
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss_of(self.model, batch, self.recipe.loss_rows)
+        for handle in handles:
+            handle.remove()
+        return statistics.mean(found)
+
+    def profile(self, batches: list[torch.Tensor]) -> tuple[float, dict[str, float]]:
+        """One step by the clock: seconds in all, and of each part."""
+        clock = Clock(self.device)
+        for module in expert_layers(self.model):
+            clock.watch(module, "experts_forward", "experts_again", "experts_backward")
+        for module in attention_layers(self.model):
+            clock.watch(module, "attention", "attention", "attention")
+        begun = clock.now()
+        self.step(batches, clock)
+        whole = clock.now() - begun
+        clock.close()
+        clock.seconds["rest"] = whole - sum(clock.seconds.values())
+        return whole, clock.seconds
