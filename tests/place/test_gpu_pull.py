@@ -25,6 +25,10 @@ def test_like_a_copy(device: str, dtype: torch.dtype, pinned: bool) -> None:
         wanted = out.cpu() + source.float()
         puller.add(source, out)
         assert torch.equal(out.cpu(), wanted)
+        numbers = torch.randint(-(1 << 60), 1 << 60, shape)
+        there = torch.empty_like(numbers, device=on)
+        puller.fill(there, numbers)
+        assert torch.equal(there.cpu(), numbers)
 
 
 @pytest.mark.parametrize("device", DEVICES)

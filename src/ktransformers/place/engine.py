@@ -303,6 +303,6 @@ def count(ids: Tensor, experts: int) -> NDArray[np.int64]:
 
 
 def mask(experts: Sequence[int], count: int) -> Tensor:
-    found = torch.zeros(count, dtype=torch.bool)
+    found = np.zeros(count, bool)
     found[list(experts)] = True
-    return found
+    return torch.from_numpy(found)

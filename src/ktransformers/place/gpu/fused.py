@@ -114,7 +114,7 @@ def _thin(rows, seeds, out, columns, limit, scale, BLOCK: tl.constexpr):
 def _pull(source, out, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    value = tl.load(source + at, mask=inside, other=0.0)
+    value = tl.load(source + at, mask=inside, other=0)
     if ADD:
         value = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)

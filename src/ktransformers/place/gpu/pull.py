@@ -35,6 +35,16 @@ class Puller:
         self._hold(staged)
         return out.permute([order.index(dim) for dim in range(source.dim())])
 
+    def fill(self, out: Tensor, source: Tensor) -> None:
+        """out = source; of one shape and dtype, dense, `out` on the device."""
+        kernels = kernels_for(self.device)
+        if kernels is None:
+            out.copy_(source)
+            return
+        staged = pinned(source)
+        kernels.pull(staged, out, False)
+        self._hold(staged)
+
     def add(self, source: Tensor, out: Tensor) -> None:
         """out += source; of one shape, `out` on the device."""
         kernels = kernels_for(self.device)

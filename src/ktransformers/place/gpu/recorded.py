@@ -31,6 +31,7 @@ from ktransformers.place.gpu.compute import ALIGN, Decoded, GroupLora, Pair, Row
 from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import empty_like_factors, parts_of
 from ktransformers.place.gpu.optional import triton_kernels
+from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.gpu.steps import SILU
 
@@ -117,10 +118,10 @@ class Recording:
     pairs: dict[str, Pair]
     laid: list[Tensor]  # gradients of the factors, with their strides
 
-    def fill(self, work: Work, tokens: int, rising: Tensor | None) -> None:
+    def fill(self, work: Work, tokens: int, rising: Tensor | None, puller: Puller) -> None:
         """This batch into the buffers; places up to `tokens` that it leaves are nobody's."""
         desk, batch, count = self.desk, work.batch, work.batch.ids.shape[0]
-        self.numbers.copy_(torch.from_numpy(work.numbers), non_blocking=True)
+        puller.fill(self.numbers, torch.from_numpy(work.numbers))  # past the copies that are queued
         targets, sources = [desk.hidden[:count], desk.weights[:count]], [batch.hidden, batch.weights]
         if rising is not None:
             targets.append(desk.rising[:count])
@@ -178,6 +179,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._puller = Puller(device)
         self._seen: dict[Key, tuple[int, int]] = {}  # the layer that came first, and how often
         self._known: dict[Key, Recording] = {}
         self._learned: dict[Key, tuple[dict[str, Pair], list[Tensor]]] = {}  # buffers for LoRA, by its layout
@@ -233,7 +235,7 @@ class Recorder:
             fresh = found is None
             if found is None:
                 found = self._new(desk, work, key)
-            found.fill(work, key[1], rising)
+            found.fill(work, key[1], rising, self._puller)
             if fresh:
                 self._record(key, found, work)
         except RuntimeError as error:  # no memory, or something that a graph cannot hold

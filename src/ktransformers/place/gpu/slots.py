@@ -33,7 +33,9 @@ class Source:
 
 
 Key = tuple[int, int]  # layer, expert
-COPY_BYTES = 32 << 20  # at a time: the CPU's results must not wait longer for the copy engine
+COPY_BYTES = (
+    64 << 20
+)  # at a time: small copies must not wait longer for the copy engine, and each takes the driver 20 us
 
 
 class Slots:
