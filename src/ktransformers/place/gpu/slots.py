@@ -33,7 +33,7 @@ class Source:
 
 
 Key = tuple[int, int]  # layer, expert
-COPY_BYTES = (
+COPY_BYTES = 64 << 20  # at a time: small copies must not wait longer for the copy engine; each takes the driver 20 us
     64 << 20
 )  # at a time: small copies must not wait longer for the copy engine, and each takes the driver 20 us
 
