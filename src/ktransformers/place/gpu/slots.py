@@ -33,9 +33,8 @@ class Source:
 
 
 Key = tuple[int, int]  # layer, expert
-COPY_BYTES = 64 << 20  # at a time: small copies must not wait longer for the copy engine; each takes the driver 20 us
-    64 << 20
-)  # at a time: small copies must not wait longer for the copy engine, and each takes the driver 20 us
+# At a time: small copies must not wait longer for the copy engine, and each takes the driver 20 microseconds.
+COPY_BYTES = 64 << 20
 
 
 class Slots:
