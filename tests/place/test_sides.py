@@ -9,8 +9,9 @@ import pytest
 from ktransformers.errors import InputError
 from ktransformers.place import Choice, Training, make_plan, open_shape, profile
 from ktransformers.place.cost import time_of, touched_experts
-from ktransformers.place.memory import ENGINE, memory_of, slot_count
-from ktransformers.place.sides import costs_of, layer_seconds, placed_seconds
+from ktransformers.place.machine import with_gpus
+from ktransformers.place.memory import ENGINE, memory_of, recorded, slot_count
+from ktransformers.place.sides import NEARLY_ALL, costs_of, layer_seconds, placed_seconds
 from ktransformers.place.split import split
 from ktransformers.place.wish import POLICIES, Wish
 
@@ -23,7 +24,7 @@ def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> floa
 
 
 def test_sizes_are_the_engines() -> None:
-    from ktransformers.place import placement
+    from ktransformers.place import choose, placement
     from ktransformers.place.gpu import factors, measure, side
     from ktransformers.place.sides import CROSSING
 
@@ -31,6 +32,7 @@ def test_sizes_are_the_engines() -> None:
     assert (ENGINE.group_bytes, ENGINE.group_rows) == (side.GROUP_BYTES, side.GROUP_ROWS)
     assert (ENGINE.room_bytes, CROSSING) == (side.ROOM_BYTES, measure.CROSSING)
     assert ENGINE.factor_bytes == factors.KEPT_BYTES
+    assert NEARLY_ALL == choose.NEARLY_ALL
 
 
 def test_streaming_runs_at_the_speed_of_the_link() -> None:
@@ -104,3 +106,18 @@ def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.Monkey
     for bad in ({"policy": "moon", "gpus": 1}, {"policy": "stream"}):
         with pytest.raises(InputError):
             Choice(**bad)  # type: ignore[arg-type]
+
+
+def test_recorded_passes() -> None:
+    """Few bits, some thousand tokens, a GPU that has one kernel for grouped products; then nobody waits for ids."""
+    work, few = Training(tokens=2048, tokens_per_step=2048, sequence=512, rank=8), Choice("int4", 1, policy="auto")
+    assert recorded(QWEN, work, few, MACHINE)
+    assert not recorded(QWEN, work, replace(few, format="bf16"), MACHINE)
+    assert not recorded(QWEN, work, replace(few, policy="cpu"), MACHINE)
+    assert not recorded(QWEN, replace(work, tokens=8192), few, MACHINE)
+    assert not recorded(QWEN, work, few, with_gpus(MACHINE, "rtx-4090"))
+    lead = 5e-3
+    asked, unasked = (placed_seconds(QWEN, 2048, 128, MACHINE, few, lead, recorded=one) for one in (False, True))
+    assert unasked < 0.7 * asked
+    half = replace(few, residents=64)
+    assert placed_seconds(QWEN, 2048, 128, MACHINE, half, lead, recorded=True) < unasked

@@ -169,7 +169,7 @@ def _dense_rate(name: str) -> float:
 def _gpu(found: system.Gpu) -> Gpu:
     rows = gpu_rows()
     like = next((row for row in rows.values() if row.name.removeprefix("GeForce ") in found.name), rows["rtx-4090"])
-    return Gpu(found.name, found.memory, like.flops, like.bandwidth, like.link)
+    return Gpu(found.name, found.memory, like.flops, like.bandwidth, like.link, like.records)
 
 
 def this_machine(*, anew: bool = False) -> Machine:

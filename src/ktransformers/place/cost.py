@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ktransformers.place.formats import packed_lora_bytes
 from ktransformers.place.machine import Machine
-from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, slot_count
+from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, recorded, slot_count
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.sides import (
     GPU_SHARE,
@@ -116,6 +116,7 @@ def touched_experts(model: ModelShape, work: Training) -> float:
 def training_time(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> Time:
     rank, size = work.rank if work.adapts_experts else 0, work.rest_bytes
     touched, sparse = touched_experts(model, work), model.expert_layers / model.layers
+    replayed = recorded(model, work, choice, machine)
     parts = dict.fromkeys(("experts", "rest", "loss", "crossing", "optimiser"), 0.0)
     for way in _passes(model, work, choice, machine):
         rest = _training_rest(model, work, machine, choice, way) / model.layers
@@ -125,7 +126,16 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
         if choice.uses_engine:
             lead = rest / sparse  # what the link has of a layer besides
             expert = placed_seconds(
-                model, work.tokens, touched, machine, choice, lead, rank=rank, backward=way.backward, found=way.found
+                model,
+                work.tokens,
+                touched,
+                machine,
+                choice,
+                lead,
+                rank=rank,
+                backward=way.backward,
+                found=way.found,
+                recorded=replayed,
             )
         else:
             expert = layer_seconds(

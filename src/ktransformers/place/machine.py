@@ -79,6 +79,7 @@ class Gpu:
     flops: float  # dense bf16, f32 sums
     bandwidth: float  # bytes a second of its memory
     link: float  # bytes a second over PCIe, pinned, one direction
+    records: bool = False  # passes of experts (place/gpu/recorded.py): compute capability 9 and 10
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class _GpuRow(BaseModel):
     tflops: float
     bandwidth_gbs: float
     link_gbs: float
+    records: bool = False
     source: str
 
 
@@ -152,6 +154,7 @@ def gpu_rows() -> dict[str, Gpu]:
             row.tflops * 1e12,
             row.bandwidth_gbs * GB,
             row.link_gbs * GB,
+            row.records,
         )
         for name, row in rows.items()
     }

@@ -200,6 +200,19 @@ def slot_count(model: ModelShape, work: Work, choice: Choice, machine: Machine) 
     return _slots(model, choice, machine.gpus[0].memory - bare.gpu_bytes[0], ENGINE)
 
 
+def recorded(model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: Engine = ENGINE) -> bool:
+    """Whether passes of experts are replayed on the first GPU: all of a layer are decoded at once, in one group."""
+    if not choice.uses_engine or not machine.gpus[0].records or not model.gated:
+        return False
+    slots = slot_count(model, work, choice, machine)
+    rows = work.tokens * model.top_k
+    return (
+        model.experts - choice.residents <= slots
+        and slots * expert_bytes(model, choice) + 2 * model.expert_numbers * model.experts <= engine.room_bytes
+        and rows <= engine.group_rows + engine.token_rows * work.tokens
+    )
+
+
 def _slots(model: ModelShape, choice: Choice, free: int, engine: Engine) -> int:
     most = int(engine.slot_share * free) // expert_bytes(model, choice)
     return max(0, min(int(engine.slot_layers * model.experts), most))

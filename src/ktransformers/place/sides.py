@@ -8,6 +8,8 @@ the rest of a layer runs the link already carries its experts, so a streamed lay
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ktransformers.place.formats import TILE_K, format_of, tiles
@@ -28,6 +30,11 @@ SERVED_CALL = (
 CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes (place/gpu/measure.py)
 FORWARD = 3 / 7  # of what handing experts to the GPU takes in both directions
 AGAIN = 5 / 3  # backward on a GPU: gate and up once more, and as many products as forward
+
+
+RECORDED = 0.5  # of Python's time for a layer's experts where their pass is replayed: fitted to steps in int4
+BESIDE = 3.0  # how launching and the link add up where neither waits for the other: fitted likewise
+NEARLY_ALL = 0.9  # of the experts wanted: `stream` sends for everybody (place/choose.py)
 
 
 def together(first: float, second: float, power: float) -> float:
@@ -115,10 +122,13 @@ def placed_seconds(
     backward: bool = False,
     found: bool = False,
     learns: bool = True,
+    recorded: bool = False,
 ) -> float:
     """With the engine, beyond the rest of the layer. `lead`: seconds of it that the link has besides; `found`: all of
-    the experts are on the GPU still."""
+    the experts are on the GPU still; `recorded`: passes are replayed."""
     costs = costs_of(model, machine, choice, learns=learns, rank=rank, backward=backward)
+    if recorded:
+        costs = replace(costs, gpu_call=RECORDED * costs.gpu_call)
     count = max(1, round(touched))
     each, more = divmod(round(tokens * model.top_k), count)
     counts = np.full(count, each, dtype=np.int64)
@@ -132,4 +142,11 @@ def placed_seconds(
     cpu = costs.cpu(len(far), float(counts[list(far)].sum()), tokens, bool(ways.streamed))
     link = len(ways.streamed) * costs.link_expert - lead
     memory = (len(ways.streamed) + len(far)) * costs.memory_expert - lead
-    return max(gpu + costs.gpu_call if near else 0.0, cpu, link, memory)
+    asked = max(gpu + costs.gpu_call if near else 0.0, cpu, link, memory)
+    if not recorded or policy == "resident" or (policy == "stream" and count < NEARLY_ALL * model.experts):
+        return asked
+    # Everybody unasked: nobody waits, and what Python launches goes on beside the link and the device.
+    coming = 0 if found else model.experts - choice.residents
+    device = max(coming * costs.link_expert, model.experts * costs.gpu_expert + tokens * model.top_k * costs.gpu_row)
+    unasked = together(lead + costs.gpu_call, device, BESIDE) - lead
+    return unasked if policy == "stream" else min(asked, unasked)
