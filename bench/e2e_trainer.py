@@ -70,9 +70,9 @@ class Trainer:
             return 0
         placement.place_residents(size=0)
         self.peaks.reset()
-        for _ in range(2):
+        for _ in range(2 if reserved else 4):  # passes are recorded in the third
             self.step(self.batches(tokens, pieces))
-        used = torch.cuda.max_memory_reserved() if reserved else torch.cuda.max_memory_allocated() + SPARE
+        used = torch.cuda.max_memory_reserved() if reserved else self.peaks.allocated() + SPARE
         room = int((FILLED if reserved else 1) * gib * GIB) - used
         return min(len(row) for row in placement.place_residents(size=max(0, room)))
 

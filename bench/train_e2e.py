@@ -28,16 +28,13 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from e2e_clock import PARTS
 from e2e_models import VARIANTS, Recipe, answer, recipes
 from e2e_trainer import WARM, Trainer
 from ideal import ideal, measure
 from timing import Table, describe_machine, print_last_line, save
-
-if TYPE_CHECKING:
-    pass
 
 POLICIES = ("cpu", "stream", "resident", "auto")
 
@@ -49,8 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in words(text)]
 
-    def limits(text: str) -> dict[int, float]:
-        return {int(tokens): float(gib) for tokens, _, gib in (word.partition(":") for word in words(text))}
+    def limits(text: str) -> dict[str, float]:
+        return {cell: float(gib) for cell, _, gib in (word.partition(":") for word in words(text))}
 
     known = recipes()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,6 +87,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         length = known[name].length
         if any(tokens < length or tokens % length for tokens in args.tokens):
             parser.error(f"--tokens: {name} has sequences of {length}, so expected multiples of {length}")
+    if args.fill_like and args.fill_like not in (args.variants or VARIANTS):
+        parser.error(f"--fill-like: {args.fill_like!r} is not among --variants, so nobody knows what it takes")
     for name in args.policies:
         if name not in POLICIES:
             parser.error(f"--policies: no policy {name!r}; there are {', '.join(POLICIES)}")
@@ -113,8 +112,8 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
             named["residents"] = trainer.fill(gib, max(args.tokens), max(args.accumulate))
         for tokens, pieces in itertools.product(args.tokens, args.accumulate):
             if pieces <= tokens // recipe.length:
-                if policy and tokens in args.limits:
-                    named["residents"] = trainer.fill(args.limits[tokens], tokens, pieces, reserved=False)
+                if policy and (limit := args.limits.get(f"{tokens}/{pieces}")):
+                    named["residents"] = trainer.fill(limit, tokens, pieces, reserved=False)
                 cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
                 print(json.dumps({**named, **cell, **trainer.built}), flush=True)
         if args.serve:
@@ -180,7 +179,8 @@ class Bench:
             layers = self.args.layers or recipe.layers
             facts = {**dataclasses.asdict(recipe), "layers": layers, "activation": self.args.activation}
             self.document["models"][name] = {key: value for key, value in facts.items() if key != "config"}
-            for variant in self.args.variants or recipe.variants:
+            # Whoever sets a limit comes first.
+            for variant in sorted(self.args.variants or recipe.variants, key=lambda one: one != self.args.fill_like):
                 for spec in self.args.formats if variant == "kt" else ["bf16"]:
                     self.measure(recipe, layers, variant, spec)
             for words in recipe.published:
@@ -200,7 +200,7 @@ class Bench:
         if variant == "kt" and self.args.fill_like:
             like = {"model": recipe.name, "variant": self.args.fill_like}
             cells = [cell for cell in self.document["cells"] if like.items() <= cell.items()]
-            command += ["--limits", commas(f"{cell['tokens']}:{cell['gpu_peak_gib']}" for cell in cells)]
+            command += ["--limits", commas(f"{c['tokens']}/{c['pieces']}:{c['gpu_peak_gib']}" for c in cells)]
         named = {"model": recipe.name, "variant": variant, "layers": layers, "format": spec}
         with tempfile.TemporaryFile("w+") as complaints:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)

@@ -86,6 +86,7 @@ def test_recipes_have_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--models", "huge"], ["huge", "qwen3-30b"]),
         (["--variants", "zero3"], ["zero3", "fsdp"]),
         (["--tokens", "500"], ["multiples of 512"]),
+        (["--variants", "kt", "--fill-like", "fsdp"], ["fsdp", "nobody knows"]),
     ],
 )
 def test_wrong_options_are_explained(

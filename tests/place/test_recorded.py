@@ -18,7 +18,7 @@ from ktransformers.place.gpu import compute, recorded, side
 from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, empty_like_factors
 from ktransformers.place.gpu.layout import geometry
-from ktransformers.place.gpu.recorded import Desk, Recorder, Recording, Seat, Work, numbers_of, size_of
+from ktransformers.place.gpu.recorded import Desk, Recorder, Recording, Seated, Work, numbers_of, size_of
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots, Source
 from ktransformers.place.placement import geometry_of, new_layer
@@ -36,7 +36,7 @@ def a_room(count: int, first: int, down: int) -> Any:
 
 def test_numbers() -> None:
     room, residents = a_room(8, 192, 64), a_room(3, 192, 64)
-    seats = [Seat(residents, [2], [1]), Seat(room, [0, 4], [1, 7])]
+    seats = [Seated(residents, [2], [1]), Seated(room, [0, 4], [1, 7])]
     found = numbers_of(5, seats, room)
     place, first, down = found[:6], found[6:11], found[11:]
     assert place.tolist() == [0, 5, 2, 5, 4, 5]  # two that others compute, and ids that are none
@@ -103,7 +103,7 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
         layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, [], decoded, np.empty(0, np.int64), pairs
     )
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
-    numbers = torch.from_numpy(numbers_of(size.experts, [Seat(slots, wanted, [0, 1, 2])], slots))
+    numbers = torch.from_numpy(numbers_of(size.experts, [Seated(slots, wanted, [0, 1, 2])], slots))
     recorded._pass(Recording(*NO_GRAPHS, desk, numbers, dict(pairs), laid), work, room, learns)()
 
     if learns is None:
@@ -163,10 +163,12 @@ def test_replays(spec: str, policy: str, at_once: list[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_layers_share_a_recording(at_once: list[str]) -> None:
-    """And results of one are not overwritten by the next."""
+@pytest.mark.parametrize("room", [1, 2])
+def test_layers_share_a_recording(room: int, at_once: list[str]) -> None:
+    """And results of one are not overwritten by the next, nor are experts that a queued pass has still to read: with
+    slots for one layer, everything is queued before the first kernel runs."""
     stores = [make_store(LARGER, "int4:32", seed=seed) for seed in range(3)]
-    place = placed(stores[0], "cuda:0", "stream", 2 * LARGER.experts)
+    place = placed(stores[0], "cuda:0", "stream", room * LARGER.experts)
     layers = [place]
     for index, store in enumerate(stores[1:], 1):
         layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
@@ -182,6 +184,15 @@ def test_layers_share_a_recording(at_once: list[str]) -> None:
         compare([out, *grads], expected(store, one))
     assert at_once == ["forward"] * 3 + ["backward"] * 3
     assert len(place.engine.side._recorder._known) == 2
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        outs = [
+            layer(one.hidden, one.ids, one.weights, factors_of(one.lora), NO_DROPOUT, True)
+            for layer, one in zip(layers, given, strict=True)
+        ]
+    for store, one, out in zip(stores, given, outs, strict=True):
+        compare([out], expected(store, one)[:1])
 
 
 @pytest.mark.gpu
@@ -270,6 +281,8 @@ def test_nobody_waits_for_ids(policy: str, at_once: list[str], monkeypatch: pyte
     assert at_once == ["forward", "backward"] * 4
     assert np.array_equal(place.engine.counts(place.layer), rows)
     given = other_routing(inputs(LARGER, "cuda:0", seed=9), LARGER, 9)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]  # nothing below has come by when backward asks
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
     monkeypatch.setattr(Side, "replays", lambda *_: False)
     compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))

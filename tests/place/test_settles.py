@@ -143,7 +143,8 @@ class Made:
             arrived = max((self.link.arrival[index, expert] for expert in found.streamed), default=start)
             work = len(gpu) * true.gpu_expert + float(counts[list(gpu)].sum()) * true.gpu_row
             gpu_end = true.gpu_call + max(start + work * self.noise(), arrived)
-        self.engine._prefetch(layer, phase, counts, self.tokens)
+        layer.seen[trials.size_of(self.tokens)] = counts
+        self.engine._prefetch(layer, phase, self.tokens, int(counts.sum()))
 
         def cpu() -> None:
             experts, rows = len(found.cpu), float(counts[list(found.cpu)].sum())

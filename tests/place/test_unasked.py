@@ -11,7 +11,7 @@ from ktransformers.nn.factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.gpu.side import Batch, Packed, Side
-from ktransformers.place.trials import Trial
+from ktransformers.place.trials import Trial, size_of
 from tests.place.test_gpu_engine import SMALL, compare, expected, inputs, make_store, placed
 
 
@@ -57,7 +57,8 @@ def step(place: PlacedStore, seed: int) -> tuple[list[Tensor], list[Tensor], Ten
     ],
 )
 def test_who_is_asked(policy: str, residents: int, way: str, unasked: bool, recorded: list[str]) -> None:
-    """From the second step on, where everybody is on the GPU: because they are, or because they are sent for."""
+    """Once the rows of a batch of this size were seen, where everybody is on the GPU: because they are, or because they
+    are sent for."""
     store = make_store(SMALL)
     place = placed(store, "cpu", policy, 2 * SMALL.experts, tuple(range(residents)))
     place.engine.trials.enter = lambda *_: way  # type: ignore[method-assign]
@@ -66,17 +67,29 @@ def test_who_is_asked(policy: str, residents: int, way: str, unasked: bool, reco
         found, want, ids = step(place, seed)
         compare(found, want)
         rows += np.bincount(ids[ids >= 0].numpy(), minlength=SMALL.experts)
-    assert recorded == (["forward", "backward"] * 2 if unasked else [])
+    assert recorded == (["backward", *["forward", "backward"] * 2] if unasked else [])
     assert np.array_equal(place.engine.counts(place.layer), rows)
 
 
-def test_few_of_them_wanted(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `stream` nobody is sent for who is not wanted, where that is more than a few."""
+def test_few_of_them_wanted(recorded: list[str]) -> None:
+    """Under `stream` nobody is sent for who is not wanted, where that is more than a few; another size of batch, of
+    which everybody was wanted, says nothing."""
     store = make_store(SMALL)
     place = placed(store, "cpu", "stream", 2 * SMALL.experts)
-    place.layer.seen = {name: (np.array([1, 0] * (SMALL.experts // 2)), 41) for name in ("forward", "backward")}
+    few, all_of_them = np.array([1, 0] * (SMALL.experts // 2)), np.ones(SMALL.experts, np.int64)
+    place.layer.seen = {size_of(SMALL.tokens): few, size_of(2): all_of_them}
     compare(*step(place, 0)[:2])
-    assert not recorded
+    assert recorded == ["backward"], "of this batch all were wanted, which nobody knew before"
+
+
+def test_layers_without_a_choice_are_on_no_walk(recorded: list[str]) -> None:
+    """Whether they are asked or not: what they take says nothing about ways."""
+    store = make_store(SMALL)
+    place = placed(store, "cpu", "auto", 2 * SMALL.experts, tuple(range(SMALL.experts)), split=False)
+    for seed in range(3):
+        compare(*step(place, seed)[:2])
+    assert recorded[-2:] == ["forward", "backward"]
+    assert not place.engine.trials.ways()
 
 
 def test_another_way_back(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,15 +99,15 @@ def test_another_way_back(recorded: list[str], monkeypatch: pytest.MonkeyPatch) 
     step(place, 0)
     given = inputs(SMALL, "cpu", 1)
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
-    assert recorded == ["forward"] and place.engine._unseen
+    assert recorded == ["backward", "forward"] and place.engine._unseen
     monkeypatch.setattr(Side, "replays", lambda *_: False)
     compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
-    assert recorded == ["forward"] and not place.engine._unseen
+    assert recorded == ["backward", "forward"] and not place.engine._unseen
 
 
 @pytest.mark.parametrize(("whole", "best"), [(0.8, "whole"), (1.0, "stream"), (1.2, "stream")])
 def test_it_is_tried_and_judged_like_any_way(whole: float, best: str) -> None:
-    """Costs know nothing of waiting, so they never find it faster."""
+    """Costs know nothing of waiting."""
     trial, taken = Trial(), {"stream": 1.0, "whole": whole, "cpu": 3.0}
     ways = []
     for _ in range(12):

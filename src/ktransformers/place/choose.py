@@ -22,7 +22,7 @@ from ktransformers.place.corrections import Corrections
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.phase import PHASES, Phase
 from ktransformers.place.split import Costs, Split, split
-from ktransformers.place.trials import POLICY, WHOLE, Trials
+from ktransformers.place.trials import POLICY, WHOLE, Trials, size_of
 
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 NEARLY_ALL = 0.9  # of a layer's experts were wanted the last time: under `stream` all are sent for, unasked
@@ -35,7 +35,7 @@ class Layer:
     costs: dict[str, Costs]  # by direction
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
     last: dict[str, Split] = field(default_factory=dict)  # by phase
-    seen: dict[str, tuple[NDArray[np.int64], int]] = field(default_factory=dict)  # rows of experts, tokens; by phase
+    seen: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # rows of experts, by the size of the batch
 
     @property
     def store(self) -> ExpertStore:
@@ -56,6 +56,7 @@ class Chooser:
         self._after: dict[tuple[int, str], tuple[int, str]] = {}
         self._before: tuple[int, str] | None = None
         self._packing = 0.0  # seconds that an adapter takes when it has changed
+        self._entered = False  # this pass is part of a walk
         self._left = 0.0  # when copies for the next layer were queued
         # Seconds from then on until it asks, the last two times, by layer and phase.
         self._gaps: dict[tuple[int, str], tuple[float, float]] = {}
@@ -76,11 +77,11 @@ class Chooser:
         if self._left and self._after.get(self._before or (-1, "")) == here:
             gap = max(0.0, time.perf_counter() - self._left)
             self._gaps[here] = (self._gaps.get(here, (gap, gap))[1], gap)
-        costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
-        if factors is not None and not is_packed(layer.store, factors):
-            costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
+        costs = self._costs(layer, tokens, phase, factors)
         there, policy = self._resident(index), self.policy
-        if policy == "auto":
+        if policy == "auto" and len(there) == len(counts):
+            policy = "resident"
+        elif policy == "auto":
             policy = POLICY[way or self._enter(layer, counts, tokens, phase, costs, begun)]
         if policy == "resident":
             return split(counts, tokens, costs, there=there, policy=policy)
@@ -91,16 +92,22 @@ class Chooser:
     def _unasked(self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None, begun: Any) -> str:
         """The way of a pass that may go without a look at its ids, by those of the last one; empty: it may not.
         `learns` None: forward."""
-        seen = layer.seen.get(phase.name)
-        if seen is None or self.policy == "cpu" or not self.side.replays(layer.packed, batch, learns):
+        tokens = batch.ids.shape[0]
+        counts = layer.seen.get(size_of(tokens))
+        if counts is None or self.policy == "cpu" or not self.side.replays(layer.packed, batch, learns):
             return ""
-        counts, tokens = seen[0], batch.ids.shape[0]
         if len(self._resident(layer.packed.index)) == len(counts):
             return WHOLE
         if self.policy != "auto":
             return WHOLE if self.policy == "stream" and _nearly_all(counts) else ""
-        costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
+        costs = self._costs(layer, tokens, phase, batch.factors)
         return self._enter(layer, counts, tokens, phase, costs, begun, True)
+
+    def _costs(self, layer: Layer, tokens: int, phase: Phase, factors: Factors | None) -> Costs:
+        costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
+        if factors is not None and not is_packed(layer.store, factors):
+            costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
+        return costs
 
     def _enter(
         self,
@@ -113,6 +120,7 @@ class Chooser:
         whole: bool = False,
     ) -> str:
         here, moment = (layer.packed.index, phase.name), self.trials.mark() if begun is None else begun
+        self._entered = True
         return self.trials.enter(
             phase.walk, tokens, here, moment, lambda: self._foretell(counts, tokens, costs, here, whole)
         )
@@ -132,43 +140,41 @@ class Chooser:
         return {way: one.seconds - launching.get(way, 0.0) for way, one in found.items() if possible.get(way, True)}
 
     def _mark(self) -> Any:
+        self._entered = False
         return self.trials.mark() if self.policy == "auto" else None
 
-    def _leave(self, few: bool = False) -> None:
-        if self.policy == "auto" and not few:
+    def _leave(self) -> None:
+        """Few tokens, and layers whose experts are all resident, are on no walk."""
+        if self._entered:
             self.trials.leave()
 
-    def _prefetch(self, layer: Layer, phase: Phase, counts: NDArray[np.int64] | None, tokens: int) -> None:
-        """Queue copies for the layer that came after this one the last time, if it will want the same experts. `counts`
-        None: nobody knows them yet."""
+    def _prefetch(self, layer: Layer, phase: Phase, tokens: int, rows: int) -> None:
+        """Queue copies for the layer that came after this one the last time, if it will want the same experts as it did
+        of the last batch of this size."""
         here = (layer.packed.index, phase.name)
         if self._before is not None:
             self._after[self._before] = here
         # Copies of this layer that are still under way are no lead of the next one's.
         self._before, self._left = here, max(time.perf_counter(), self.slots.link_free)
-        if counts is not None:
-            layer.seen[phase.name] = counts, tokens
         following = self._after.get(here)
-        if following is None or (counts is not None and counts.sum() < MANY * len(counts)):
+        if following is None or rows < MANY * len(layer.counts):
             return
         target = self.layers[following[0]]
-        before, towards = target.seen.get(following[1]), PHASES[following[1]]
+        before, towards = target.seen.get(size_of(tokens)), PHASES[following[1]]
         policy = self.policy
-        whole = policy == "stream" and before is not None and _nearly_all(before[0])
-        if policy == "auto" and before is not None:
-            way = self.trials.coming(towards.walk, before[1])
-            policy, whole = POLICY.get(way, "resident"), way == WHOLE
+        if policy == "auto":
+            policy = POLICY.get(self.trials.coming(towards.walk, tokens), "resident")
         if before is None or policy not in ("auto", "stream") or not self.slots.direct(target.packed.source):
             return
         index, resident = target.packed.index, self._resident(target.packed.index)
-        if whole:
-            everybody = [expert for expert in range(len(before[0])) if expert not in resident]
-            self.slots.fetch(index, target.packed.source, everybody[: self.slots.count])
-            return
-        costs = self.corrections.apply(target.costs[towards.direction], towards.direction, before[1])
-        lead = min(self._gaps.get(following, (0.0,)))  # of the link, over the layer that will ask; a pause is none
-        likely = split(*before, costs, there=resident, backlog=-lead, policy=policy).streamed[: self.slots.count]
-        self.slots.fetch(index, target.packed.source, sorted(likely))
+        last = target.last.get(following[1])
+        if policy == "stream" and last is not None and len(last.there) + len(last.streamed) == len(before):
+            likely = last.streamed  # everybody
+        else:
+            costs = self.corrections.apply(target.costs[towards.direction], towards.direction, tokens)
+            lead = min(self._gaps.get(following, (0.0,)))  # of the link, over the layer that will ask; a pause is none
+            likely = split(before, tokens, costs, there=resident, backlog=-lead, policy=policy).streamed
+        self.slots.fetch(index, target.packed.source, sorted(likely[: self.slots.count]))
 
     def _everybody(self, layer: Layer) -> Split:
         """All experts on the GPU, wanted or not."""

@@ -40,7 +40,7 @@ from ktransformers.place.gpu.side import Batch, Side
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.phase import phase_of
 from ktransformers.place.split import Split
-from ktransformers.place.trials import WHOLE
+from ktransformers.place.trials import WHOLE, size_of
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 class Kept:
     """For backward."""
 
-    ids: Tensor  # host; there when the engine has settled
+    ids: Tensor  # host; not there until the engine has settled, so nobody may copy it before
     keep: Tensor  # of the core, or empty; written where the CPU had everything
     cpu: Tensor  # bool [E]: what the CPU computed
 
@@ -66,16 +66,20 @@ class Engine(Chooser):
         self._ahead = Ahead(self._worker)
         self._lock = threading.RLock()
         self._packed = 0.0  # seconds that an adapter took that has just changed
-        self._unseen: deque[tuple[Layer, str, Descent]] = deque()  # phases, and ids that nobody has waited for
+        self._unseen: deque[tuple[Layer, Descent]] = deque()  # ids that nobody has waited for
 
     def settle(self, wait: bool = True) -> None:
         """Count the rows of passes that nobody waited for."""
-        while self._unseen and (wait or self._unseen[0][2].ready()):
-            layer, phase, descent = self._unseen.popleft()
-            ids = descent.finish()[0]
-            counts = count(ids, layer.packed.geometry.experts)
-            layer.counts += counts
-            layer.seen[phase] = counts, ids.shape[0]
+        with self._lock:
+            while self._unseen and (wait or self._unseen[0][1].ready()):
+                layer, descent = self._unseen.popleft()
+                self._count(layer, descent.finish()[0])
+
+    def _count(self, layer: Layer, ids: Tensor) -> NDArray[np.int64]:
+        counts = count(ids, layer.packed.geometry.experts)
+        layer.counts += counts
+        layer.seen[size_of(ids.shape[0])] = counts
+        return counts
 
     def counts(self, layer: Layer) -> NDArray[np.int64]:
         """Rows of each expert so far."""
@@ -108,11 +112,10 @@ class Engine(Chooser):
         counts = None
         if way == WHOLE:
             ids, found = routes.targets[0], self._everybody(layer)
-            self._unseen.append((layer, phase.name, routes))
+            self._unseen.append((layer, routes))
         else:
             ids = routes.finish()[0]
-            counts = count(ids, layer.packed.geometry.experts)
-            layer.counts += counts
+            counts = self._count(layer, ids)
             if few:
                 found = Split((), (), tuple(np.flatnonzero(counts).tolist()), 0.0, 0.0)
             else:
@@ -127,7 +130,7 @@ class Engine(Chooser):
             rows = routes if few else start_down((batch.hidden, batch.weights))
             share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep[:0] if gpu else keep)
         whole = self.side.forward(layer.packed, batch, gpu, counts) if gpu else None
-        self._prefetch(layer, phase, counts, batch.ids.shape[0])
+        self._prefetch(layer, phase, batch.ids.shape[0], batch.ids.numel())
         if whole is not None:
             if share is not None:
                 self._puller.add(share(), whole)
@@ -139,7 +142,7 @@ class Engine(Chooser):
             result = torch.zeros_like(batch.hidden)
         if share is not None and batch.factors is not None:
             self._ahead.passed(layer.store)
-        self._leave(few)
+        self._leave()
         return result, Kept(ids, keep, cpu)
 
     def backward(
@@ -178,7 +181,7 @@ class Engine(Chooser):
         if gpu := found.there + found.streamed:
             grad_hidden, grad_weights, laid = self.side.backward(layer.packed, batch, grad_out, gpu, counts, wanted)
         leaving = start_to_host(laid) if laid and share is None else None
-        self._prefetch(layer, phase, counts, batch.ids.shape[0])
+        self._prefetch(layer, phase, batch.ids.shape[0], batch.ids.numel())
         if share is not None:
             lower = share()
             if grad_hidden is None or grad_weights is None:

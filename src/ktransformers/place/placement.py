@@ -172,8 +172,9 @@ class Placement:
     def detach(self) -> None:
         for layer in self.layers:
             place_store(layer.store, None)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        for device in self.devices():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         if self._registered is not None:
             self._registered.close()
 

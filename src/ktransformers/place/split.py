@@ -60,7 +60,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Split:
-    """Expert numbers; those without tokens are in none of them."""
+    """Expert numbers; those without tokens are in none of them, unless nobody knew who has any."""
 
     there: tuple[int, ...]  # on the GPU already
     streamed: tuple[int, ...]  # the hottest first

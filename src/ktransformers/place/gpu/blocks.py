@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktransformers.place.gpu import layout
 from ktransformers.place.gpu.layout import Matrix
 
 COLUMNS = 128
-NOWHERE = tl.constexpr(-1)  # as a distance: no expert begins at an odd one
-LINE = tl.constexpr(64)  # bytes that all experts and blocks are multiples of
+NOWHERE = tl.constexpr(layout.NOWHERE)
+LINE = tl.constexpr(layout.LINE)  # bytes that all experts and blocks are multiples of
 Q5_0, Q45_1, Q2_K, Q3_K, Q45_K, Q6_K = (tl.constexpr(number) for number in range(6))
 KINDS = {
     "q4_1": Q45_1,

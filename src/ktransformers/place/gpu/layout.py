@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ktransformers.errors import InputError
 
 TILE_K, TILE_N, LINE, TILE_BYTES = 32, 16, 64, 1024
+NOWHERE = -1  # an expert that nobody wants: no slot, and no distance, because all are even
 SIZES = {"f32": 4, "f16": 2, "bf16": 2, "u16": 2, "u8": 1, "i8": 1}
 
 

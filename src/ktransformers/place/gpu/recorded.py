@@ -30,6 +30,7 @@ from ktransformers.place.gpu import compute
 from ktransformers.place.gpu.compute import ALIGN, Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import empty_like_factors, parts_of
+from ktransformers.place.gpu.layout import NOWHERE
 from ktransformers.place.gpu.optional import triton_kernels
 from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.slots import Slots
@@ -43,13 +44,12 @@ SEEN = 2  # passes over the layers before one like them is recorded: a size that
 MOST = 48  # recordings; more kinds than that go kernel by kernel
 # Where torch's grouped product is one kernel; elsewhere it asks the device for the groups, which no graph can hold.
 CAPABLE = (9, 10)
-NOWHERE = -1
 Key = tuple[Any, ...]
 _log = log.logger(__name__)
 
 
 @dataclass(frozen=True)
-class Seat:
+class Seated:
     """Experts in the slots of one room: the one that is streamed through, or residents'."""
 
     room: Slots
@@ -62,7 +62,7 @@ class Seat:
         return packed.data_ptr() - base.data_ptr() + np.array(self.slots, np.int64) * packed.shape[1]
 
 
-def numbers_of(experts: int, seats: Sequence[Seat], room: Slots) -> NDArray[np.int64]:
+def numbers_of(experts: int, seats: Sequence[Seated], room: Slots) -> NDArray[np.int64]:
     """Of every expert, and of ids that are none: its place, the last one if nobody wants it; and how far its two
     matrices are from those of `room`, or NOWHERE."""
     found = np.full(3 * experts + 1, NOWHERE, np.int64)
@@ -88,7 +88,7 @@ class Work:
     layer: Packed
     batch: Batch
     room: Slots
-    seats: Sequence[Seat]
+    seats: Sequence[Seated]
     decoded: Decoded  # buffers for all experts
     numbers: NDArray[np.int64]
     pairs: Mapping[str, Pair]  # LoRA of all experts
@@ -228,7 +228,7 @@ class Recorder:
 
     def _prepared(self, key: Key, work: Work, rising: Tensor | None = None) -> Recording | None:
         """The recording with this batch in its buffers."""
-        stream = torch.cuda.current_stream(self.device)
+        stream, fresh = torch.cuda.current_stream(self.device), True
         try:
             desk = self._desk_for(key[1], work.batch)  # forgets all recordings when there has to be a larger one
             found = self._known.get(key)
@@ -239,6 +239,8 @@ class Recorder:
             if fresh:
                 self._record(key, found, work)
         except RuntimeError as error:  # no memory, or something that a graph cannot hold
+            if not fresh:
+                raise
             torch.cuda.set_stream(stream)
             self._refuse(error)
             return None

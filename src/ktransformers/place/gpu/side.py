@@ -24,7 +24,7 @@ from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import DeviceFactors, Gradients, chosen
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.recorded import Key as Kind
-from ktransformers.place.gpu.recorded import Recorder, Seat, Work, numbers_of, suits
+from ktransformers.place.gpu.recorded import Recorder, Seated, Work, numbers_of, suits
 from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
 from ktransformers.place.gpu.slots import Key, Slots, Source
 from ktransformers.place.gpu.steps import Thinning
@@ -71,7 +71,7 @@ class Side:
         self.residents: dict[int, Slots] = {}  # by layer: slots of their own that are filled once
         self._lora = DeviceFactors(device)
         self._shelf = Shelf(device, shelf_bytes(device))
-        self._buffers: dict[tuple[int, ...], Tensor] = {}
+        self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self._recorder = Recorder(device)
         self._finished: torch.cuda.Event | None = None
 
@@ -121,18 +121,18 @@ class Side:
             )
         return found
 
-    def _buffer(self, count: int, rows: int, columns: int, bulk: int) -> Tensor:
-        found = self._buffers.get((rows, columns))
+    def _buffer(self, name: str, count: int, rows: int, columns: int, bulk: int) -> Tensor:
+        found = self._buffers.get((name, rows, columns))
         if found is None or found.shape[0] < count:
             found = torch.empty(max(count, bulk), rows, columns, dtype=torch.bfloat16, device=self.device)
-            self._buffers[rows, columns] = found
+            self._buffers[name, rows, columns] = found
         return found[:count]
 
     def _decoded(self, layer: Packed, group: Group, slots: Sequence[int], experts: Tensor) -> Decoded:
         geometry, count = layer.geometry, len(group.experts)
         bulk = self._bulk(geometry)
-        first = self._buffer(count, geometry.first.out_rows, geometry.hidden, bulk)
-        down = self._buffer(count, geometry.hidden, geometry.intermediate, bulk)
+        first = self._buffer("first", count, geometry.first.out_rows, geometry.hidden, bulk)
+        down = self._buffer("down", count, geometry.hidden, geometry.intermediate, bulk)
         group.room.await_ready(slots)
         where = on_device(np.array(slots, np.int32), self.device)
         decode(group.room.first, slots, where, geometry.first, first)
@@ -213,9 +213,9 @@ class Side:
             if room is not None and mine:
                 slots = room.fetch(layer.index, layer.source, mine, frozenset((layer.index, e) for e in mine))
                 room.await_ready(slots)
-                seats.append(Seat(room, mine, slots))
-        first = self._buffer(geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
-        down = self._buffer(geometry.experts, geometry.hidden, geometry.intermediate, bulk)
+                seats.append(Seated(room, mine, slots))
+        first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
+        down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
         numbers = numbers_of(geometry.experts, seats, self.slots)
         return kind, Work(layer, batch, self.slots, seats, Decoded(first, down), numbers, pairs)
