@@ -269,6 +269,7 @@ class Engine:
                 out=out,
                 keep=keep if keep.numel() else None,
                 dropout=batch.dropout,
+                learns=batch.learns,
                 **(host_options(batch.several) or {"adapters": adapters}),
             )
 
