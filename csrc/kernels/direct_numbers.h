@@ -12,29 +12,51 @@
 namespace kt {
 namespace {
 
+// What all kinds of such codes have in common.
 template <int W, Scale type>
-struct NibbleNumbers {
-  static constexpr int width = W, words = 2, parts = 8, chains = 2;
-  static constexpr bool begins = false, scaled = true;
+struct NumberSums {
+  static constexpr int width = W, chains = 2;
+  static constexpr bool begins = false, scaled = true, in_pieces = W * 4 > kRegister;
   using Sum = F32<W>;
   using Number = float;
-  F32<W> table;
 
-  F32<W> open(U32<W> word, int part) const {
-    static_assert(W == 16);  // lanes of the table
-    return __builtin_shuffle(table, (I32<W>)(word >> (uint32_t)(4 * part)));
-  }
   F32<W> factor(U32<W> x) const { return (F32<W>)x; }
-  F32<W> add(F32<W> sum, F32<W> codes, F32<W> x) const { return sum + codes * x; }
+  F32<W> add(F32<W> sum, F32<W> codes, F32<W> x) const {
+    if constexpr (!in_pieces) return sum + codes * x;
+    add_pieces(sum, codes, x);
+    return sum;
+  }
   F32<W> scale(const char* scales, int lane) const { return scales_of_lanes<W, type>(scales, lane); }
+
+  // For emulated variants: loops that have many of these in pieces take minutes to compile.
+  __attribute__((noinline)) static void add_pieces(F32<W>& sum, const F32<W>& codes, const F32<W>& x) {
+    sum += codes * x;
+  }
 };
 
 template <int W, Scale type>
-struct ByteNumbers {
-  static constexpr int width = W, words = 4, parts = 4, chains = 2;
-  static constexpr bool begins = false, scaled = true;
-  using Sum = F32<W>;
-  using Number = float;
+struct NibbleNumbers : NumberSums<W, type> {
+  static constexpr int words = 2, parts = 8;
+  F32<W> table;
+
+  explicit NibbleNumbers(const float (&numbers)[16]) : table(load<F32<W>>(numbers)) { static_assert(W == 16); }
+  F32<W> open(U32<W> word, int part) const {
+    F32<W> opened;
+    if constexpr (NumberSums<W, type>::in_pieces) {
+      open_pieces(table, word, part, opened);
+    } else {
+      opened = __builtin_shuffle(table, (I32<W>)(word >> (uint32_t)(4 * part)));
+    }
+    return opened;
+  }
+  __attribute__((noinline)) static void open_pieces(const F32<W>& table, const U32<W>& word, int part, F32<W>& out) {
+    out = __builtin_shuffle(table, (I32<W>)(word >> (uint32_t)(4 * part)));
+  }
+};
+
+template <int W, Scale type>
+struct ByteNumbers : NumberSums<W, type> {
+  static constexpr int words = 4, parts = 4;
 
   F32<W> open(U32<W> word, int part) const {
     U32<W> top = (word << (uint32_t)(24 - 8 * part)) & 0xff000000u;
@@ -47,10 +69,8 @@ struct ByteNumbers {
 #endif
     return __builtin_convertvector((I32<W>)top, F32<W>);
   }
-  F32<W> factor(U32<W> x) const { return (F32<W>)x; }
-  F32<W> add(F32<W> sum, F32<W> codes, F32<W> x) const { return sum + codes * x; }
   F32<W> scale(const char* scales, int lane) const {
-    return scales_of_lanes<W, type>(scales, lane) * splat<F32<W>>(0x1p-24f);
+    return NumberSums<W, type>::scale(scales, lane) * splat<F32<W>>(0x1p-24f);
   }
 };
 
@@ -90,7 +110,7 @@ struct DirectNumbers {
 
   template <class Act>
   static void with_codes(const Format& f, const Act& act) {
-    auto nibbles = [&]<Scale type>(const float (&table)[16]) { act(NibbleNumbers<W, type>{load<F32<W>>(table)}); };
+    auto nibbles = [&]<Scale type>(const float (&table)[16]) { act(NibbleNumbers<W, type>(table)); };
     switch (f.codec) {
       case Codec::int8:
         return act(ByteNumbers<W, Scale::f32>{});
