@@ -2,7 +2,8 @@
 //
 // Rows are sorted by expert, then by adapter, then by token: an expert's tokens lie together, and tokens of one adapter
 // lie together inside them. A row knows whether it is the first or the last contribution to its token in that order,
-// which is the order in which sums are formed, so a token's result does not depend on who else is in the batch.
+// which is the order in which sums are formed, so a token's result does not depend on who else is in the batch, but for
+// whether its experts have few rows or many (Task::direct).
 #pragma once
 
 #include <cstdint>
