@@ -23,7 +23,7 @@ def made(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
     shapes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
     matrices = {n: encode(torch.randn(EXPERTS, *shape, generator=random), "int8") for n, shape in shapes.items()}
     store = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, isa=isa, formats="int8")
-    store.pack(**matrices)
+    store.pack(**matrices)  # type: ignore[arg-type]
     hidden = torch.randn(3, HIDDEN, generator=random).requires_grad_()
     return store, hidden, torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.rand(3, 2, generator=random)
 
@@ -60,7 +60,7 @@ def test_reentrant_checkpointing(isa: str) -> None:
     rounded = store.forward(hidden.detach(), ids, weights, learns=True)
     out = checkpoint(module, hidden, ids, weights, use_reentrant=True)
     assert torch.equal(out.detach(), rounded)
-    out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+    out.backward(torch.ones_like(out))
     assert hidden.grad is not None
     assert torch.equal(hidden.grad, store.backward(torch.ones_like(rounded), hidden.detach(), ids, weights)[0])
     with torch.no_grad():
