@@ -221,10 +221,11 @@ char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
 }
 
 void PyExperts::forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                        nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed,
-                        bool w8a8) const {
+                        nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8,
+                        bool learns) const {
   Bound bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
   bound.set_dropout(dropout, seed);
+  bound.batch.learns = learns;
   set_w8a8(w8a8, bound);
   if (w8a8 && (!keep.is_none() || dropout > 0))
     refuse_value("w8a8", "True", "False beside keep and dropout", "training computes with all bits");

@@ -176,7 +176,7 @@ NB_MODULE(_core, m) {
            "gate_bias"_a.none() = nb::none(), "up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
       .def("forward", &PyExperts::forward, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
            "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
-           "adapters"_a.none() = nb::none(), "dropout"_a = 0.0, "seed"_a = 0, "w8a8"_a = false)
+           "adapters"_a.none() = nb::none(), "dropout"_a = 0.0, "seed"_a = 0, "w8a8"_a = false, "learns"_a = false)
       .def("backward", &PyExperts::backward, "grad_out"_a.none(), "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(),
            "grad_hidden"_a.none(), "grad_weights"_a.none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
            "adapter"_a.none() = nb::none(), "adapters"_a.none() = nb::none(), "factors"_a.none() = nb::none(),

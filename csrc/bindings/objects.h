@@ -87,7 +87,8 @@ struct PyExperts {
   void pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias, nb::handle up_bias,
             nb::handle down_bias);
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-               nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8) const;
+               nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8,
+               bool learns) const;
   // `factors`: for every adapter the gradients' tensors (gate_a, gate_b, up_a, up_b, down_a, down_b), each a tensor or
   // None; or None.
   void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,

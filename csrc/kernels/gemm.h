@@ -7,10 +7,11 @@
 // arithmetic work at the same time, as far as the core lets them (docs/log.md has how far). For the same reason the
 // rows of one product are finished (activated, or added to the sums) during the k steps of the next one, where the
 // matrix unit leaves the vector units idle. What one token gets does not depend on its neighbours in the tile or on the
-// number of threads: every row sees the same operations in the same order.
+// number of threads: every row sees the same operations in the same order. Few rows may go another way (direct.h).
 #pragma once
 
-#include "kernels/direct.h"
+#include "kernels/direct_bytes.h"
+#include "kernels/direct_numbers.h"
 #include "kernels/pack.h"
 
 namespace kt {
@@ -31,14 +32,13 @@ inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
   return select<V>(gone, splat<V>(0.0), v * splat<V>(drop.scale));
 }
 
-// The extras of a product alone, into p.c; whether there are any.
+// The extras of a product alone, into p.c or added to it; whether there is anything in it then.
 template <class Isa>
 inline bool multiply_extras(const ProductOf<typename Isa::Real>& p) {
   Nothing nothing;
   ProductOf<typename Isa::Real> q = p;
   q.ahead = kNothingAhead;
   q.extras = 0;
-  q.accumulate = false;
   for_each_extra(p, [&](const Stretch& s) {
     q.s = s;
     Isa::multiply(q, nothing);
@@ -159,9 +159,12 @@ inline void keep_row(const Sums& sums, int r, const typename Isa::Real* bias, ch
 
 // Sums that meet the scales of their rows and channels in the end, and have the extras added after that.
 template <class By>
-constexpr bool kScaled = kInBytes<By> || kDirect<By>;
+constexpr bool kScaled = kInBytes<By>;
+template <class Quads, class Sums>
+constexpr bool kScaled<DirectBytes<Quads, Sums>> = true;
 
-// Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished.
+// Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished. Those
+// of numbers that meet codes directly begin with them.
 template <class Isa, class By, class Unit>
 inline void set_extras_apart(const Unit& u, int turn, ProductOf<typename By::Real>& p) {
   if constexpr (kScaled<By>) {
@@ -169,6 +172,9 @@ inline void set_extras_apart(const Unit& u, int turn, ProductOf<typename By::Rea
     Product q{{}, p.block, p.tile, p.tiles, p.rows, p.live, false, kNothingAhead, nullptr, p.extra, p.extras, p.block0};
     q.c = (float*)u.scratch + (2 + turn) * sums;
     p.beside = p.extras && multiply_extras<Isa>(q) ? q.c : nullptr;
+    p.extras = 0;
+  } else if constexpr (kDirect<By>) {
+    p.accumulate = multiply_extras<Isa>(p);
     p.extras = 0;
   }
 }
@@ -256,11 +262,13 @@ template <class Isa, class Bytes>
 void run_up(const Up& u) {
   if constexpr (kMultiplies<Bytes>) {
     using Quads = typename Bytes::Arithmetic::Quads;
-    if (u.direct.step)
-      return whole_sums(*u.coded.how) ? run_up_by<Isa, Direct<Quads, int32_t>>(u)
-                                      : run_up_by<Isa, Direct<Quads, float>>(u);
+    if (u.row_scale && u.direct.step)
+      return whole_sums(*u.coded.how) ? run_up_by<Isa, DirectBytes<Quads, int32_t>>(u)
+                                      : run_up_by<Isa, DirectBytes<Quads, float>>(u);
     if (u.row_scale) return run_up_by<Isa, Bytes>(u);
   }
+  if constexpr (kOpens<Isa>)
+    if (u.direct.step) return run_up_by<Isa, DirectNumbers<Isa>>(u);
   run_up_by<Isa, Isa>(u);
 }
 
@@ -345,11 +353,13 @@ template <class Isa, class Bytes>
 void run_down(const Down& d) {
   if constexpr (kMultiplies<Bytes>) {
     using Quads = typename Bytes::Arithmetic::Quads;
-    if (d.direct.step)
-      return whole_sums(*d.coded.how) ? run_down_by<Isa, Direct<Quads, int32_t>>(d)
-                                      : run_down_by<Isa, Direct<Quads, float>>(d);
+    if (d.row_scale && d.direct.step)
+      return whole_sums(*d.coded.how) ? run_down_by<Isa, DirectBytes<Quads, int32_t>>(d)
+                                      : run_down_by<Isa, DirectBytes<Quads, float>>(d);
     if (d.row_scale) return run_down_by<Isa, Bytes>(d);
   }
+  if constexpr (kOpens<Isa>)
+    if (d.direct.step) return run_down_by<Isa, DirectNumbers<Isa>>(d);
   run_down_by<Isa, Isa>(d);
 }
 

@@ -215,6 +215,7 @@ constexpr KernelTable table_of(const char* name) {
           in_bytes<Bytes>(&quantise_rows<kDecodeWidth<Isa>>),
           shrinking<Isa, Bytes>(),
           in_bytes<Bytes>(&gather_byte_panel<Isa>),
+          direct_rows_of<Isa>(),
           &measure_rate<Isa, Bytes>};
 }
 

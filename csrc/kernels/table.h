@@ -38,12 +38,14 @@ struct Coded {
   float* channel = nullptr;  // of bytes: scales of 32 outputs for each block of the product, made where it is decoded
 };
 
-// W8A8 of few rows: the product has no panel, and reads their bytes (Quantise) where they lie. Codes are then not
-// decoded; what is written to `decoded` are the rows once more.
-constexpr int kDirectRows = 4;
+// Few rows: codes are not decoded but multiplied as they lie; what is written to `decoded` are the rows once more. Rows
+// come in steps of 64 bytes each: 64 of K in W8A8 (Quantise), where there is no panel and all of K is taken at once, or
+// a k tile of a panel of bf16.
+constexpr int kDirectRows = 6;       // at most, and as many as `direct_rows` says
+constexpr int kDirectBytesRows = 4;  // in W8A8
 struct DirectRows {
   const char* row[kDirectRows];
-  int64_t step;  // bytes from 64 of K to the next; 0: there are no such rows
+  int64_t step;  // bytes from one step to the next; 0: there are no such rows
 };
 
 // A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)
@@ -104,7 +106,7 @@ struct Up {
   const char* next;        // block of weights that this thread will read after these, or null
   char* scratch;           // [2][2 * 16][32] sums: one product being made, one being finished
   const float* row_scale;  // of bytes (Quantise): [live], and scratch is twice as large; null: the panel holds numbers
-  DirectRows direct;       // all of K is then taken at once
+  DirectRows direct;
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
@@ -320,6 +322,7 @@ struct KernelTable {
   void (*quantise)(const Quantise&);         // likewise, and then there is no W8A8
   void (*shrink)(const Shrink&);             // likewise
   void (*gather_bytes)(const GatherBytes&);  // likewise
+  int32_t (*direct_rows)(const Encoding&);   // rows of numbers that meet such codes as they lie, at most; null: none do
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so
   // does `bytes` in W8A8.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);

@@ -95,14 +95,12 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
                    b + store.offset(k), now};
       down.coded = {store.encoding(), k, slice + plan_.decoded_at};
+      bool few = direct(index, store);
+      if (few) down.direct = rows_in(down.base, whole, down.live);
       if (in_bytes()) {
-        down.base.k_tiles = (int32_t)ceil_div(now, 2);
+        if (!few) down.base.k_tiles = (int32_t)ceil_div(now, 2);
         down.coded.channel = (float*)(slice + plan_.channels_at);
         down.row_scale = (const float*)(workspace_.data() + plan_.row_scales_at) + row;
-      }
-      if (direct(index)) {
-        down.direct.step = whole.rows * row_bytes;
-        for (int32_t r = 0; r < down.live; r++) down.direct.row[r] = down.base.a + r * row_bytes;
       }
       const char* then = down.last ? after : b + store.offset(k + now);
       down.next = tile + tiles == whole.tiles ? then : nullptr;

@@ -16,7 +16,9 @@ class Call final : public Task {
  public:
   // `keep` takes gate and up of every row, in the order of the routing, for a Backward of the same batch; or null.
   Call(const Experts& experts, const Batch& batch, Adapters adapters = {}, char* keep = nullptr)
-      : Task(experts, batch, std::move(adapters), Direction::forward), keep_(keep) {}
+      : Task(experts, batch, std::move(adapters), Direction::forward), keep_(keep) {
+    batch_.learns |= keep || batch.dropout > 0;
+  }
   ~Call() override { close(); }
 
  private:

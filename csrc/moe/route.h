@@ -2,7 +2,8 @@
 //
 // Rows are sorted by expert, then by adapter, then by token: an expert's tokens lie together, and tokens of one adapter
 // lie together inside them. A row knows whether it is the first or the last contribution to its token in that order,
-// which is the order in which sums are formed, so a token's result does not depend on who else is in the batch.
+// which is the order in which sums are formed, so a token's result does not depend on who else is in the batch, but for
+// whether its experts have few rows or many (Task::direct).
 #pragma once
 
 #include <cstdint>
@@ -29,6 +30,7 @@ struct Batch {
   double dropout = 0;  // share of LoRA's inputs that is dropped
   uint64_t dropout_seed = 0;
   bool w8a8 = false;              // forward: rows as bytes; Experts::why_no_bytes is empty
+  bool learns = false;            // forward: a backward pass follows, and the weights have to be those that it sees
   const uint8_t* skip = nullptr;  // [E]
   void* out = nullptr;            // [T, H]
   DType out_dtype = DType::bf16;

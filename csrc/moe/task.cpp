@@ -221,7 +221,7 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
       extras.back().block_bytes = adapter.wide_b().block_bytes();
     });
   bool adapted = routing_.run0[(size_t)unit.segment] < routing_.run0[(size_t)unit.segment + 1];
-  bool few = direct((size_t)unit.segment);
+  bool few = direct((size_t)unit.segment, store);
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
@@ -233,13 +233,33 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     up.first = k == 0;
     up.last = k + now == k_tiles;
     if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
-    if (few && !up.last) continue;
-    if (in_bytes()) few ? read_bytes(gather, up, slice) : gather_bytes(gather, up, slice);
+    if (in_bytes()) {
+      if (few && !up.last) continue;
+      few ? read_bytes(gather, up, slice) : gather_bytes(gather, up, slice);
+    } else if (few) {
+      up.direct = rows_in(up.base, r.tiling, r.live);
+    }
     up.extra = extras.data();
     up.extras = up.last ? (int32_t)extras.size() : 0;
     up.next = !up.last ? b + store.offset(k + now) : next ? first_read(*next) : nullptr;
     kernels.up(up);
   }
+}
+
+bool Task::direct(size_t segment, const BlockStore& store) const {
+  const int32_t rows = routing_.segments[segment].count;
+  if (in_bytes()) return rows <= kDirectBytesRows;
+  if (direction_ == Direction::backward || batch_.learns || !store.encoding()) return false;
+  auto* most = experts_.kernels().direct_rows;
+  return most && rows <= most(*store.encoding());
+}
+
+DirectRows Task::rows_in(const Stretch& panel, const Tiling& tiling, int32_t live) const {
+  int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem;
+  DirectRows rows{};
+  for (int32_t r = 0; r < live; r++) rows.row[r] = panel.a + r * row_bytes;
+  rows.step = tiling.rows * row_bytes;
+  return rows;
 }
 
 // The same rows and columns once more, as bytes in the place of the numbers.
@@ -267,6 +287,8 @@ void Task::read_bytes(const Gather& numbers, Up& up, char* slice) const {
   }
   up.direct.step = kStepK;
   up.first = true;
+  up.base.k_tiles = experts_.weights().up().k_tiles();
+  up.coded.k0 = 0;
   up.coded.channel = (float*)(slice + plan_.channels_at);
   up.row_scale = scales;
 }

@@ -90,8 +90,11 @@ class Task : private Job {
   // W8A8: rows as a panel of bytes, or few of them where they lie.
   void gather_bytes(const Gather& numbers, Up& up, char* slice) const;
   void read_bytes(const Gather& numbers, Up& up, char* slice) const;
-  // Whether a segment's rows are so few that codes are multiplied with them directly.
-  bool direct(size_t segment) const { return in_bytes() && routing_.segments[segment].count <= kDirectRows; }
+  // Whether a segment's rows are so few that a matrix's codes are multiplied with them as they lie. Where numbers are,
+  // weights are not rounded then as a backward pass has them.
+  bool direct(size_t segment, const BlockStore& store) const;
+  // The few rows of a panel of one tile.
+  DirectRows rows_in(const Stretch& panel, const Tiling& tiling, int32_t live) const;
 
   const char* first_read(const UpUnit& unit) const;  // of gate/up
 

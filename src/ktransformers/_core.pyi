@@ -155,6 +155,7 @@ class Experts:
         dropout: float = 0.0,
         seed: int = 0,
         w8a8: bool = False,
+        learns: bool = False,
     ) -> None: ...
     def backward(
         self,

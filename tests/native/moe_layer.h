@@ -134,8 +134,12 @@ inline double activated(double g, Activation kind, double alpha) {
   return NAN;
 }
 
+inline double to_bf16(double x) { return to_float(from_float((float)x, DType::bf16), DType::bf16); }
+
+// `rounded`: hidden states and what lies between the products are what bf16 has of them.
 template <class Real>
-std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const BatchOf<Real>& batch) {
+std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
+                             bool rounded = false) {
   size_t h = (size_t)layer.shape.hidden, i = (size_t)layer.shape.intermediate;
   std::vector<double> out((size_t)batch.tokens * h), inner(i);
   auto dot = [&](const Numbers& m, size_t row, size_t n, auto at) {
@@ -146,7 +150,10 @@ std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const B
   for (size_t n = 0; n < batch.ids.size(); n++) {
     size_t token = n / (size_t)batch.top_k, e = (size_t)batch.ids[n];
     if (batch.ids[n] < 0 || batch.ids[n] >= layer.shape.experts) continue;
-    auto x = [&](size_t k) { return (double)batch.hidden[token * h + k]; };
+    auto x = [&](size_t k) {
+      double value = batch.hidden[token * h + k];
+      return rounded ? to_bf16(value) : value;
+    };
     for (size_t r = 0; r < i; r++) {
       double u = dot(layer.up, e * i + r, h, x) + (layer.up_bias.empty() ? 0 : layer.up_bias[e * i + r]), g = u;
       if (gate.gated) {
@@ -155,6 +162,7 @@ std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const B
         if (gate.kind == Activation::swiglu_oai) u += 1;
       }
       inner[r] = activated(g, gate.kind, gate.alpha) * (gate.gated ? u : 1);
+      if (rounded) inner[r] = to_bf16(inner[r]);
     }
     for (size_t c = 0; c < h; c++) {
       double y = dot(layer.down, e * h + c, i, [&](size_t k) { return inner[k]; });

@@ -48,7 +48,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
             return placed.several(hidden_states, top_k_index, top_k_weights, served)
         inputs = (hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu())
         return store.forward(*inputs, adapter=served.rows, adapters=served.adapters).to(hidden_states.device)
-    return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora)
+    return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora, training=module.training)
 
 
 def register() -> None:

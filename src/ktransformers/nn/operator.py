@@ -105,8 +105,9 @@ def experts(
         found = _store_of(store)
         keep = found.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
         adapters = [packed(found, _factors(lora, roles, scales))] if lora else []
-        drop = Dropout(dropout, seed)
-        return found.forward(hidden, ids, weights, keep=keep if retain else None, adapters=adapters, dropout=drop), keep
+        drop, kept = Dropout(dropout, seed), keep if retain else None
+        out = found.forward(hidden, ids, weights, keep=kept, adapters=adapters, dropout=drop, learns=True)
+        return out, keep
 
     out, keep = computed(compute)
     return out, keep
@@ -218,12 +219,14 @@ def apply_experts(
     *,
     lora: ExpertLora | None = None,
     retain: bool = True,
+    training: bool = False,
 ) -> Tensor:
     """Sum over k of weight * expert(hidden), in hidden's shape and dtype, on its device; LoRA is in host memory.
 
     `retain` keeps gate and up for backward (2 I numbers a row); without, backward computes them again. Dropout of
     LoRA's inputs draws its seed from torch's generator, so recomputation under checkpointing drops the same elements;
-    without gradients nothing is dropped.
+    without gradients nothing is dropped. `training`: weights are those of a backward pass even where no gradients are
+    wanted, as in the first of the two passes of reentrant checkpointing.
     """
     factors = Factors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
     inputs = (hidden, weights, *factors.tensors)
@@ -234,7 +237,8 @@ def apply_experts(
     placed = placed_for(store, hidden.device)
     if placed is None and hidden.device.type != "cpu":
         rows, places, shares = down(hidden, ids, weights)
-        out = up(apply_experts(store, rows, places, shares, lora=lora, retain=retain), hidden.device)
+        out = apply_experts(store, rows, places, shares, lora=lora, retain=retain, training=training)
+        out = up(out, hidden.device)
         if lora is not None and learns:
             _ahead.passed(store)
         return out
@@ -242,7 +246,8 @@ def apply_experts(
         dropout = Dropout(share, int(torch.randint(2**62, ())) if share else 0)
         return placed(hidden, ids, weights, factors if factors.roles else None, dropout, retain and learns)
     if not learns and type(hidden) is Tensor:  # plain inference pays for no operator
-        return store.forward(hidden, ids, weights, adapters=[packed(store, factors)] if factors.roles else [])
+        adapters = [packed(store, factors)] if factors.roles else []
+        return store.forward(hidden, ids, weights, adapters=adapters, learns=training)
     rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
     seed = int(torch.randint(2**62, ())) if share else 0
     out, _ = experts(

@@ -254,12 +254,15 @@ class ExpertStore:
         adapters: Sequence[_core.Adapter] = (),
         dropout: Dropout = NO_DROPOUT,
         w8a8: bool | None = None,
+        learns: bool = False,
     ) -> Tensor:
         """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
 
         Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
         `keep`, from `new_keep`, takes gate and up for a backward of the same batch. `adapter[t]` is the place in
         `adapters` of token t's LoRA, or -1; a single adapter without `adapter` is every token's. `w8a8`: see there.
+        `learns`, implied by `keep` and dropout: weights are those of a backward pass, rounded to `precision`, which few
+        rows of an expert are otherwise spared (docs/formats.md); to W8A8 it is nothing.
         """
         w8a8 = self._asked(w8a8)
         if w8a8 and (keep is not None or dropout.share):
@@ -277,6 +280,7 @@ class ExpertStore:
             dropout.share,
             dropout.seed,
             w8a8,
+            learns,
         )
         return out
 

@@ -94,7 +94,7 @@ def placed_experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def compute() -> tuple[Tensor, ...]:
         placed = _placed(store)
-        batch = Batch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed))
+        batch = Batch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed), learns=True)
         out, kept = placed.engine.forward(placed.layer, batch, retain)
         return out, kept.ids, kept.keep, kept.cpu
 

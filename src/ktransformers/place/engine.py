@@ -224,6 +224,7 @@ class Engine(Chooser):
                 out=out,
                 keep=keep if keep.numel() else None,
                 dropout=batch.dropout,
+                learns=batch.learns,
                 **(host_options(batch.several) or {"adapters": adapters}),
             )
 

@@ -55,6 +55,7 @@ class Batch:
     factors: Factors | None
     dropout: Dropout
     several: Several | None = None  # adapters of a batch whose rows differ in them
+    learns: bool = False  # the CPU's weights are those of a backward pass
 
 
 @dataclass(frozen=True)
