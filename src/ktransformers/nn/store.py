@@ -261,8 +261,7 @@ class ExpertStore:
         Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
         `keep`, from `new_keep`, takes gate and up for a backward of the same batch. `adapter[t]` is the place in
         `adapters` of token t's LoRA, or -1; a single adapter without `adapter` is every token's. `w8a8`: see there.
-        `learns`, implied by `keep` and dropout: weights are those of a backward pass, rounded to `precision`, which few
-        rows of an expert are otherwise spared (docs/formats.md); to W8A8 it is nothing.
+        `learns`, implied by `keep` and dropout: weights are rounded as in backward, for few rows too (docs/formats.md).
         """
         w8a8 = self._asked(w8a8)
         if w8a8 and (keep is not None or dropout.share):
