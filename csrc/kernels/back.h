@@ -203,55 +203,80 @@ inline V back_gated(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
   return a * u;
 }
 
+// The sum of a vector's lanes: one half joins the other, as long as there are two.
+template <class V, int half = kLanes<V> / 2>
+inline Lane<V> sum_of_lanes(V v) {
+  if constexpr (half == 0) {
+    return v[0];
+  } else {
+    Mask<V> from;
+    for (int i = 0; i < kLanes<V>; i++) from[i] = (i + half) % kLanes<V>;
+    return sum_of_lanes<V, half / 2>(v + __builtin_shuffle(v, from));
+  }
+}
+
+// One row of a product meets its gate and up. The 32 columns are one block of these, or two, whose gradients lie
+// `next_block` bytes apart, where a block holds 16 of gate beside 16 of up. One copy of this code, as in hidden_row.
+template <class Isa, Activation A, bool gated>
+__attribute__((noinline)) void back_row(const typename Isa::Real* c, double weight, const Gate& gate, const char* keep,
+                                        char* grad, int64_t next_block, char* hidden, char* part) {
+  using V = typename Isa::Vector;
+  V sum = splat<V>(0.0), scale = splat<V>(weight);
+  constexpr int halves = gated ? 2 : 1, width = kBlockN / halves;
+#pragma GCC unroll 2
+  for (int half = 0; half < halves; half++, keep += kBlockN * Isa::elem, grad += next_block)
+    for (int i = 0; i < width; i += Isa::width) {
+      V d = load<V>(c + half * width + i), g = get_element<Isa>(keep, i), h, dg;
+      if constexpr (gated) {
+        V u = get_element<Isa>(keep, kTileN + i), du;
+        h = back_gated<V, A>(g, u, d * scale, gate, dg, du);
+        put_element<Isa>(grad, kTileN + i, du);
+      } else {
+        h = activate<V, A>(g, gate.alpha);
+        dg = d * scale * slope<V, A>(g, gate.alpha);
+      }
+      sum += d * h;
+      put_element<Isa>(grad, i, dg);
+      if (hidden) put_element<Isa>(hidden, half * width + i, h);
+    }
+  *(typename Isa::Real*)part = sum_of_lanes<V>(sum);
+}
+
 template <class Isa, Activation A>
 void run_back_as(const Back& b) {
   using Real = typename Isa::Real;
-  using V = typename Isa::Vector;
   int64_t block_sums = (int64_t)b.tiling.tiles * b.tiling.rows * kBlockN;
-  int64_t row_bytes = kTileK * Isa::elem, tile_bytes = row_bytes * b.tiling.rows * b.grad_k_tiles;
-  int turn = 0, halves = b.gate.gated ? 2 : 1;
+  int turn = 0;
+  ProductOf<Real> now = {};
   auto where = [&](ProductOf<Real>& p) {
+    now = p;
     p.accumulate = !b.first;
     p.c = b.first && b.last ? (Real*)b.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
                             : (Real*)b.sums + (p.block - b.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
   };
-  // One copy of this code, as in hidden_row.
-  auto finish_row = [&](const ProductOf<Real>& p, int r, const Real* c) __attribute__((noinline)) {
-    int64_t row = (int64_t)p.tile * p.rows + r;
-    int second = r >= p.rows;
-    V sum = splat<V>(0.0), scale = splat<V>(b.weight[row]);
-    char* hidden = nullptr;
-    if (b.hidden)
-      hidden = b.hidden + ((p.tile + second) * (int64_t)b.hidden_k_tiles + p.block) * row_bytes * p.rows +
-               (r - second * p.rows) * row_bytes;
-    // The 32 columns are one block of gate/up, or two where a block holds 16 of gate beside 16 of up.
-    for (int half = 0; half < halves; half++) {
-      int block = p.block * halves + half;
-      const char* keep = b.keep + row * b.keep_stride + (int64_t)block * kBlockN * Isa::elem;
-      char* out =
-          b.grad + (p.tile + second) * tile_bytes + block * row_bytes * p.rows + (r - second * p.rows) * row_bytes;
-      for (int i = 0; i < kBlockN / halves; i += Isa::width) {
-        V d = load<V>(c + half * kTileN + i), g = get_element<Isa>(keep, i), dg, du;
-        V h;
-        if (b.gate.gated) {
-          V u = get_element<Isa>(keep, kTileN + i);
-          h = back_gated<V, A>(g, u, d * scale, b.gate, dg, du);
-          put_element<Isa>(out, kTileN + i, du);
-        } else {
-          h = activate<V, A>(g, b.gate.alpha);
-          dg = d * scale * slope<V, A>(g, b.gate.alpha);
-        }
-        sum += d * h;
-        put_element<Isa>(out, i, dg);
-        if (hidden) put_element<Isa>(hidden, half * kTileN + i, h);
-      }
-    }
-    Real total = 0;
-    for (int i = 0; i < Isa::width; i++) total += sum[i];
-    ((Real*)b.part)[row * b.part_stride + p.block] = total;
-  };
   auto finish = [&](const ProductOf<Real>& p, int first, int end) {
-    for (int r = first; r < end; r++) finish_row(p, r, p.c + r * kBlockN);
+    const Gate gate = b.gate;
+    const int halves = gate.gated ? 2 : 1, rows = p.rows, last = now.live - 1;
+    const int64_t row_bytes = kTileK * Isa::elem, block = row_bytes * rows, row0 = (int64_t)p.tile * rows;
+    const int64_t grad_tile = block * b.grad_k_tiles, hidden_tile = block * b.hidden_k_tiles;
+    const int64_t keep_stride = b.keep_stride, part_stride = b.part_stride * (int64_t)sizeof(Real);
+    const int64_t of_block = halves * row_bytes;  // bytes of a row in the blocks of gate/up
+    const char *keep = b.keep + row0 * keep_stride + p.block * of_block,
+               *soon = b.keep + (int64_t)now.tile * rows * keep_stride + now.block * of_block;
+    char *grad = b.grad + p.tile * grad_tile + p.block * halves * block,
+         *part = b.part + row0 * part_stride + p.block * (int64_t)sizeof(Real),
+         *hidden = b.hidden ? b.hidden + p.tile * hidden_tile + p.block * block : nullptr;
+    const double* weight = b.weight + row0;
+    const auto finish_row = gate.gated ? &back_row<Isa, A, true> : &back_row<Isa, A, false>;
+    for (int r = first; r < end; r++) {
+      // What was kept lies rows apart, where no hardware follows: that of the product under way comes meanwhile.
+      const char* ahead = soon + (r < last ? r : last) * keep_stride;
+      for (int64_t line = 0; line < of_block; line += 64) __builtin_prefetch(ahead + line, 0, 3);
+      const int second = r >= rows;
+      const int64_t at = (r - second * rows) * row_bytes;
+      finish_row(p.c + r * kBlockN, weight[r], gate, keep + r * keep_stride, grad + second * grad_tile + at, block,
+                 hidden ? hidden + second * hidden_tile + at : nullptr, part + r * part_stride);
+    }
   };
   for_each_product<Isa>(b, b.last, nullptr, true, b.drop, where, finish);
 }
