@@ -57,7 +57,7 @@ struct Bf16Pairs;
 template <>
 struct TileRow<Bf16Pairs> {
   template <int W>
-  __attribute__((always_inline)) static void put(char* tile, int j, int lane, F32<W> a, F32<W> b) {
+  static void put(char* tile, int j, int lane, F32<W> a, F32<W> b) {
     char* out = tile + j * 64 + lane * 2;
 #ifdef __AVX512BF16__
     if constexpr (W == 16) {
