@@ -65,7 +65,7 @@ inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop
 // Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
 // last, unless the blocks are turned ones in scratch. `where` gives a product its place for the sums, `finish(product,
 // first, end)` takes rows once they are complete.
-template <class Isa, class Unit, class Where, class Finish>
+template <class Isa, bool turns = false, class Unit, class Where, class Finish>
 inline void for_each_product(const Unit& u, bool complete, const char* after, const Turned* turned, const Drop& drop,
                              const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
@@ -75,7 +75,7 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
   DecodingAhead<Isa> ahead_of_it(u, passes), *decoding = nullptr;
   if constexpr (requires { u.coded; }) how = u.coded.how;
   if (how && Isa::overlaps) decoding = &ahead_of_it;
-  using Beside = typename BesideOf<Isa, requires { u.turned; } && !kInBytes<Isa>>::type;
+  using Beside = typename BesideOf<Isa, turns && !kInBytes<Isa>>::type;
   Beside beside(turned);
   Beside* turning = turned && turned->count ? &beside : nullptr;
   Isa::enter(u.tiling.rows);
@@ -342,7 +342,9 @@ void run_down_by(const Down& d) {
   if constexpr (kDirect<By>) {
     for_each_direct<Isa, By>(d, where, finish);
   } else {
-    for_each_product<By>(d, true, d.next, d.turned.yes ? &d.turned : nullptr, d.drop, where, finish);
+    // Forward has no part in turning, and its loop is the shorter for it.
+    if (d.turned.yes) return for_each_product<By, true>(d, true, d.next, &d.turned, d.drop, where, finish);
+    for_each_product<By>(d, true, d.next, nullptr, d.drop, where, finish);
   }
 }
 
