@@ -172,7 +172,7 @@ inline void store_as(void* base, int64_t index, DType type, V x) {
 
 // e^x; for floats to about one unit in the last place: x = n ln2 + r with |r| <= ln2 / 2, and the Taylor series to r^7.
 template <class V>
-inline V vexp(V x) {
+__attribute__((always_inline)) inline V vexp(V x) {
   if constexpr (kDouble<V>) {
     for (int i = 0; i < kLanes<V>; i++) x[i] = __builtin_exp(x[i]);
     return x;

@@ -63,10 +63,10 @@ inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop
 }
 
 // Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
-// last, unless the blocks are at hand (`turned`). `where` gives a product its place for the sums, `finish(product,
+// last, unless the blocks are turned ones in scratch. `where` gives a product its place for the sums, `finish(product,
 // first, end)` takes rows once they are complete.
-template <class Isa, class Unit, class Where, class Finish>
-inline void for_each_product(const Unit& u, bool complete, const char* after, bool turned, const Drop& drop,
+template <class Isa, bool turns = false, class Unit, class Where, class Finish>
+inline void for_each_product(const Unit& u, bool complete, const char* after, const Turned* turned, const Drop& drop,
                              const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
   using Rows = Unfinished<typename Isa::Real, Finish>;
@@ -75,11 +75,15 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
   DecodingAhead<Isa> ahead_of_it(u, passes), *decoding = nullptr;
   if constexpr (requires { u.coded; }) how = u.coded.how;
   if (how && Isa::overlaps) decoding = &ahead_of_it;
+  using Beside = typename BesideOf<Isa, turns && !kInBytes<Isa>>::type;
+  Beside beside(turned);
+  Beside* turning = turned && turned->count ? &beside : nullptr;
   Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     ProductOf<typename Isa::Real> p;
     p.s = u.base;
-    p.s.b += (block - u.block0) * u.block_bytes;
+    p.s.b += (turning ? (block - u.block0) % 2 : block - u.block0) * u.block_bytes;
+    if (turning) turning->begin(passes * u.base.k_tiles);
     p.block = block;
     p.block0 = u.block0;
     p.extra = u.extra;
@@ -104,11 +108,12 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, bo
       if constexpr (!kInBytes<Isa>)
         if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
       if (decoding && pass == 0) decoding->begin();
-      Meanwhile<Rows, DecodingAhead<Isa>> meanwhile{unfinished, decoding};
+      Meanwhile<Rows, DecodingAhead<Isa>, Beside> meanwhile{unfinished, decoding, turning};
       Isa::multiply(p, meanwhile);
       unfinished.all();
       if (complete) unfinished.put(p);
     }
+    if (turning) turning->finish();
   }
   unfinished.all();
   Isa::leave();
@@ -235,7 +240,7 @@ void run_up_as(const Up& u) {
   if constexpr (kDirect<By>) {
     for_each_direct<Isa, By>(u, where, finish);
   } else {
-    for_each_product<By>(u, u.last, u.next, false, Drop{}, where, finish);
+    for_each_product<By>(u, u.last, u.next, nullptr, Drop{}, where, finish);
   }
 }
 
@@ -345,7 +350,9 @@ void run_down_by(const Down& d) {
   if constexpr (kDirect<By>) {
     for_each_direct<Isa, By>(d, where, finish);
   } else {
-    for_each_product<By>(d, true, d.next, d.turned, d.drop, where, finish);
+    // Forward has no part in turning, and its loop is the shorter for it.
+    if (d.turned.yes) return for_each_product<By, true>(d, true, d.next, &d.turned, d.drop, where, finish);
+    for_each_product<By>(d, true, d.next, nullptr, d.drop, where, finish);
   }
 }
 

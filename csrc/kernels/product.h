@@ -4,6 +4,7 @@
 
 #include "kernels/decoding.h"
 #include "kernels/elementwise.h"
+#include "kernels/turn.h"
 
 namespace kt {
 namespace {
@@ -97,17 +98,22 @@ class Unfinished {
   int next_ = 0, due_ = 0, per_step_ = 0;
 };
 
-// What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode.
-template <class Rows, class Decoding>
+// What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode, or turn
+// the next of them.
+template <class Rows, class Decoding, class Turning>
 struct Meanwhile {
   Rows& rows;
   Decoding* decoding;  // null: blocks are tiles
+  Turning* turning;    // null: they lie as they are read
 
   // The k-th pair of weight tiles.
   const char* tiles(const char* b, int k, int tile_bytes) {
     return decoding ? decoding->tiles(k) : b + (int64_t)k * 2 * tile_bytes;
   }
-  void step() { rows.step(); }
+  void step() {
+    rows.step();
+    if (turning) turning->step();
+  }
   void all() { rows.all(); }
 };
 

@@ -149,18 +149,6 @@ void pack_tiles(const Pack& p) {
 }
 
 template <class Isa>
-void turn_any(const Transpose& t) {
-  auto turn = [](const Transpose& tiles) {
-    if constexpr (kPairs<Isa>) {
-      turn_blocks<Isa::width>(tiles);
-    } else {
-      turn_plain<typename Isa::Real>(tiles);
-    }
-  };
-  t.how ? turn_encoded<Isa>(t, turn) : turn(t);
-}
-
-template <class Isa>
 void decode_any(const Decode& d) {
   decode_block<Isa>(*d.how, d.block, d.k0, d.count, d.out);
 }

@@ -118,6 +118,26 @@ struct Rows {
 };
 constexpr uint8_t kFirst = 1, kLast = 2;
 
+// Blocks of a stored matrix turned around: out is one block of the transposed matrix, whose 32 outputs are the k tile
+// that `in` points to, and whose contraction runs over the outputs of `count` stored blocks.
+struct Transpose {
+  const char* in;    // [2 tiles] of the first block at that k tile; the block itself where it is encoded
+  size_t in_stride;  // from one stored block to the next
+  int32_t count;
+  char* out;            // [count][2 tiles]
+  const Encoding* how;  // null: tiles
+  int32_t k_tile;       // of encoded blocks
+};
+
+// Whether the blocks of a product are turned ones, made in scratch: nothing is to be fetched then. With jobs, only the
+// first is there when it begins; the next one is made beside the products of each, `each` jobs for it, and two places
+// take turns.
+struct Turned {
+  bool yes;
+  const Transpose* jobs;
+  int32_t count, each;
+};
+
 // Down product of one expert for blocks [block0, block1) of output columns.
 struct Down {
   Tiling tiling;
@@ -139,7 +159,7 @@ struct Down {
   int64_t out_stride;
   int32_t width;  // H
   const char* next;
-  bool turned;  // the blocks are in scratch already: nothing is to be fetched
+  Turned turned;
   char* scratch;
   const float* row_scale;  // as in Up
   DirectRows direct;
@@ -179,17 +199,6 @@ struct GatherBytes {
   float* row_scale;  // [live]
 };
 
-// Blocks of a stored matrix turned around: out is one block of the transposed matrix, whose 32 outputs are the k tile
-// that `in` points to, and whose contraction runs over the outputs of `count` stored blocks.
-struct Transpose {
-  const char* in;    // [2 tiles] of the first block at that k tile; the block itself where it is encoded
-  size_t in_stride;  // from one stored block to the next
-  int32_t count;
-  char* out;            // [count][2 tiles]
-  const Encoding* how;  // null: tiles
-  int32_t k_tile;       // of encoded blocks
-};
-
 // k tiles of one encoded block, as [count][2 tiles].
 struct Decode {
   const Encoding* how;
@@ -204,6 +213,7 @@ struct Back {
   Tiling tiling;
   int32_t live;
   Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
+  Turned turned;
   size_t block_bytes;
   int32_t block0, block1;
   const Extra* extra;  // in the first chunk

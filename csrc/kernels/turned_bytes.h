@@ -103,13 +103,11 @@ __attribute__((noinline)) void turn_strip(const Format& f, const Strip& s, const
 
 inline bool turns_as_bytes(Codec c) { return c == Codec::int8 || c == Codec::int4; }
 
-// Both halves of a block.
+// One half of a block.
 template <int W>
-inline void turn_bytes(const Encoding& e, const char* block, int k_tile, char* out) {
-  for (int half = 0; half < 2; half++) {
-    auto turn = e.format[half].codec == Codec::int8 ? &turn_strip<W, Codec::int8> : &turn_strip<W, Codec::int4>;
-    turn(e.format[half], e.strip[half], block + (half ? e.strip[0].bytes : 0), k_tile, half * kTileN / 2, out);
-  }
+inline void turn_bytes(const Encoding& e, const char* block, int k_tile, int half, char* out) {
+  auto turn = e.format[half].codec == Codec::int8 ? &turn_strip<W, Codec::int8> : &turn_strip<W, Codec::int4>;
+  turn(e.format[half], e.strip[half], block + (half ? e.strip[0].bytes : 0), k_tile, half * kTileN / 2, out);
 }
 
 }  // namespace

@@ -21,16 +21,36 @@ void Backward::begin() {
   begin_ranks();
 }
 
-// The k tile of stored blocks [first, first + count) as one block of the transposed matrix. The blocks may lie with
-// several groups.
-void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
-                    char* out) const {
+// The k tile of stored blocks [first, first + count) as one block of the transposed matrix: a job for each of the
+// groups with which the blocks may lie.
+void Backward::add_turns(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
+                         char* out, std::vector<Transpose>& jobs) const {
   for (int g = 0; g < store.parts(); g++) {
     int32_t from = std::max(first, store.begin(g)), to = std::min(first + count, store.end(g));
-    if (from >= to) continue;
-    experts_.kernels().transpose({store.at(expert, from, k_tile), store.block_bytes(), to - from,
-                                  out + store.k_bytes(from - first), store.encoding(), k_tile});
+    if (from >= to) from = to = first;
+    jobs.push_back({store.at(expert, from, k_tile), store.block_bytes(), to - from, out + store.k_bytes(from - first),
+                    store.encoding(), k_tile});
   }
+}
+
+void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
+                    char* out) const {
+  std::vector<Transpose> jobs;
+  add_turns(store, expert, first, count, k_tile, out, jobs);
+  for (const Transpose& job : jobs)
+    if (job.count) experts_.kernels().transpose(job);
+}
+
+// Blocks [block0, block1) of the transposed matrix for one product: all of them, or the first only, if the others can
+// be made beside the products before them, in two places that take turns.
+Turned Backward::turn_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t block0,
+                             int32_t block1, bool beside, char* out, std::vector<Transpose>& jobs) const {
+  jobs.clear();
+  for (int32_t i = block0; i < (beside ? block0 + 1 : block1); i++)
+    turn(store, expert, first, count, i, out + (size_t)(i - block0) * store.k_bytes(count));
+  for (int32_t i = block0 + 1; beside && i < block1; i++)
+    add_turns(store, expert, first, count, i, out + (size_t)((i - block0) % 2) * store.k_bytes(count), jobs);
+  return {true, jobs.data(), (int32_t)jobs.size(), store.parts()};
 }
 
 void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
@@ -74,6 +94,9 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   char* turned = slice + plan_.turned_at;
   int32_t k_tiles = store.blocks();
   int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN * kernels.sum_bytes;
+  std::vector<Transpose> jobs;
+  bool beside = r.tiling.tiles <= kBesideTiles;
+  int32_t together = beside ? kTurnedTogether : kTurnedBlocks;
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
@@ -84,11 +107,10 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), turned, now};
     back.first = k == 0;
     back.last = k + now == k_tiles;
-    for (int32_t j = first; j < last; j += kTurnedBlocks) {
+    for (int32_t j = first; j < last; j += together) {
       back.block0 = j;
-      back.block1 = std::min(j + kTurnedBlocks, last);
-      for (int32_t i = j; i < back.block1; i++)
-        turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * back.block_bytes);
+      back.block1 = std::min(j + together, last);
+      back.turned = turn_blocks(store, segment.expert, k, now, j, back.block1, beside, turned, jobs);
       back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
       std::vector<Extra> extras;
       if (back.first) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
@@ -131,16 +153,19 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
   int32_t k_tiles = plan_.panel_k_tiles;
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
   char* turned = slice + plan_.turned_at;
+  int32_t pieces = 0;
+  for_pieces(index, [&](int32_t, int32_t) { pieces++; });
+  bool beside = whole.tiles <= kBesideTiles && pieces == 1;
+  int32_t together = beside ? kTurnedTogether : kTurnedLane;
+  std::vector<Transpose> jobs;
   for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
     int32_t now = std::min(plan_.down_chunk, k_tiles - k);
-    for (int32_t j = lane.block0; j < lane.block1; j += kTurnedLane) {
-      Down down = columns_of({j, std::min(j + kTurnedLane, lane.block1)}, slice);
-      down.turned = true;
+    for (int32_t j = lane.block0; j < lane.block1; j += together) {
+      Down down = columns_of({j, std::min(j + together, lane.block1)}, slice);
       down.block_bytes = store.k_bytes(now);
       down.first = k == 0;
       down.last = k + now == k_tiles;
-      for (int32_t i = j; i < down.block1; i++)
-        turn(store, segment.expert, k, now, i, turned + (size_t)(i - j) * down.block_bytes);
+      down.turned = turn_blocks(store, segment.expert, k, now, j, down.block1, beside, turned, jobs);
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
         std::vector<Extra> extras;
         Piece piece{(int32_t)index, tile, tile + tiles};

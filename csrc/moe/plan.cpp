@@ -118,7 +118,7 @@ static int64_t place_ranks(const Routing& routing, const Layout& layout, bool ba
       int64_t in_unit = std::min<int64_t>(tiles, plan.most_tiles + plan.most_tiles / 4 + 2);
       panels += round_up(in_unit * tile * wide, 64);
       sums += in_unit * t.rows * kBlockN * layout.kernels.sum_bytes * most;
-      turned += std::max(kTurnedBlocks, kTurnedLane) * most * 2 * layout.kernels.tile_bytes;
+      turned += std::max(kTurnedTogether, kTurnedLane) * most * 2 * layout.kernels.tile_bytes;
     }
     most_panels = std::max(most_panels, panels);
     most_sums = std::max(most_sums, sums);

@@ -48,6 +48,9 @@ constexpr int32_t factor_columns(int64_t rank) {
 constexpr int64_t sums_stride(int32_t columns) { return columns + 16; }
 // Blocks that a thread transposes at a time: of a unit, and of a lane.
 constexpr int32_t kTurnedBlocks = 2, kTurnedLane = 4;
+// Up to so many token tiles, few products share a transposed block, and the next one is made beside them: one product
+// goes over so many blocks then, with two of them in scratch.
+constexpr int32_t kBesideTiles = 3, kTurnedTogether = 16;
 
 struct Lane {
   int32_t block0, block1;
