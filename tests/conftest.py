@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
+
+ROUNDING = ("avx512_bf16", "amx")  # variants that hold activations in bf16
+_CHOSEN: pytest.StashKey[bool] = pytest.StashKey()  # we have named a variant, not the user
 
 
 @functools.cache
@@ -22,6 +26,26 @@ def exact_kinds() -> list[tuple[str, str]]:
 
     runnable = [variant for variant in _core.variants() if variant["native"] or variant["emulated"]]
     return [(variant["name"], kind) for variant in runnable for kind in variant["precisions"] if kind != "bf16"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests hold experts against stock models in float32, to 1e-4. So where nobody says otherwise, and the best variant
+    here rounds activations, the next one computes; tests with an argument `isa` have every variant all the same, and
+    `KT_ISA=amx` puts everything on tiles."""
+    if "KT_ISA" in os.environ or "KT_KERNEL_CPU_VARIANT" in os.environ:
+        return
+    from ktransformers import _core
+
+    native = [variant["name"] for variant in _core.variants() if variant["native"]]
+    if native[-1] in ROUNDING:
+        os.environ["KT_ISA"] = "avx2"
+        config.stash[_CHOSEN] = True
+
+
+@pytest.fixture(autouse=True)
+def _named_variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("best_variant") and request.config.stash.get(_CHOSEN, False):
+        monkeypatch.delenv("KT_ISA")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -79,6 +79,7 @@ def test_bytes(pool: _core.Pool) -> None:
     assert sizes[1] == 2 * sizes[0] and sizes[2] == 4 * sizes[0]
 
 
+@pytest.mark.best_variant
 def test_chosen_by_precision() -> None:
     variants = _core.variants()
     for precision in ("bf16", "f32", "f64"):
