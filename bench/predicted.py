@@ -79,7 +79,8 @@ def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row
     recipe = recipes()[cell["model"]]
     words = {**recipe.config, "num_hidden_layers": cell["layers"], "vocab_size": facts["vocabulary"]}
     shape, work = of_config(words, recipe.name), work_of(recipe, facts, cell)
-    choice = Choice(cell.get("format", "bf16").partition(":")[0], 1, policy=cell["policy"] or "cpu")
+    spec, residents = cell.get("format", "bf16").partition(":")[0], cell.get("residents", 0)
+    choice = Choice(spec, 1, policy=cell["policy"] or "cpu", residents=residents)
     memory = memory_of(shape, work, choice, machine)
     predicted = {
         "step_s": time_of(shape, work, choice, machine).seconds,
