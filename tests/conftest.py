@@ -8,7 +8,6 @@ import os
 import pytest
 
 ROUNDING = ("avx512_bf16", "amx")  # variants that hold activations in bf16
-_CHOSEN: pytest.StashKey[bool] = pytest.StashKey()  # we have named a variant, not the user
 
 
 @functools.cache
@@ -28,7 +27,7 @@ def exact_kinds() -> list[tuple[str, str]]:
     return [(variant["name"], kind) for variant in runnable for kind in variant["precisions"] if kind != "bf16"]
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Tests hold experts against stock models in float32, to 1e-4. So where nobody says otherwise, and the best variant
     here rounds activations, the next one computes; tests with an argument `isa` have every variant all the same, and
     `KT_ISA=amx` puts everything on tiles."""
@@ -39,13 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
     native = [variant["name"] for variant in _core.variants() if variant["native"]]
     if native[-1] in ROUNDING:
         os.environ["KT_ISA"] = "avx2"
-        config.stash[_CHOSEN] = True
-
-
-@pytest.fixture(autouse=True)
-def _named_variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("best_variant") and request.config.stash.get(_CHOSEN, False):
-        monkeypatch.delenv("KT_ISA")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

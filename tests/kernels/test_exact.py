@@ -79,14 +79,6 @@ def test_bytes(pool: _core.Pool) -> None:
     assert sizes[1] == 2 * sizes[0] and sizes[2] == 4 * sizes[0]
 
 
-@pytest.mark.best_variant
-def test_chosen_by_precision() -> None:
-    variants = _core.variants()
-    for precision in ("bf16", "f32", "f64"):
-        native = [v["name"] for v in variants if v["native"] and precision in v["precisions"]]
-        assert ExpertStore(1, 8, 8, precision=precision).isa == native[-1]
-
-
 def test_refusals() -> None:
     with pytest.raises(ValueError, match='precision: given "f16", expected one of bf16, f32, f64'):
         ExpertStore(1, 8, 8, precision="f16")

@@ -40,6 +40,14 @@ def test_best_native_by_default() -> None:
     assert python(CODE).stdout.split()[0] == native[-1]
 
 
+def test_chosen_by_precision() -> None:
+    words = [f"ExpertStore(1, 8, 8, precision={precision!r}).isa" for precision in ("bf16", "f32", "f64")]
+    done = python(f"from ktransformers.nn import ExpertStore; print({', '.join(words)})")
+    for chosen, precision in zip(done.stdout.split(), ("bf16", "f32", "f64"), strict=True):
+        able = [v["name"] for v in _core.variants() if v["native"] and precision in v["precisions"]]
+        assert chosen == able[-1]
+
+
 def test_unknown_variant() -> None:
     done = python(CODE, KT_ISA="avx3")
     assert done.returncode == 1
