@@ -72,6 +72,9 @@ class Trainer:
         self.peaks.reset()
         for _ in range(2 if reserved else 4):  # passes are recorded in the third
             self.step(self.batches(tokens, pieces))
+        if not reserved:
+            self.peaks.settle()
+            self.step(self.batches(tokens, pieces))
         used = torch.cuda.max_memory_reserved() if reserved else self.peaks.allocated() + SPARE
         room = int((FILLED if reserved else 1) * gib * GIB) - used
         return min(len(row) for row in placement.place_residents(size=max(0, room)))
@@ -121,12 +124,13 @@ class Trainer:
         least = 3 if pieces < MANY else 1  # pieces of a step are as good as steps
         while len(warm) < min(WARM, least) or (len(warm) < LONGEST and not settled(self.model, of_piece)):
             warm.append(timed())
+        before = self.peaks.settle()
         taken: list[float] = []
         watch = Watch()
         while len(taken) < least or sum(taken) < seconds:
             taken.append(timed())
         foreign = watch.foreign()
-        peaks = self.peaks.read()
+        peaks = self.peaks.read(before)
         whole, parts = self.profile(batches)
         touched = self.touched(batches[0])
         step_s = statistics.median(taken)

@@ -53,10 +53,19 @@ class Peaks:
             torch.cuda.reset_peak_memory_stats()
 
     def allocated(self) -> int:
-        """Bytes of the GPU."""
+        """Bytes of the GPU; of steps that record nothing, as what a capture allocates is in its graph's bytes."""
         import torch
 
         return torch.cuda.max_memory_allocated() + graph_bytes() if self._gpu else 0
+
+    def settle(self) -> int:
+        """Everything is recorded now: the GPU's peak up to here, in bytes; it starts anew."""
+        import torch
+
+        before = torch.cuda.max_memory_allocated() if self._gpu else 0
+        if self._gpu:
+            torch.cuda.reset_peak_memory_stats()
+        return before
 
     def _pinned(self) -> int:
         import torch
@@ -65,12 +74,13 @@ class Peaks:
             return 0
         return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
-    def read(self) -> dict[str, float]:
+    def read(self, before: int = 0) -> dict[str, float]:
+        """`before`: what `settle` has said."""
         import torch
 
         gpu = self._gpu
         return {
-            "gpu_peak_gib": self.allocated() / GIB,
+            "gpu_peak_gib": max(before, self.allocated()) / GIB,
             "gpu_graphs_gib": graph_bytes() / GIB if gpu else 0.0,
             "gpu_reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0,
             "host_peak_gib": (host_bytes("VmHWM") + self._pinned()) / GIB,

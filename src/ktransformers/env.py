@@ -27,6 +27,9 @@ VARIABLES = (
         "where `place.attach` has experts of a GPU's model computed; cpu by default",
     ),
     Variable("KT_PIN", "map, stage", "how packed experts get to a GPU: registered where they lie, or staged"),
+    Variable(
+        "KT_GRAPHS", "0", "attention and decoding are launched by Python, kernel by kernel, not recorded as CUDA graphs"
+    ),
     Variable("KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug says what was chosen"),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
     Variable("API_HOST", "an address", "`kt serve` without --host listens there"),

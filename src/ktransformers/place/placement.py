@@ -28,6 +28,7 @@ from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents as chosen
 from ktransformers.place.choose import Layer
 from ktransformers.place.engine import Engine
+from ktransformers.place.gpu.attention import Attention, record_attention
 from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
 from ktransformers.place.gpu.measure import costs_of
 from ktransformers.place.gpu.pinned import MODES, Registered
@@ -60,6 +61,7 @@ class Placement:
     left: dict[str, str]  # layers that stay with the CPU, and why
     _registered: Registered | None = None
     _placed: list[ServedStore] = field(default_factory=list)  # in the order of `layers`
+    _attention: list[Attention] = field(default_factory=list)
     _renewed: list[chosen.Row] = field(default_factory=list)  # counts of each layer when residents were last renewed
 
     def counts(self) -> list[chosen.Row]:
@@ -172,6 +174,8 @@ class Placement:
     def detach(self) -> None:
         for layer in self.layers:
             place_store(layer.store, None)
+        for attention in self._attention:
+            attention.close()
         for device in self.devices():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -234,6 +238,8 @@ def attach(
         _add(placement, engine, name, store, contract, calibrate)
     for name, reason in placement.left.items():
         _log.warning("%s stays with the CPU: %s", name, reason)
+    if env.text("KT_GRAPHS") != "0":
+        placement._attention = record_attention(model, [one for one in placement.devices() if one.type == "cuda"])
     return placement
 
 

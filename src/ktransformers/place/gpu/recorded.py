@@ -27,6 +27,7 @@ from ktransformers import log
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.transfer import side_streams
 from ktransformers.place.gpu import compute
+from ktransformers.place.gpu.capture import capture
 from ktransformers.place.gpu.compute import ALIGN, Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.decode import decode
 from ktransformers.place.gpu.factors import empty_like_factors, parts_of
@@ -228,7 +229,7 @@ class Recorder:
 
     def _prepared(self, key: Key, work: Work, rising: Tensor | None = None) -> Recording | None:
         """The recording with this batch in its buffers."""
-        stream, fresh = torch.cuda.current_stream(self.device), True
+        fresh = True
         try:
             desk = self._desk_for(key[1], work.batch)  # forgets all recordings when there has to be a larger one
             found = self._known.get(key)
@@ -241,7 +242,6 @@ class Recorder:
         except RuntimeError as error:  # no memory, or something that a graph cannot hold
             if not fresh:
                 raise
-            torch.cuda.set_stream(stream)
             self._refuse(error)
             return None
         self._known[key] = found
@@ -296,9 +296,8 @@ class Recorder:
         torch.cuda.synchronize(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        for graph, run in pieces:  # other threads wait for their own copies meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                run()
+        for graph, run in pieces:
+            capture(graph, run, self.device, self._pool)
 
 
 def _new_desk(tokens: int, batch: Batch) -> Desk:
