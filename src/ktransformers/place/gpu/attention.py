@@ -37,7 +37,8 @@ from ktransformers.place.gpu.desk import Desk, Gradients, Rows
 NAME = "self_attn"
 SEEN = 2  # calls of a kind before one is recorded
 MOST = 8  # kinds of calls that a layer remembers as graphs
-TOKENS = 4096  # from here on the device is busy for longer than Python takes
+TOKENS = 16384  # of a call: from here on the device is busy for longer than Python takes
+LONGEST = 2048  # of a sequence: what a graph's memory holds is there for good
 # Others give the weights of attention too: a replay leaves them out, which only somebody who watches would notice.
 WEIGHTLESS = ("sdpa", "flash_attention_2", "flash_attention_3")
 NOTHING = torch.empty(0)
@@ -165,6 +166,7 @@ class Studio:
         return graph
 
     def refuse(self, error: RuntimeError) -> None:
+        """Nothing more; what is recorded stays, because passes that went that way will be repeated."""
         self.refused = True
         why = "there is no GPU memory left for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
         _log.warning("attention is not recorded, Python launches it kernel by kernel: %s", why)
@@ -199,7 +201,7 @@ class Attention:
         return Replay.apply(recording, call, call.hidden, *recording.trained), None  # type: ignore[no-untyped-call]
 
     def _find(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> tuple[Recording, Call] | None:
-        if self.studio.refused or not (self.layer.gradient_checkpointing and self.module.training):
+        if not (self.layer.gradient_checkpointing and self.module.training):
             return None
         call = read(args, words)
         key = None if call is None else self._key(call)
@@ -211,7 +213,12 @@ class Attention:
     def _key(self, call: Call) -> Key | None:
         """The kind of a call, first of all what it asks of a desk; None: none that is recorded."""
         hidden, studio, kind = call.hidden, self.studio, self.studio.device.type
-        if hidden.shape[0] * call.shape[1] > TOKENS or hidden.device != studio.device or not studio.follows():
+        if (
+            call.shape[1] > LONGEST
+            or hidden.shape[0] * call.shape[1] > TOKENS
+            or hidden.device != studio.device
+            or not studio.follows()
+        ):
             return None
         if torch.compiler.is_compiling() or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
@@ -238,7 +245,8 @@ class Attention:
             self._open[key] = max(0, pending - learns)
             return None
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] > SEEN and not pending and (found is not None or len(self.known) < MOST):
+        room = not self.studio.refused and (found is not None or len(self.known) < MOST)
+        if room and self._seen[key] > SEEN and not pending:
             found = self._record(call, key, learns)
             if found is not None:
                 return found
