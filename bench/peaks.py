@@ -81,6 +81,7 @@ class Peaks:
         gpu = self._gpu
         return {
             "gpu_peak_gib": max(before, self.allocated()) / GIB,
+            "gpu_settling_gib": before / GIB,
             "gpu_graphs_gib": graph_bytes() / GIB if gpu else 0.0,
             "gpu_reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0,
             "host_peak_gib": (host_bytes("VmHWM") + self._pinned()) / GIB,

@@ -226,7 +226,7 @@ def test_large_batches_and_many_kinds(replayed: list[str], monkeypatch: pytest.M
     for step in range(4):
         compare(model, stock, batch(step))
     assert not replayed
-    monkeypatch.setattr(attention, "TOKENS", 16384)
+    monkeypatch.setattr(attention, "TOKENS", 4096)
     monkeypatch.setattr(attention, "MOST", 1)
     for step in range(4):
         compare(model, stock, batch(step))

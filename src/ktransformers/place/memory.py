@@ -34,7 +34,7 @@ Table = dict[str, int]  # purpose -> bytes
 class Engine:
     """Sizes of the placement engine (placement.py, gpu/side.py, which import torch; a test compares)."""
 
-    slot_layers: float = 1.25  # whose experts there is room for
+    slot_layers: float = 1.2  # whose experts there is room for
     slot_share: float = 0.25  # of a GPU's free memory that this may take
     group_bytes: int = 576 << 20  # of decoded weights at a time,
     room_bytes: int = 2 << 30  # or all of a layer's, where they fit into this with the slots

@@ -41,7 +41,7 @@ from ktransformers.place.wish import DEFAULT, POLICIES
 
 _log = log.logger(__name__)
 NOMINAL = Costs(*[1e-6] * 9)  # of policies that do not ask
-LAYERS = 1.25  # whose experts there is room for: one at work, the next arriving in what it leaves
+LAYERS = 1.2  # whose experts there is room for: one at work, the next arriving in what it leaves
 SHARE = 0.25  # of the GPU's free memory that the room may take
 
 

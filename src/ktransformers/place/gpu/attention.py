@@ -37,7 +37,7 @@ from ktransformers.place.gpu.desk import Desk, Gradients, Rows
 NAME = "self_attn"
 SEEN = 2  # calls of a kind before one is recorded
 MOST = 8  # kinds of calls that a layer remembers as graphs
-TOKENS = 16384  # of a call: from here on the device is busy for longer than Python takes
+TOKENS = 4096  # of a call: from here on the device is busy for longer than Python takes
 LONGEST = 2048  # of a sequence: what a graph's memory holds is there for good
 # Others give the weights of attention too: a replay leaves them out, which only somebody who watches would notice.
 WEIGHTLESS = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -85,7 +85,7 @@ class Recording:
             desk.lay(call, piece, rising)
             self.back.replay()
             if found is not None:
-                found[piece].copy_(desk.upward[: piece.stop - piece.start, : found.shape[1]])
+                found[piece].copy_(desk.hidden[: piece.stop - piece.start, : found.shape[1]])
         return found, *self.gradients.take()
 
 
@@ -299,9 +299,9 @@ class Attention:
             hidden = desk.hidden.detach().requires_grad_(upward)
             with torch.enable_grad(), cast(), _stand_ins(self.module) as learned:
                 out = self._call(desk, form, hidden)
-            grads = list(torch.autograd.grad(out, [*[hidden] * upward, *learned], desk.rising, allow_unused=True))
+            grads = list(torch.autograd.grad(out, [*[hidden] * upward, *learned], desk.out, allow_unused=True))
             if upward and (risen := grads.pop(0)) is not None:
-                desk.upward.copy_(risen)
+                desk.hidden.copy_(risen)
             for target, grad in zip(gradients.views, grads, strict=True):
                 if grad is not None:
                     target += grad

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ktransformers.place.gpu.recorded import size_of
 
-PIECE = 512  # tokens: memory of a graph is a piece's, and a device has enough to do with them
+PIECE = 1024  # tokens: memory of a graph is a piece's, and a device has enough to do with them
 AXES = {"position_embeddings": (-2,), "attention_mask": (-2, -1), "position_ids": (-1,)}
 UNUSED = frozenset({"num_items_in_batch"})  # what trainers pass down for the loss
 CONSTANT = (bool, int, float, str, type(None))

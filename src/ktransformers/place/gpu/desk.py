@@ -36,17 +36,17 @@ class Desk:
 
     def __init__(self, call: Call, rows: Rows) -> None:
         self._rows = rows
-        self.hidden, self.upward = (rows.of(name, call.shape, call.hidden) for name in ("hidden", "upward"))
-        self.out = self.rising = self.hidden[:0]  # until somebody knows the output's type
+        self.hidden = rows.of("hidden", call.shape, call.hidden)  # their gradient, when they are no longer needed
+        self.out = self.hidden[:0]  # until somebody knows the output's type; for backward, its gradient
         shaped = zip(call.tensors, call.shapes, strict=True)
         self.tensors = [torch.zeros(shape, dtype=one.dtype, device=one.device) for one, shape in shaped]
         self._held: tuple[Tensor, ...] = ()  # what was laid last: every layer of a pass brings the same
         self._versions: tuple[int, ...] = ()
 
     def expect(self, out: Tensor) -> None:
-        """An output like this one, and its gradient."""
+        """Outputs like this one."""
         if not self.out.numel():
-            self.out, self.rising = (self._rows.of(name, out.shape, out) for name in ("out", "rising"))
+            self.out = self._rows.of("out", out.shape, out)
 
     def pieces(self, call: Call) -> Iterator[slice]:
         count, most = call.hidden.shape[0], call.shape[0]
@@ -54,7 +54,7 @@ class Desk:
 
     def lay(self, call: Call, piece: slice, rising: Tensor | None = None) -> None:
         count, length = piece.stop - piece.start, call.hidden.shape[1]
-        for target, source in ((self.hidden, call.hidden), (self.rising, rising)):
+        for target, source in ((self.hidden, call.hidden), (self.out, rising)):
             if source is not None:
                 if count < call.shape[0] or length < call.shape[1]:
                     target.zero_()
