@@ -75,6 +75,8 @@ class Few:
     def __init__(self, device: torch.device, side: Side) -> None:
         self.device, self.side = device, side
         self.unasked: bool | None = None  # outside of a capture: always, never, or (None) where it is faster
+        self.rehearsing = False  # outside of a capture, but taken and refused as in one; what a graph needs is made
+        self.generation = 0  # changes with residents: graphs of another one leave whole layers to the CPU
         self._cuda = device.type == "cuda"
         self._buffers: dict[Size, Buffers] = {}
         self._residents: dict[int, Residents | None] = {}  # by layer
@@ -88,7 +90,7 @@ class Few:
     # Who is taken.
 
     def takes(self, layer: Packed, batch: Batch, policy: str) -> bool:
-        capturing = self._capturing()
+        capturing = self.rehearsing or self._capturing()
         most = FEW if policy == "auto" and not capturing else MOST
         tokens, reason = batch.ids.shape[0], ""
         if batch.factors is not None or batch.several is not None:
@@ -237,6 +239,7 @@ class Few:
         mine = [key for key in self._ready if key[0] == index]
         if not mine:
             return
+        self.generation += 1
         _synchronize(self.device)
         for key in mine:
             del self._ready[key]
@@ -244,6 +247,13 @@ class Few:
             held.skip.zero_()
             held.place.fill_(-1)
             _synchronize(self.device)
+
+    def complain(self, tokens: int) -> None:
+        """Raise what a host function could not, of replayed batches of so many tokens that the stream is through with.
+        Outside of graphs the next call of a layer does it."""
+        for (_, size), ready in self._ready.items():
+            if size[0][0] == tokens and ready.call.done:
+                ready.call.wait()
 
     def tally(self, index: int, counts: NDArray[np.int64]) -> None:
         """Adds a layer's rows of each expert since the last time."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,31 @@ class Placement:
             placed.deferral, placed.first = deferral, placed.number == min(numbers, default=-1)
             placed.following = following if late and placed.number >= 0 and following in numbers else None
         return sum(placed.following is not None for placed in self._placed)
+
+    @property
+    def defers(self) -> bool:
+        return any(placed.deferral is not None for placed in self._placed)
+
+    @property
+    def generation(self) -> int:
+        """Another one when residents have changed: graphs that were captured before want to be captured again."""
+        return sum(engine.few.generation for engine in self.engines)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Batches are taken as in a capture: what a graph needs is made, and what it cannot hold is refused."""
+        for engine in self.engines:
+            engine.few.rehearsing = True
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                engine.few.rehearsing = False
+
+    def complain(self, tokens: int) -> None:
+        """Raise what went wrong on the CPU in replayed batches of so many tokens."""
+        for engine in self.engines:
+            engine.few.complain(tokens)
 
     def detach(self) -> None:
         for layer in self.layers:
