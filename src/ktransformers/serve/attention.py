@@ -7,8 +7,8 @@ exists, chunks of prompts and single new tokens share a batch, and a sequence's 
 whoever else is in the batch. Models are called without a cache: their own would know nothing of slots.
 
 On the CPU new tokens are the core's, all sequences in one call: torch would be asked for each of them, and takes longer
-to set its threads to work than they take. Pieces of prompts, and what caps scores or has sinks, are torch's. A step that
-is replayed from a CUDA graph attends in another way, which finds slots by their addresses (`attending`, `decode.py`).
+to set its threads to work than they take. Pieces of prompts, and what caps scores or has sinks, are torch's. A step
+that is replayed from a CUDA graph attends another way, which finds slots by their addresses (`attending`, `decode.py`).
 
 query `[1, heads, T, d]`, key `[1, kv_heads, T, d]`, value `[1, kv_heads, T, dv]` -> `[1, T, heads, dv]`.
 """

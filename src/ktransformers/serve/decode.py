@@ -1,9 +1,9 @@
 """New tokens, one a sequence, over slots that are known by their addresses: attention that a CUDA graph can hold.
 
-What a step differs in from the last one is a table, int64 `[FIRST + 2 L, R]` on the device, a column for each row of the
-batch: its token, its position, the capacity of its slot, whether anybody asked for it, and then where its keys and its
-values of every layer begin. Slots grow and come and go; for a graph these are other numbers of the table. A row that
-nobody asked for touches no slot and attends to nothing: zeros.
+What a step differs in from the last one is a table, int64 `[FIRST + 2 L, R]` on the device, a column for each row of
+the batch: its token, its position, the capacity of its slot, whether anybody asked for it, and then where its keys and
+its values of every layer begin. Slots grow and come and go; for a graph these are other numbers of the table. A row
+that nobody asked for touches no slot and attends to nothing: zeros.
 
 query `[heads, R, d]`, key `[kv, R, d]`, value `[kv, R, dv]` -> `[R, heads, dv]`; the new key and value are written into
 the slot. On a GPU two kernels do it (`decode_kernels.py`); elsewhere, for tests, torch reads the same addresses.

@@ -39,9 +39,8 @@ def _stretches(position, window, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _capped(scores, softcap, CAPPED: tl.constexpr):
     if CAPPED:
-        return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-    else:
-        return scores
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    return scores
 
 
 @triton.jit
