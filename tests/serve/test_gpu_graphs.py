@@ -196,6 +196,14 @@ def test_as_it_is_served(model_directory: Path) -> None:
         service.engine.stop()
     steps = service.engine.replayed
     assert steps > 20 and f"kt_graph_steps_total {steps}\n" in render(service, Counter())
+    alone = open_service(
+        Launch(str(model_directory), memory=0.01, place={"kt_place": "cpu"}), Target(model_directory), said.append
+    )
+    assert "in CUDA graphs" in said[-1] and alone.statistics.placement.policy == "resident"
+    assert not any(engine.side.residents for engine in alone.statistics.placement.engines)
+    bench.forward = alone.engine.forward
+    ask(bench, alone.engine, [(9, 20)])
+    assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"
     off = open_service(
         Launch(str(model_directory), memory=0.01, no_graphs=True), Target(model_directory, name="tiny"), said.append
     )

@@ -214,6 +214,7 @@ def attach(
     pin: str | None = None,
     pin_bytes: int | None = None,
     buffer_bytes: int | None = None,
+    streams: bool = True,
     calibrate: bool = False,
 ) -> Placement | None:
     """Let the engine compute the model's experts for hidden states on a GPU; None: there is no GPU, or `cpu` is asked.
@@ -221,7 +222,7 @@ def attach(
     `policy` is one of auto, cpu, stream and resident (KT_PLACE, else cpu), `pin` map or stage (KT_PIN, else map).
     `device` is that of all layers; without, each has the one of its router. `homes` says by name what becomes of a
     layer of experts: "cpu" leaves it to the CPU. `pin_bytes` bounds what is registered with the driver, `buffer_bytes`
-    the room for streamed experts on a GPU.
+    the room for streamed experts on a GPU; without `streams` there will be none, and the room is the least.
     """
     word = policy or env.text("KT_PLACE") or DEFAULT
     mode = pin or env.text("KT_PIN") or "map"
@@ -254,7 +255,8 @@ def attach(
             continue
         engine = kinds.get((where, sizes))
         if engine is None:
-            engine = ThresholdEngine(where, word, Slots(sizes, _slots(sizes, where, buffer_bytes), where, registered))
+            room = _slots(sizes, where, buffer_bytes) if streams else AHEAD + 1
+            engine = ThresholdEngine(where, word, Slots(sizes, room, where, registered))
             kinds[where, sizes] = engine
             placement.engines.append(engine)
         _add(placement, engine, name, store, contract, calibrate)

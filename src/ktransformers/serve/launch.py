@@ -112,7 +112,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     homes = spread_model(model, wish, launch, plan, say) if spreads else None
     forward = open_forward(model)
     per_token = forward.check()
-    placed = place_experts(model, wish, homes, say)
+    placed = place_experts(model, wish, homes, say, device != "cpu" and not launch.no_graphs)
     context = launch.context or _longest(model.config)
     room = cache_room(model, launch, per_token) if device != "cpu" else host_room(launch, per_token)
     tokens = launch.tokens or max(256, min(room, launch.running * context))
