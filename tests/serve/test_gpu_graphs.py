@@ -136,7 +136,7 @@ def test_residents_change(on_gpu: Bench, placement: Placement) -> None:
             placement.place_residents(count=4)
         engine.step()
     on_gpu.run(engine)
-    assert replayed(on_gpu) >= 59 - 3 * LEAST
+    assert replayed(on_gpu) == 59 - 2 * (LEAST - 1), "renewed where they were, or captured anew"
     agree([heard], launched(on_gpu, [(10, 60)]))
 
 

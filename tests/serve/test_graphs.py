@@ -160,6 +160,9 @@ def test_residents_change(placed: tuple[Bench, Placement], recorder: Recorder, b
     graphs = graphs_of(here)
     assert recorder.recorded == 1
     placement.renew_residents()
+    for _ in range(5):
+        engine.step()
+    assert recorder.recorded == 1, "in the same room"
     placement.place_residents(count=3)
     here.run(engine)
     assert recorder.recorded == 2, "captured anew"

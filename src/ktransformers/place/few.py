@@ -9,15 +9,16 @@ the device and fetched when somebody asks (`tally`). Where nothing is resident a
 Who owns what: buffers belong to a size of batch and are shared by all layers, whose calls follow each other on the
 stream; prepared calls and the tables of residents belong to a layer. A host function holds bare addresses, so none of
 these may go while work is queued: whoever drops them waits for the device first, and what a graph has captured is kept,
-its store included, as long as this object. When residents change, tables of captured calls are set to "nobody is
-resident" (the core reads `skip` anew at every call): a graph from before computes the right numbers, all of that layer
-on the CPU, until it is captured again.
+its store included, as long as this object. When residents change in their room, the tables are written anew (the core
+reads `skip` at every call), and graphs go on. When they get another room, tables of captured calls are set to "nobody
+is resident": a graph from before computes the right numbers, all of that layer on the CPU, until it is captured again.
 """
 
 from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +77,7 @@ class Few:
         self.device, self.side = device, side
         self.unasked: bool | None = None  # outside of a capture: always, never, or (None) where it is faster
         self.rehearsing = False  # outside of a capture, but taken and refused as in one; what a graph needs is made
-        self.generation = 0  # changes with residents: graphs of another one leave whole layers to the CPU
+        self.generation = 0  # of rooms for residents: graphs of another one leave whole layers to the CPU
         self._cuda = device.type == "cuda"
         self._buffers: dict[Size, Buffers] = {}
         self._residents: dict[int, Residents | None] = {}  # by layer
@@ -227,14 +228,27 @@ class Few:
         room = self.side.residents.get(layer.index)
         if room is None:
             return None
-        experts = sorted(room.present(layer.index))
-        place = torch.full((layer.geometry.experts,), -1, dtype=torch.int32)
-        place[experts] = torch.tensor(room.fetch(layer.index, layer.source, experts), dtype=torch.int32)
-        room.await_ready(range(room.count))
+        place = _places(layer, room)
         return Residents(room, place.to(self.device), place >= 0)
 
+    def exchange(self, layer: Packed, change: Callable[[], None]) -> None:
+        """Other residents in the same room, brought by `change`: tables are written where they lie, so calls and graphs
+        go on with them."""
+        held = self._residents.get(layer.index)
+        if held is None or not self._is_current(layer.index):
+            self.retire(layer.index)
+            change()
+            return
+        _synchronize(self.device)
+        change()
+        place = _places(layer, held.room)
+        held.place.copy_(place)
+        held.skip.copy_(place >= 0)
+        _synchronize(self.device)
+
     def retire(self, index: int) -> None:
-        """Before a layer's residents change. Its calls are made anew; those in graphs leave nobody out from now on."""
+        """Before a layer's residents get another room. Its calls are made anew; those in graphs leave nobody out from
+        now on."""
         held = self._residents.pop(index, None)
         mine = [key for key in self._ready if key[0] == index]
         if not mine:
@@ -263,6 +277,15 @@ class Few:
             seen = here.to("cpu", copy=True)
             here -= seen.to(self.device)
             counts += seen.numpy()
+
+
+def _places(layer: Packed, room: Slots) -> Tensor:
+    """int32 [E]: an expert's slot, or -1; the current stream is behind their copies."""
+    experts = sorted(room.present(layer.index))
+    place = torch.full((layer.geometry.experts,), -1, dtype=torch.int32)
+    place[experts] = torch.tensor(room.fetch(layer.index, layer.source, experts), dtype=torch.int32)
+    room.await_ready(range(room.count))
+    return place
 
 
 def _synchronize(device: torch.device) -> None:

@@ -176,7 +176,7 @@ class Placement:
 
     @property
     def generation(self) -> int:
-        """Another one when residents have changed: graphs that were captured before want to be captured again."""
+        """Another one when residents got another room: graphs that were captured before want to be captured again."""
         return sum(engine.few.generation for engine in self.engines)
 
     @contextmanager
