@@ -150,6 +150,9 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
     monkeypatch.setattr(routes, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
     assert not place.engine.few.takes(place.layer.packed, given, "resident"), "too large, or faster when asked"
     assert place.engine.few.takes(place.layer.packed, batch(SMALL, 4, device), "resident")
+    place.engine.few.rehearsing = True
+    assert place.engine.few.takes(place.layer.packed, given, "resident"), "in a graph, some tokens at a time"
+    assert torch.equal(place.engine.infer(place.layer, given), got)
 
 
 @devices

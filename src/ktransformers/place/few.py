@@ -102,10 +102,12 @@ class Few:
             reason = f"a batch of {tokens} tokens"
         elif not routes.runs_on(self.device):
             reason = "no Triton"
-        elif layer.index in self.side.residents and not routes.knows(layer.geometry, batch.ids.numel(), self.device):
+        elif layer.index in self.side.residents and not routes.knows(
+            layer.geometry, 0 if capturing else batch.ids.numel(), self.device
+        ):
             reason = f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
         if reason and capturing:
-            expected = f"experts without LoRA, 1 to {MOST} tokens (fewer with encoded residents), no policy stream"
+            expected = f"experts without LoRA, 1 to {MOST} tokens, residents that Triton decodes, no policy stream"
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
         if reason or capturing or self.unasked is not None:
             return not reason and (capturing or bool(self.unasked))

@@ -104,14 +104,14 @@ HONOURED = (
     Flag(("--prefault",), "prefault", "bring all pages of a packed directory before the first request", bool),
     Flag(("--lock",), "lock", "the same, and keep them in memory; `ulimit -l` must allow it", bool),
     *PLACEMENT,
-    Flag(("--cuda-graph-max-bs",), "graph_rows", "sequences that a step in a CUDA graph may have, 32 at most", int, 32),
-    Flag(("--disable-cuda-graph",), "no_graphs", "new tokens are computed kernel by kernel", bool),
     Flag(
         ("--tensor-parallel-size", "--tp-size", "--tp"),
         "gpus",
         "GPUs that the layers are spread over; default: 1, or as many as the plan needs",
         int,
     ),
+    Flag(("--cuda-graph-max-bs",), "graph_rows", "sequences that a step in a CUDA graph may have, 32 at most", int, 32),
+    Flag(("--disable-cuda-graph",), "no_graphs", "new tokens are computed kernel by kernel", bool),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even where the plan says that it cannot fit", bool),
 )
