@@ -26,6 +26,7 @@ from tests.serve.test_engine import text
 from tests.serve.test_gpu import APART, await_answer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*bf16.*")]
+ROUNDED = 0.05  # residents round what they are given to bf16: a sum in another order may fall on another step of it
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +80,19 @@ def told(heard: Heard) -> list[Score]:
     return [score for event in heard.events for score in event.scores]
 
 
-def agree(found: list[Heard], wanted: list[Heard]) -> None:
+def agree(found: list[Heard], wanted: list[Heard], apart: float = ROUNDED) -> None:
     for one, two in zip(found, wanted, strict=True):
-        alike(told(one), told(two))
+        alike(told(one), told(two), apart)
 
 
-def alike(found: list[Score], wanted: list[Score]) -> None:
+def alike(found: list[Score], wanted: list[Score], apart: float) -> None:
     assert len(found) == len(wanted)
     for one, two in zip(found, wanted, strict=True):
         if one.token != two.token:
             (_, first), (_, second) = two.top
-            assert first - second < 2 * APART, "another token, and no tie"
+            assert first - second < 2 * apart, "another token, and no tie"
             return
-        assert one.logprob == pytest.approx(two.logprob, abs=APART)
+        assert one.logprob == pytest.approx(two.logprob, abs=apart)
 
 
 @pytest.mark.parametrize(
@@ -103,19 +104,24 @@ def test_answers_are_the_same(on_gpu: Bench, placement: Placement) -> None:
     engine = on_gpu.engine(running=6)
     found = ask(on_gpu, engine, lengths)
     assert replayed(on_gpu) > engine.counts.steps // 2
-    agree(found, launched(on_gpu, lengths))
+    agree(
+        found,
+        launched(on_gpu, lengths),
+        ROUNDED if any(engine.side.residents for engine in placement.engines) else APART,
+    )
 
 
+@pytest.mark.parametrize("placement", [("resident", 0)], indirect=True, ids=str)
 def test_slots_grow_and_prefixes_are_found(on_gpu: Bench, placement: Placement) -> None:
     engine = on_gpu.engine()
     (first,) = ask(on_gpu, engine, [(60, 100)])
     assert replayed(on_gpu) == 99 - LEAST + 1, "one graph for all capacities"
-    agree([first], launched(on_gpu, [(60, 100)]))
+    agree([first], launched(on_gpu, [(60, 100)]), APART)
     longer = text(0, 60) + first.tokens[:80]
     again, later = on_gpu.sequence(longer, max_tokens=20)
     on_gpu.run(engine, again)
     assert later.events[-1].cached == len(longer) - 1
-    alike(told(later), told(first)[80:])
+    alike(told(later), told(first)[80:], APART)
 
 
 def test_adapters_in_between(on_gpu: Bench, placement: Placement) -> None:
@@ -197,7 +203,9 @@ def test_as_it_is_served(model_directory: Path) -> None:
     steps = service.engine.replayed
     assert steps > 20 and f"kt_graph_steps_total {steps}\n" in render(service, Counter())
     alone = open_service(
-        Launch(str(model_directory), memory=0.01, place={"kt_place": "cpu"}), Target(model_directory), said.append
+        Launch(str(model_directory), memory=0.01, place={"kt_place": "cpu"}),
+        Target(model_directory, name="tiny"),
+        said.append,
     )
     assert "in CUDA graphs" in said[-1] and alone.statistics.placement.policy == "resident"
     assert not any(engine.side.residents for engine in alone.statistics.placement.engines)

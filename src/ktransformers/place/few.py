@@ -198,12 +198,15 @@ class Few:
     def _settle(self, ready: Ready) -> None:
         """Buffers follow one stream: another one begins when the last is through. An error of a host function is told
         here, at the next call of its layer."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
+        stream = self._current_stream()
         if stream != self._last_stream:
             _synchronize(self.device)
             self._last_stream = stream
         if ready.call.done:
             ready.call.wait()
+
+    def _current_stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
 
     def _make(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], size: Size) -> Ready:
         buffers = self._buffers.get(size)
@@ -224,6 +227,7 @@ class Few:
         call = store.prepare(buffers.hidden, buffers.ids, buffers.weights, out=buffers.out, skip=skip)
         ready = self._ready[layer.index, size] = Ready(call, buffers, residents)
         _synchronize(self.device)  # tables and residents are there for whatever stream comes
+        self._last_stream = self._current_stream()
         return ready
 
     def _bind(self, layer: Packed) -> Residents | None:

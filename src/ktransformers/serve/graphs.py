@@ -21,6 +21,7 @@ captured anew.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,7 +43,7 @@ from ktransformers.serve import decode
 from ktransformers.serve.attention import Kind, attending
 from ktransformers.serve.decode import ASKED, FIRST, POSITION, TOKEN, Places, attend_new, table_lines
 from ktransformers.serve.forward import Alone, Forward, Found, Piece
-from ktransformers.serve.lora import linear_shares
+from ktransformers.serve.lora import LOADING, linear_shares
 
 LOG = logger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, MOST)  # rows
@@ -54,9 +55,11 @@ Record = Callable[[Compute], Compute]  # one that does the same without Python
 
 @dataclass(frozen=True)
 class Step:
-    """A size, ready to be computed again and again."""
+    """A size, ready to be computed again and again. A graph knows the tensors by their addresses alone: they live as
+    long as it does."""
 
     table: Tensor  # int64 [lines, R], pinned
+    there: Tensor  # the same on the device
     tokens: Tensor  # int64 [R], pinned: the most likely ones
     again: Compute
 
@@ -77,13 +80,12 @@ class Graphs:
         self._model: Any = model
         self._placement = placement
         self.device = next(model.parameters()).device
-        self._record = record or Capture(self.device)
+        self._record: Record | None = record or Capture(self.device)  # None: it has failed
         self._sizes = [*(size for size in SIZES if size < most), min(most, MOST)]
         self.most = self._sizes[-1]
         self._steps: dict[int, Step] = {}
         self._seen: Counter[int] = Counter()
         self._refused: set[int] = set()
-        self._off = False
         self._generation = 0
         self._layers: tuple[int, ...] = ()
         self.replayed = 0  # steps
@@ -116,7 +118,7 @@ class Graphs:
 
     def _size(self, pieces: Sequence[Piece]) -> int | None:
         size = next((size for size in self._sizes if len(pieces) <= size), None)
-        if size is None or size in self._refused or self._off:
+        if size is None or size in self._refused or self._record is None:
             return None
         if not self._layers:
             self._layers = tuple(sorted(pieces[0].slot.keys))
@@ -134,14 +136,14 @@ class Graphs:
 
     def _make(self, size: int, pieces: Sequence[Piece]) -> Step | None:
         self._seen[size] += 1
-        if self._seen[size] < LEAST:
+        if self._seen[size] < LEAST or self._record is None:
             return None
         pinned = self.device.type == "cuda"
         table = torch.zeros(table_lines(len(self._layers)), size, dtype=torch.int64, pin_memory=pinned)
         tokens = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         there = torch.zeros(table.shape, dtype=table.dtype, device=self.device)
         compute = functools.partial(self._compute, table, there, tokens)
-        step = Step(table, tokens, compute)
+        step = Step(table, there, tokens, compute)
         step.fill(pieces)
         try:
             with nullcontext() if self._placement is None else self._placement.rehearsal():
@@ -152,7 +154,7 @@ class Graphs:
         except Exception as error:  # the step itself is still to be computed, and a server to go on
             LOG.warning("decoding goes kernel by kernel: %s: %s", type(error).__name__, error)
             self._forget()
-            self._off = True
+            self._record = None
         return None
 
     def _compute(self, table: Tensor, there: Tensor, tokens: Tensor) -> Tensor:
@@ -211,13 +213,16 @@ class Capture:
 
 @contextmanager
 def _waiting_refused() -> Iterator[None]:
-    """What waits for the device would break a capture; here it is an error like any other."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    """What waits for the device would break a capture; here it is an error like any other. torch refuses it to all
+    threads, so nobody may be loading an adapter meanwhile."""
+    warnings.filterwarnings("ignore", message="Synchronization debug mode")  # that it does not know of every wait
+    with LOADING:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def why_not(forward: Forward | Alone, placement: Placement | None) -> str:
