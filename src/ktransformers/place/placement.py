@@ -32,6 +32,7 @@ from ktransformers.place.engine import Engine
 from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
 from ktransformers.place.gpu.measure import costs_of
 from ktransformers.place.gpu.pinned import MODES, Registered
+from ktransformers.place.gpu.routes import DECODED_BYTES
 from ktransformers.place.gpu.side import AHEAD, Packed
 from ktransformers.place.gpu.slots import Slots, Source
 from ktransformers.place.passes import Deferral, ServedStore, ThresholdEngine
@@ -85,6 +86,16 @@ class Placement:
             for sizes in {layer.packed.geometry for layer in engine.layers.values()}
         ]
         return sum(wide)
+
+    def captured_bytes(self, device: torch.device) -> int:
+        """That CUDA graphs of few tokens hold besides: what encoded residents are decoded into."""
+        sizes = {
+            layer.packed.geometry
+            for engine in self.engines
+            if engine.device == device
+            for layer in engine.layers.values()
+        }
+        return 0 if all(one.first.plain and one.down.plain for one in sizes) else DECODED_BYTES
 
     def place_residents(
         self,

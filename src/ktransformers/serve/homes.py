@@ -87,9 +87,11 @@ class Placed:
         homes: Homes | None,
         placement: Placement | None,
         recorder: Recorder | None,
+        graphs: bool = False,
         bare: bool = False,
     ) -> None:
-        self.wish, self.homes, self.placement, self._recorder, self._bare = wish, homes, placement, recorder, bare
+        self.wish, self.homes, self.placement, self._recorder = wish, homes, placement, recorder
+        self._graphs, self._bare = graphs, bare
 
     def fill(self, cache: int, plan: Plan | None, say: Say) -> dict[str, int]:
         """Residents, beside a cache of so many bytes; the approximations that answers now have."""
@@ -98,6 +100,8 @@ class Placed:
             return rounded
         devices = self.placement.devices()
         later = {device: cache // len(devices) + self._activations(plan, at) for at, device in enumerate(devices)}
+        if self._graphs:
+            later = {device: size + self.placement.captured_bytes(device) for device, size in later.items()}
         room: Mapping[torch.device, int] = room_for_residents(self.placement, later)
         say(in_words(self.placement, self.wish, settle_residents(self.placement, self.wish, self.homes, room)))
         late = self.wish.kt_max_deferred_experts_per_token
@@ -127,6 +131,6 @@ def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say, g
     if placement is None and wish.wants_gpu:
         say("no GPU: all experts are computed on the CPU, exactly")
     if placement is None and graphs and wish.policy == "cpu" and homes is None:
-        return Placed(wish, homes, attach(model, policy="resident", streams=False), None, bare=True)
+        return Placed(wish, homes, attach(model, policy="resident", streams=False), None, graphs, bare=True)
     recorder = Recorder(model) if placement is None and wish.kt_record_experts is not None else None
-    return Placed(wish, homes, placement, recorder)
+    return Placed(wish, homes, placement, recorder, graphs)
