@@ -256,10 +256,10 @@ def _pack(model: Any, spec: str) -> None:
     select(model)
 
 
-def _build_kt(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
+def build_packed(recipe: Recipe, device: torch.device, spec: str) -> Any:
+    """The stock model with packed experts in host memory and the rest on the device, without LoRA."""
     import torch
 
-    from ktransformers.nn import set_lora_dropout
     from ktransformers.nn.distributed import keep_from_ddp
     from ktransformers.nn.pool import choose_pool
 
@@ -270,8 +270,13 @@ def _build_kt(recipe: Recipe, device: torch.device, activation: str, spec: str) 
     _fill(model, host)
     _pack(model, spec)
     keep_from_ddp(model)
-    model.to(device)
-    peft = _adapt(model, recipe)
+    return model.to(device)
+
+
+def _build_kt(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
+    from ktransformers.nn import set_lora_dropout
+
+    peft = _adapt(build_packed(recipe, device, spec), recipe)
     if recipe.dropout:
         set_lora_dropout(peft, recipe.dropout)
     _checkpoint(peft, activation == "retain")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT
@@ -149,6 +150,9 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
     monkeypatch.setattr(routes, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
     assert not place.engine.few.takes(place.layer.packed, given, "resident"), "too large, or faster when asked"
     assert place.engine.few.takes(place.layer.packed, batch(SMALL, 4, device), "resident")
+    place.engine.few.rehearsing = True
+    assert place.engine.few.takes(place.layer.packed, given, "resident"), "in a graph, some tokens at a time"
+    assert torch.equal(place.engine.infer(place.layer, given), got)
 
 
 @devices
@@ -196,18 +200,42 @@ def residents_of(few: Few, index: int) -> Residents:
     return found
 
 
-def test_a_graph_from_before_leaves_nobody_out() -> None:
-    """What a capture has noted is not dropped when residents change: its tables say that nobody is resident."""
+def test_a_graph_from_before() -> None:
+    """What a capture has noted goes on with residents that change in their room. It is not dropped when they get
+    another one: its tables say that nobody is resident."""
     store, given = make_store(SMALL), batch(SMALL, 4, "cpu")
     place = served(store, "cpu", "resident", residents=(1, 6))
     few, packed = place.engine.few, place.layer.packed
     place.engine.infer(place.layer, given)
     (ready,) = few._ready.values()
     few._captured[0] = [(ready, store)]
+    inputs, want, before = (given.hidden, given.ids, given.weights), expected(store, given), few.generation
     place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
-    again = few._forward(packed, ready, (given.hidden, given.ids, given.weights))
-    assert torch.equal(again, expected(store, given))
+    assert ready.residents is residents_of(few, 0) and few.generation == before
+    assert ready.residents.skip.nonzero().flatten().tolist() == [2, 5]
+    assert 0 < error(few._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"
+    few.retire(0)
+    room = place.engine.side.residents[0] = Slots(geometry_of(store), 3, torch.device("cpu"), None)
+    room.fetch(0, packed.source, (0, 1, 7))
+    assert torch.equal(few._forward(packed, ready, inputs), want) and few.generation == before + 1
+    assert error(place.engine.infer(place.layer, given), want) < CLOSE
+
+
+@devices
+def test_what_is_rehearsed_is_taken_as_in_a_graph(device: str) -> None:
+    """Also under `auto`, which asks for the ids of more than a few tokens; what a graph cannot hold is refused."""
+    store = make_store(SMALL)
+    place = served(store, device, "auto", residents=(1,))
+    few, given = place.engine.few, batch(SMALL, 16, device)
+    assert not few.takes(place.layer.packed, given, "auto")
+    few.rehearsing = True
+    assert few.takes(place.layer.packed, given, "auto")
     assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
+    few.complain(16)
+    with pytest.raises(InputError, match="33 tokens"):
+        few.takes(place.layer.packed, batch(SMALL, MOST + 1, device), "auto")
+    with pytest.raises(InputError, match="streamed"):
+        few.takes(place.layer.packed, given, "stream")
 
 
 def test_buffers_are_shared_by_layers_of_a_size() -> None:

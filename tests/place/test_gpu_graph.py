@@ -16,6 +16,7 @@ from transformers import StaticCache
 from ktransformers.errors import InputError
 from ktransformers.place import attach
 from ktransformers.place.gpu.side import Batch
+from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.passes import ServedStore
 from tests.place.test_few import CLOSE, batch, expected
 from tests.place.test_gpu_engine import QWEN, SMALL, Size, error, make_store
@@ -91,13 +92,19 @@ def test_replays_one_behind_the_other() -> None:
 
 
 def test_a_graph_outlives_its_residents() -> None:
-    """They change; the graph computes the same numbers, with that layer on the CPU."""
+    """They change in their room, and the graph finds the others; they get another room, and the graph computes the same
+    numbers, with that layer on the CPU."""
     store = make_store(SMALL)
     place = served(store, GPU, "resident", residents=(1, 6))
     static = batch(SMALL, 4, GPU)
     graph, out = capture(place, static)
     place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     given = batch(SMALL, 4, GPU, seed=3)
+    replay(graph, static, given)
+    assert 0 < error(out, expected(store, given)) < CLOSE
+    place.engine.few.retire(0)
+    room = place.engine.side.residents[0] = Slots(place.layer.packed.geometry, 3, torch.device(GPU), None)
+    room.fetch(0, place.layer.packed.source, (0, 1, 7))
     replay(graph, static, given)
     assert torch.equal(out.cpu(), expected(store, given))
     graph, out = capture(place, static)

@@ -28,6 +28,7 @@ from ktransformers.nn.distributed import active_ddp, follow
 from ktransformers.nn.ghost import frozen_ghost
 from ktransformers.nn.mixed import mixed_lora
 from ktransformers.nn.operator import apply_experts, placed_for
+from ktransformers.nn.padding import without_padding
 from ktransformers.nn.store import ExpertStore
 
 
@@ -39,6 +40,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
         if parameter.requires_grad:
             given = f"requires_grad on {name}"
             raise InputError(type(module).__name__, given, "packed experts to be frozen", "train LoRA on them instead")
+    top_k_index = without_padding(top_k_index)
     lora = read_lora(module, module.kt_contract)
     if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
         follow(ddp)

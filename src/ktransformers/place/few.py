@@ -9,15 +9,16 @@ the device and fetched when somebody asks (`tally`). Where nothing is resident a
 Who owns what: buffers belong to a size of batch and are shared by all layers, whose calls follow each other on the
 stream; prepared calls and the tables of residents belong to a layer. A host function holds bare addresses, so none of
 these may go while work is queued: whoever drops them waits for the device first, and what a graph has captured is kept,
-its store included, as long as this object. When residents change, tables of captured calls are set to "nobody is
-resident" (the core reads `skip` anew at every call): a graph from before computes the right numbers, all of that layer
-on the CPU, until it is captured again.
+its store included, as long as this object. When residents change in their room, the tables are written anew (the core
+reads `skip` at every call), and graphs go on. When they get another room, tables of captured calls are set to "nobody
+is resident": a graph from before computes the right numbers, all of that layer on the CPU, until it is captured again.
 """
 
 from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +76,8 @@ class Few:
     def __init__(self, device: torch.device, side: Side) -> None:
         self.device, self.side = device, side
         self.unasked: bool | None = None  # outside of a capture: always, never, or (None) where it is faster
+        self.rehearsing = False  # outside of a capture, but taken and refused as in one; what a graph needs is made
+        self.generation = 0  # of rooms for residents: graphs of another one leave whole layers to the CPU
         self._cuda = device.type == "cuda"
         self._buffers: dict[Size, Buffers] = {}
         self._residents: dict[int, Residents | None] = {}  # by layer
@@ -88,7 +91,7 @@ class Few:
     # Who is taken.
 
     def takes(self, layer: Packed, batch: Batch, policy: str) -> bool:
-        capturing = self._capturing()
+        capturing = self.rehearsing or self._capturing()
         most = FEW if policy == "auto" and not capturing else MOST
         tokens, reason = batch.ids.shape[0], ""
         if batch.factors is not None or batch.several is not None:
@@ -99,10 +102,12 @@ class Few:
             reason = f"a batch of {tokens} tokens"
         elif not routes.runs_on(self.device):
             reason = "no Triton"
-        elif layer.index in self.side.residents and not routes.knows(layer.geometry, batch.ids.numel(), self.device):
+        elif layer.index in self.side.residents and not routes.knows(
+            layer.geometry, 0 if capturing else batch.ids.numel(), self.device
+        ):
             reason = f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
         if reason and capturing:
-            expected = f"experts without LoRA, 1 to {MOST} tokens (fewer with encoded residents), no policy stream"
+            expected = f"experts without LoRA, 1 to {MOST} tokens, residents that Triton decodes, no policy stream"
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
         if reason or capturing or self.unasked is not None:
             return not reason and (capturing or bool(self.unasked))
@@ -193,12 +198,15 @@ class Few:
     def _settle(self, ready: Ready) -> None:
         """Buffers follow one stream: another one begins when the last is through. An error of a host function is told
         here, at the next call of its layer."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
+        stream = self._current_stream()
         if stream != self._last_stream:
             _synchronize(self.device)
             self._last_stream = stream
         if ready.call.done:
             ready.call.wait()
+
+    def _current_stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
 
     def _make(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], size: Size) -> Ready:
         buffers = self._buffers.get(size)
@@ -219,24 +227,39 @@ class Few:
         call = store.prepare(buffers.hidden, buffers.ids, buffers.weights, out=buffers.out, skip=skip)
         ready = self._ready[layer.index, size] = Ready(call, buffers, residents)
         _synchronize(self.device)  # tables and residents are there for whatever stream comes
+        self._last_stream = self._current_stream()
         return ready
 
     def _bind(self, layer: Packed) -> Residents | None:
         room = self.side.residents.get(layer.index)
         if room is None:
             return None
-        experts = sorted(room.present(layer.index))
-        place = torch.full((layer.geometry.experts,), -1, dtype=torch.int32)
-        place[experts] = torch.tensor(room.fetch(layer.index, layer.source, experts), dtype=torch.int32)
-        room.await_ready(range(room.count))
+        place = _places(layer, room)
         return Residents(room, place.to(self.device), place >= 0)
 
+    def exchange(self, layer: Packed, change: Callable[[], None]) -> None:
+        """Other residents in the same room, brought by `change`: tables are written where they lie, so calls and graphs
+        go on with them."""
+        held = self._residents.get(layer.index)
+        if held is None or not self._is_current(layer.index):
+            self.retire(layer.index)
+            change()
+            return
+        _synchronize(self.device)
+        change()
+        place = _places(layer, held.room)
+        held.place.copy_(place)
+        held.skip.copy_(place >= 0)
+        _synchronize(self.device)
+
     def retire(self, index: int) -> None:
-        """Before a layer's residents change. Its calls are made anew; those in graphs leave nobody out from now on."""
+        """Before a layer's residents get another room. Its calls are made anew; those in graphs leave nobody out from
+        now on."""
         held = self._residents.pop(index, None)
         mine = [key for key in self._ready if key[0] == index]
         if not mine:
             return
+        self.generation += 1
         _synchronize(self.device)
         for key in mine:
             del self._ready[key]
@@ -244,6 +267,13 @@ class Few:
             held.skip.zero_()
             held.place.fill_(-1)
             _synchronize(self.device)
+
+    def complain(self, tokens: int) -> None:
+        """Raise what a host function could not, of replayed batches of so many tokens that the stream is through with.
+        Outside of graphs the next call of a layer does it."""
+        for (_, size), ready in self._ready.items():
+            if size[0][0] == tokens and ready.call.done:
+                ready.call.wait()
 
     def tally(self, index: int, counts: NDArray[np.int64]) -> None:
         """Adds a layer's rows of each expert since the last time."""
@@ -253,6 +283,15 @@ class Few:
             seen = here.to("cpu", copy=True)
             here -= seen.to(self.device)
             counts += seen.numpy()
+
+
+def _places(layer: Packed, room: Slots) -> Tensor:
+    """int32 [E]: an expert's slot, or -1; the current stream is behind their copies."""
+    experts = sorted(room.present(layer.index))
+    place = torch.full((layer.geometry.experts,), -1, dtype=torch.int32)
+    place[experts] = torch.tensor(room.fetch(layer.index, layer.source, experts), dtype=torch.int32)
+    room.await_ready(range(room.count))
+    return place
 
 
 def _synchronize(device: torch.device) -> None:

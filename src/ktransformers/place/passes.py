@@ -185,7 +185,10 @@ class ServedStore(PlacedStore):
             return 0
         order = sorted(range(len(counts)), key=lambda expert: (-int(counts[expert]), expert not in there, expert))
         wanted = frozenset(order[: room.count])
-        self.engine.few.retire(index)
-        room.retain(index, wanted)
-        room.fetch(index, self.layer.packed.source, sorted(wanted))
+
+        def change() -> None:
+            room.retain(index, wanted)
+            room.fetch(index, self.layer.packed.source, sorted(wanted))
+
+        self.engine.few.exchange(self.layer.packed, change)
         return len(wanted - there)

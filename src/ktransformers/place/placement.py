@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from ktransformers.place.gpu.attention import Attention, record_attention
 from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
 from ktransformers.place.gpu.measure import costs_of
 from ktransformers.place.gpu.pinned import MODES, Registered
+from ktransformers.place.gpu.routes import DECODED_BYTES
 from ktransformers.place.gpu.side import AHEAD, Packed
 from ktransformers.place.gpu.slots import Slots, Source
 from ktransformers.place.passes import Deferral, ServedStore, ThresholdEngine
@@ -86,6 +88,16 @@ class Placement:
             for sizes in {layer.packed.geometry for layer in engine.layers.values()}
         ]
         return sum(wide)
+
+    def captured_bytes(self, device: torch.device) -> int:
+        """That CUDA graphs of few tokens hold besides: what encoded residents are decoded into."""
+        sizes = {
+            layer.packed.geometry
+            for engine in self.engines
+            if engine.device == device
+            for layer in engine.layers.values()
+        }
+        return 0 if all(one.first.plain and one.down.plain for one in sizes) else DECODED_BYTES
 
     def place_residents(
         self,
@@ -171,6 +183,31 @@ class Placement:
             placed.following = following if late and placed.number >= 0 and following in numbers else None
         return sum(placed.following is not None for placed in self._placed)
 
+    @property
+    def defers(self) -> bool:
+        return any(placed.deferral is not None for placed in self._placed)
+
+    @property
+    def generation(self) -> int:
+        """Another one when residents got another room: graphs that were captured before want to be captured again."""
+        return sum(engine.few.generation for engine in self.engines)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Batches are taken as in a capture: what a graph needs is made, and what it cannot hold is refused."""
+        for engine in self.engines:
+            engine.few.rehearsing = True
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                engine.few.rehearsing = False
+
+    def complain(self, tokens: int) -> None:
+        """Raise what went wrong on the CPU in replayed batches of so many tokens."""
+        for engine in self.engines:
+            engine.few.complain(tokens)
+
     def detach(self) -> None:
         for layer in self.layers:
             place_store(layer.store, None)
@@ -192,6 +229,7 @@ def attach(
     pin: str | None = None,
     pin_bytes: int | None = None,
     buffer_bytes: int | None = None,
+    streams: bool = True,
     calibrate: bool = False,
 ) -> Placement | None:
     """Let the engine compute the model's experts for hidden states on a GPU; None: there is no GPU, or `cpu` is asked.
@@ -199,7 +237,7 @@ def attach(
     `policy` is one of auto, cpu, stream and resident (KT_PLACE, else cpu), `pin` map or stage (KT_PIN, else map).
     `device` is that of all layers; without, each has the one of its router. `homes` says by name what becomes of a
     layer of experts: "cpu" leaves it to the CPU. `pin_bytes` bounds what is registered with the driver, `buffer_bytes`
-    the room for streamed experts on a GPU.
+    the room for streamed experts on a GPU; without `streams` there will be none, and the room is the least.
     """
     word = policy or env.text("KT_PLACE") or DEFAULT
     mode = pin or env.text("KT_PIN") or "map"
@@ -232,7 +270,8 @@ def attach(
             continue
         engine = kinds.get((where, sizes))
         if engine is None:
-            engine = ThresholdEngine(where, word, Slots(sizes, _slots(sizes, where, buffer_bytes), where, registered))
+            room = _slots(sizes, where, buffer_bytes) if streams else AHEAD + 1
+            engine = ThresholdEngine(where, word, Slots(sizes, room, where, registered))
             kinds[where, sizes] = engine
             placement.engines.append(engine)
         _add(placement, engine, name, store, contract, calibrate)

@@ -7,16 +7,18 @@ exists, chunks of prompts and single new tokens share a batch, and a sequence's 
 whoever else is in the batch. Models are called without a cache: their own would know nothing of slots.
 
 On the CPU new tokens are the core's, all sequences in one call: torch would be asked for each of them, and takes longer
-to set its threads to work than they take. Pieces of prompts, and what caps scores or has sinks, are torch's.
+to set its threads to work than they take. Pieces of prompts, and what caps scores or has sinks, are torch's. A step
+that is replayed from a CUDA graph attends another way, which finds slots by their addresses (`attending`, `decode.py`).
 
 query `[1, heads, T, d]`, key `[1, kv_heads, T, d]`, value `[1, kv_heads, T, dv]` -> `[1, T, heads, dv]`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -51,16 +53,33 @@ class Span:
         return self.last - self.first
 
 
-_active: ContextVar[Sequence[Span] | None] = ContextVar("spans", default=None)
+@dataclass(frozen=True)
+class Kind:
+    """How a layer attends."""
+
+    layer: int
+    scale: float
+    window: int | None  # keys that a query sees, its own the last of them
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+
+Attend = Callable[[Kind, Tensor, Tensor, Tensor], Tensor]  # [heads, T, d], [kv, T, d], [kv, T, dv] -> [T, heads, dv]
+_active: ContextVar[Attend | None] = ContextVar("attending", default=None)
 
 
 @contextmanager
-def spans(rows: Sequence[Span]) -> Iterator[None]:
-    token = _active.set(rows)
+def attending(by: Attend) -> Iterator[None]:
+    """While the model is called, this attends; it knows whose rows they are."""
+    token = _active.set(by)
     try:
         yield
     finally:
         _active.reset(token)
+
+
+def spans(rows: Sequence[Span]) -> AbstractContextManager[None]:
+    return attending(functools.partial(_over_spans, rows))
 
 
 def attend(
@@ -75,34 +94,38 @@ def attend(
     s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    rows = _active.get()
-    if rows is None:
+    by = _active.get()
+    if by is None:
         raise KTError("this model is being served: call the engine, not the model")
     odd = [name for name, value in rest.items() if value is not None and name not in HARMLESS]
     if odd or attention_mask is not None:
-        kind = type(module).__name__
-        raise InputError(kind, f"attention with {odd or ['a mask']}", "causal attention", "it cannot be served")
+        name = type(module).__name__
+        raise InputError(name, f"attention with {odd or ['a mask']}", "causal attention", "it cannot be served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = _layer(module)
-    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    native = _native(query, value, softcap, s_aux)
+    kind = Kind(_layer(module), scale, sliding_window, softcap, s_aux)
+    return by(kind, query[0], key[0], value[0])[None], None
+
+
+def _over_spans(rows: Sequence[Span], kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+    native = _native(query, value, kind.softcap, kind.sinks)
     new = [span for span in rows if native and span.rows == 1]
     if new:
-        _decode(layer, new, query[0], key[0], value[0], out, scale, sliding_window)
+        _decode(kind, new, query, key, value, out)
     for span in (span for span in rows if not native or span.rows > 1):
         part = slice(span.first, span.last)
-        keys, values = span.slot.write(layer, span.position, key[0, :, part], value[0, :, part])
+        keys, values = span.slot.write(kind.layer, span.position, key[:, part], value[:, part])
         start = 0
-        if sliding_window is not None:
-            start = max(0, span.position + 1 - sliding_window)
+        if kind.window is not None:
+            start = max(0, span.position + 1 - kind.window)
             keys, values = keys[:, start:], values[:, start:]
-        window = (span.position - start, sliding_window)
-        if s_aux is None and not softcap:
-            found = _plain(query[0, :, part], keys, values, scale, *window)
+        window = (span.position - start, kind.window)
+        if kind.sinks is None and not kind.softcap:
+            found = _plain(query[:, part], keys, values, kind.scale, *window)
         else:
-            found = _spelled_out(query[0, :, part], keys, values, scale, *window, softcap, s_aux)
+            found = _spelled_out(query[:, part], keys, values, kind.scale, *window, kind.softcap, kind.sinks)
         out[part] = found.transpose(0, 1)
-    return out[None], None
+    return out
 
 
 def _native(query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
@@ -111,22 +134,13 @@ def _native(query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor |
     return fits and query.device.type == "cpu" and query.dtype in TYPES and not softcap and sinks is None
 
 
-def _decode(
-    layer: int,
-    rows: Sequence[Span],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    scale: float,
-    window: int | None,
-) -> None:
+def _decode(kind: Kind, rows: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
     places: list[tuple[int, int, int, Tensor, Tensor]] = []
     for span in rows:
         end = span.position + 1
-        start = 0 if window is None else max(0, end - window)
-        places.append((span.first, start, end, *span.slot.room(layer, key, value)))
-    default_pool().attend(query, key, value, out, places, scale)
+        start = 0 if kind.window is None else max(0, end - kind.window)
+        places.append((span.first, start, end, *span.slot.room(kind.layer, key, value)))
+    default_pool().attend(query, key, value, out, places, kind.scale)
 
 
 def _layer(module: nn.Module) -> int:

@@ -128,6 +128,11 @@ class Engine:
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def replayed(self) -> int:
+        """Steps that came out of a CUDA graph."""
+        return 0 if self.forward.graphs is None else self.forward.graphs.replayed
+
     def _loop(self) -> None:
         while True:
             with self._wake:

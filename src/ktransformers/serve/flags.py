@@ -110,6 +110,8 @@ HONOURED = (
         "GPUs that the layers are spread over; default: 1, or as many as the plan needs",
         int,
     ),
+    Flag(("--cuda-graph-max-bs",), "graph_rows", "sequences that a step in a CUDA graph may have, 32 at most", int, 32),
+    Flag(("--disable-cuda-graph",), "no_graphs", "new tokens are computed kernel by kernel", bool),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even where the plan says that it cannot fit", bool),
 )
@@ -137,7 +139,6 @@ SWITCHES: dict[str, str] = {  # take no value
     "--enable-p2p-check": "GPUs exchange hidden states through torch",
     "--disable-shared-experts-fusion": "shared experts are computed as the model has them",
     "--enable-lora": "adapters are always possible",
-    "--disable-cuda-graph": "no CUDA graphs are used",
     "--disable-radix-cache": "prefixes are kept per slot",
     "--enable-metrics": "/metrics is always there",
     "--disable-custom-all-reduce": "nothing is reduced over GPUs",
@@ -157,7 +158,6 @@ VALUES: dict[str, str] = {  # take one value
     "--max-lora-rank": "ranks are read from the adapters",
     "--lora-target-modules": "targets are read from the adapters",
     "--max-prefill-tokens": "--chunked-prefill-size says it",
-    "--cuda-graph-max-bs": "no CUDA graphs are used",
     "--schedule-policy": "first come, first served",
     "--schedule-conservativeness": "an answer without room waits and goes on later",
     "--watchdog-timeout": "--request-timeout says it",
@@ -200,6 +200,8 @@ class Launch:
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock
     gpus: int | None = None  # that layers are spread over
     place: dict[str, Any] = field(default_factory=dict)  # fields of `place.wish.Wish` that the line gives
+    graph_rows: int = 32
+    no_graphs: bool = False
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # what was accepted and means nothing here
@@ -274,7 +276,15 @@ def _method(word: str | None) -> list[str]:
 
 
 def _check(found: dict[str, Any]) -> None:
-    for name, least in (("running", 1), ("queued", 1), ("tokens", 64), ("context", 2), ("port", 0), ("gpus", 1)):
+    for name, least in (
+        ("running", 1),
+        ("queued", 1),
+        ("tokens", 64),
+        ("context", 2),
+        ("port", 0),
+        ("gpus", 1),
+        ("graph_rows", 1),
+    ):
         if found[name] is not None and found[name] < least:
             raise InputError(name, found[name], f"{least} or more")
     if found["chunk"] == -1:

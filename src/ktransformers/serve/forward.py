@@ -4,16 +4,17 @@ Pieces of the same adapter are laid side by side, so that an adapter's rows are 
 last row, in the model's own type; where no more than the most likely token is wanted, it is looked for in all of them
 at once. Who wants the logits of every row reads them some rows at a time (`head.py`). `Forward` wants a past of keys
 and values alone. What a family does beyond that (a recurrent state, an index of its own, embeddings that look at the
-longest sequence) `Alone` computes, one sequence at a time, each with transformers' own cache. `check` runs two
-sequences in pieces and compares them with the stock model: a family that neither way computes rightly is refused by
-name before the server starts.
+longest sequence) `Alone` computes, one sequence at a time, each with transformers' own cache. On a GPU, steps of new
+tokens alone may be replayed from CUDA graphs (`graphs.py`), which are asked first. `check` runs two sequences in pieces
+and compares them with the stock model: a family that neither way computes rightly is refused by name before the server
+starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from ktransformers.serve.attention import NAME, Span, spans
 from ktransformers.serve.head import Head, Reader, Scored, collect
 from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
 from ktransformers.serve.slots import Slot
+
+if TYPE_CHECKING:
+    from ktransformers.serve.graphs import Graphs
 
 CARRIES = {"full_attention", "sliding_attention", "attention"}  # layer types whose past is keys and values
 MOVING = {"dynamic", "longrope"}  # rotary embeddings that change with the longest sequence of a batch
@@ -61,12 +65,22 @@ class Forward:
         self.device = next(model.parameters()).device
         self.stock = model.config._attn_implementation
         self._head = Head(model)
+        self.graphs: Graphs | None = None  # where new tokens alone are replayed
         model.set_attn_implementation(NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
             raise InputError(model.config.model_type, "attention of its own", "transformers' attention interface")
 
     def run(self, pieces: Sequence[Piece]) -> list[Found | None]:
-        """For each piece; None where nothing is wanted of it."""
+        """For each piece; None where nothing is wanted of it. Logits are to be read before the next call."""
+        found = None if self.graphs is None else self.graphs.run(pieces)
+        if found is None:
+            found = self._launch(pieces)
+        for piece in pieces:
+            piece.slot.tokens[piece.position :] = piece.tokens
+        return found
+
+    def _launch(self, pieces: Sequence[Piece]) -> list[Found | None]:
+        """Kernel by kernel."""
         order = sorted(range(len(pieces)), key=lambda at: _rank(pieces[at].adapter))
         tokens: list[int] = []
         positions: list[int] = []
@@ -94,8 +108,6 @@ class Forward:
         found: list[Found | None] = [None] * len(pieces)
         for at, row in place.items():
             found[at] = Found(logits[row], tokens_of.get(at))
-        for piece in pieces:
-            piece.slot.tokens[piece.position :] = piece.tokens
         return found
 
     def _call(
@@ -131,6 +143,7 @@ class Alone:
     """One sequence at a time, its past in a cache of transformers' own."""
 
     whole_prefixes = True  # a state cannot be cut back: a slot is continued where it ends, or not at all
+    graphs: Graphs | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model

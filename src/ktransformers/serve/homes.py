@@ -25,7 +25,7 @@ from ktransformers.place.fulfil import (
     room_for_residents,
     settle_residents,
 )
-from ktransformers.place.placement import Placement
+from ktransformers.place.placement import Placement, attach
 from ktransformers.place.record import Recorder
 from ktransformers.place.room import free_bytes, to_come
 from ktransformers.place.spread import Homes, find_stack, scatter
@@ -78,18 +78,30 @@ def cache_room(model: nn.Module, launch: Launch, per_token: int) -> int:
 
 
 class Placed:
-    """The experts of a served model, and the record of who was asked for."""
+    """The experts of a served model, and the record of who was asked for. `bare`: the CPU is to have all of them, and
+    the engine is there because graphs go through it."""
 
-    def __init__(self, wish: Wish, homes: Homes | None, placement: Placement | None, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        wish: Wish,
+        homes: Homes | None,
+        placement: Placement | None,
+        recorder: Recorder | None,
+        graphs: bool = False,
+        bare: bool = False,
+    ) -> None:
         self.wish, self.homes, self.placement, self._recorder = wish, homes, placement, recorder
+        self._graphs, self._bare = graphs, bare
 
     def fill(self, cache: int, plan: Plan | None, say: Say) -> dict[str, int]:
         """Residents, beside a cache of so many bytes; the approximations that answers now have."""
         rounded: dict[str, int] = {"kt_w8a8": True} if self.wish.kt_w8a8 else {}
-        if self.placement is None:
+        if self.placement is None or self._bare:
             return rounded
         devices = self.placement.devices()
         later = {device: cache // len(devices) + self._activations(plan, at) for at, device in enumerate(devices)}
+        if self._graphs:
+            later = {device: size + self.placement.captured_bytes(device) for device, size in later.items()}
         room: Mapping[torch.device, int] = room_for_residents(self.placement, later)
         say(in_words(self.placement, self.wish, settle_residents(self.placement, self.wish, self.homes, room)))
         late = self.wish.kt_max_deferred_experts_per_token
@@ -111,11 +123,14 @@ class Placed:
             say(f"counts of routed tokens are in {path}")
 
 
-def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say) -> Placed:
+def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say, graphs: bool = False) -> Placed:
+    """`graphs`: new tokens are to be computed in CUDA graphs, for which the CPU alone needs an engine, too."""
     if wish.kt_w8a8:
         say(f"8-bit activations in {use_w8a8(model)} layers: an approximation")
     placement = place(model, wish, homes)
     if placement is None and wish.wants_gpu:
         say("no GPU: all experts are computed on the CPU, exactly")
+    if placement is None and graphs and wish.policy == "cpu" and homes is None:
+        return Placed(wish, homes, attach(model, policy="resident", streams=False), None, graphs, bare=True)
     recorder = Recorder(model) if placement is None and wish.kt_record_experts is not None else None
-    return Placed(wish, homes, placement, recorder)
+    return Placed(wish, homes, placement, recorder, graphs)

@@ -112,7 +112,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     homes = spread_model(model, wish, launch, plan, say) if spreads else None
     forward = open_forward(model)
     per_token = forward.check()
-    placed = place_experts(model, wish, homes, say)
+    placed = place_experts(model, wish, homes, say, device != "cpu" and not launch.no_graphs)
     context = launch.context or _longest(model.config)
     room = cache_room(model, launch, per_token) if device != "cpu" else host_room(launch, per_token)
     tokens = launch.tokens or max(256, min(room, launch.running * context))
@@ -129,7 +129,20 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     )
     service.approximations = placed.fill(tokens * per_token, plan, say)
     service.statistics = placed
+    if device != "cpu":
+        say(_decode_in_graphs(forward, placed.placement, launch))
     return service
+
+
+def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
+    """What became of it."""
+    from ktransformers.serve.graphs import Graphs, why_not
+
+    why = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
+    if why:
+        return f"new tokens are computed kernel by kernel: {why}"
+    forward.graphs = Graphs(forward.model, placement, most=launch.graph_rows)
+    return f"new tokens are computed in CUDA graphs, up to {forward.graphs.most} sequences at once"
 
 
 def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, say: Say) -> Any:

@@ -10,6 +10,7 @@ name again makes a new version, and requests under way keep the one that they be
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ from ktransformers.nn.mixed import MixedLora
 from ktransformers.nn.operator import is_placed
 from ktransformers.serve.slots import Owner
 
+LOADING = threading.Lock()  # held while factors go to their device, and by who must see no other thread wait for it
 FEW = 8  # rows that the core adds to on the thread that asks: torch would wake all of its threads for them
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -127,7 +129,8 @@ class Places:
             raise InputError(f"{source}: {first}", "a whole tensor", "LoRA factors alone", remedy)
         linears = {self._linear(source, one.name): one for one in adapter.modules}
         experts = {self._layer(source, one.root): one for one in adapter.experts}
-        bound = {module: self._factors(source, one.name, module, one.read()) for module, one in linears.items()}
+        with LOADING:
+            bound = {module: self._factors(source, one.name, module, one.read()) for module, one in linears.items()}
         packed: dict[nn.Module, _core.Adapter] = {}
         factors: dict[nn.Module, Factors] = {}
         for module, one in experts.items():

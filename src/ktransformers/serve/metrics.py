@@ -25,6 +25,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]]) -> Iterator[str
         ("kt_cache_limit_tokens", "gauge", "Room of all slots together, in tokens.", slots.limit),
         ("kt_adapters", "gauge", "Adapters in memory.", len(service.registry.loaded)),
         ("kt_steps_total", "counter", "Forward passes.", counts.steps),
+        ("kt_graph_steps_total", "counter", "Forward passes replayed from a CUDA graph.", engine.replayed),
         ("kt_prompt_tokens_total", "counter", "Prompt tokens computed.", counts.prompt_tokens),
         ("kt_prompt_tokens_reused_total", "counter", "Prompt tokens found computed.", slots.reused),
         ("kt_new_tokens_total", "counter", "Tokens drawn.", counts.new_tokens),

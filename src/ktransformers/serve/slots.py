@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers.serve.sampling import Score
@@ -37,6 +39,7 @@ class Slot:
     cache: Any = None  # transformers' own, for families that need it; then keys and values are empty
     busy: bool = True
     last_use: int = 0
+    _places: tuple[tuple[int, int], NDArray[np.int64]] | None = None  # for a capacity and a number of layers
 
     @property
     def length(self) -> int:
@@ -56,6 +59,16 @@ class Slot:
         keys[:, position:end] = key
         values[:, position:end] = value
         return keys[:, :end], values[:, :end]
+
+    def addresses(self) -> NDArray[np.int64]:
+        """`[2 L]`: where the keys of every layer that was computed begin, by number, then the values. They lie there
+        until the slot grows."""
+        state = self.capacity, len(self.keys)
+        if self._places is None or self._places[0] != state:
+            layers = sorted(self.keys)
+            held = [*(self.keys[layer] for layer in layers), *(self.values[layer] for layer in layers)]
+            self._places = state, np.array([tensor.data_ptr() for tensor in held], np.int64)
+        return self._places[1]
 
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys.values(), *self.values.values()))

@@ -8,9 +8,9 @@ from types import ModuleType
 
 
 @functools.cache
-def triton_kernels(name: str) -> ModuleType | None:
+def triton_kernels(name: str, folder: str = "place.gpu") -> ModuleType | None:
     """The module of this folder; None without Triton."""
     try:
-        return importlib.import_module(f"ktransformers.place.gpu.{name}")
+        return importlib.import_module(f"ktransformers.{folder}.{name}")
     except ImportError:
         return None

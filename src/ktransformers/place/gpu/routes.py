@@ -31,7 +31,8 @@ def runs_on(device: torch.device) -> bool:
 
 
 def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
-    """Whether residents of these formats are computed here for so many pairs of token and slot."""
+    """Whether residents of these formats are computed here for so many pairs of token and slot, all of them at once; 0
+    asks for the formats alone."""
     if geometry.first.plain and geometry.down.plain:
         return True
     if rows * geometry.decoded_bytes > DECODED_BYTES:
@@ -50,8 +51,14 @@ def count(ids: Tensor, counts: Tensor) -> None:
 
 
 def forward(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """float32 `[T, H]`, what the residents add; contiguous `[T, H]`, `[T, k]`, `[T, k]` on the device of the slots."""
+    """float32 `[T, H]`, what the residents add; contiguous `[T, H]`, `[T, k]`, `[T, k]` on the device of the slots.
+    Tokens whose decoded matrices would take more than the bound come some at a time."""
     geometry, (first_bias, down_bias) = layer.geometry, layer.biases
+    plain = geometry.first.plain and geometry.down.plain
+    most = max(1, DECODED_BYTES // (ids.shape[1] * geometry.decoded_bytes))
+    if not plain and hidden.shape[0] > most:
+        parts = zip(*(torch.split(tensor, most) for tensor in (hidden, ids, weights)), strict=True)
+        return torch.cat([forward(layer, room, place, *part) for part in parts])
     kernels = triton_kernels("gemv") if hidden.is_cuda else None
     if kernels is None:
         return _plain(layer, room, place, hidden, ids, weights)

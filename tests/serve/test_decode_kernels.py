@@ -1,0 +1,130 @@
+"""New tokens over slots known by their addresses: Triton's kernels and torch's twin against float64. Without a GPU the
+kernels run in Triton's interpreter where it is asked for (TRITON_INTERPRET=1), the twin always."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ktransformers.serve import decode
+from ktransformers.serve.attention import Kind
+from ktransformers.serve.decode import ASKED, CAPACITY, FIRST, POSITION, Places
+from ktransformers.serve.slots import Slot
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WAYS = [
+    pytest.param("twin", "cpu", id="twin"),
+    pytest.param(
+        "kernels", "cpu", id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
+    ),
+    pytest.param("kernels", "cuda:0", id="gpu", marks=pytest.mark.gpu),
+]
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+def attend(way: str, *given: object) -> Tensor:
+    if way == "twin":
+        return decode._plain(*given)  # type: ignore[arg-type]
+    kernels = pytest.importorskip("ktransformers.serve.decode_kernels")
+    found: Tensor = kernels.attend(*given)
+    return found
+
+
+def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> Slot:
+    groups, key, value = sizes
+    slot = Slot(None, capacity=length + 9)
+    slot.write(
+        2,
+        0,
+        torch.randn(groups, length, key).to(dtype).to(device),
+        torch.randn(groups, length, value).to(dtype).to(device),
+    )
+    return slot
+
+
+def oracle(query: Tensor, slot: Slot, end: int, kind: Kind) -> Tensor:
+    """query [heads, d] -> [heads, dv], in float64."""
+    keys, values = (held[2][:, :end].cpu().double() for held in (slot.keys, slot.values))
+    start = 0 if kind.window is None else max(0, end - kind.window)
+    repeat = query.shape[0] // keys.shape[0]
+    keys, values = (held[:, start:].repeat_interleave(repeat, 0) for held in (keys, values))
+    query = query.cpu().double()
+    if not kind.softcap and kind.sinks is None:
+        return scaled_dot_product_attention(query[:, None], keys, values, scale=kind.scale)[:, 0]
+    scores = (keys @ query[:, :, None])[..., 0] * kind.scale
+    if kind.softcap:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    if kind.sinks is not None:
+        scores = torch.cat([scores, kind.sinks.cpu().double()[:, None]], dim=1)
+    return (scores.softmax(-1)[:, None, : keys.shape[1]] @ values)[:, 0]
+
+
+def table_of(slots: list[Slot | None], positions: list[int]) -> Tensor:
+    """Of two layers, of which the second is looked at; None: nobody asked for this row."""
+    table = torch.zeros(FIRST + 4, len(slots), dtype=torch.int64)
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        if slot is not None:
+            table[POSITION, row], table[CAPACITY, row], table[ASKED, row] = position, slot.capacity, 1
+            table[FIRST + 1, row], table[FIRST + 3, row] = slot.keys[2].data_ptr(), slot.values[2].data_ptr()
+    return table
+
+
+@pytest.mark.parametrize(("way", "device"), WAYS)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "window", "extra"),
+    [
+        ((8, 2, 32, 32), torch.bfloat16, None, ""),
+        ((8, 2, 32, 32), torch.float16, 40, "cap"),
+        ((8, 2, 32, 32), torch.float32, 40, "sinks"),
+        ((3, 3, 48, 16), torch.float32, None, ""),
+        ((5, 1, 24, 8), torch.float16, 40, ""),
+        ((32, 4, 128, 128), torch.bfloat16, None, ""),
+        ((32, 4, 128, 128), torch.float32, 40, ""),
+        ((4, 4, 192, 128), torch.bfloat16, None, ""),
+        ((4, 4, 192, 128), torch.float32, None, "sinks"),
+    ],
+)
+def test_numbers(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, extra: str, way: str, device: str
+) -> None:
+    heads, groups, key, value = sizes
+    if way == "kernels" and device == "cpu" and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter multiplies the bits of bf16 as if they were integers
+    torch.manual_seed(0)
+    lengths = [1, 33, 0, 700, 64]
+    slots: list[Slot | None] = [filled(length, (groups, key, value), dtype, device) for length in lengths]
+    slots[4] = None
+    query = torch.randn(len(slots), heads, key).to(dtype).to(device).transpose(0, 1)
+    new_keys = torch.randn(len(slots), groups, key).to(dtype).to(device).transpose(0, 1)
+    new_values = torch.randn(len(slots), groups, value).to(dtype).to(device).transpose(0, 1)
+    sinks = torch.randn(heads).to(dtype).to(device) if extra == "sinks" else None
+    kind = Kind(2, key**-0.5, window, 1.5 if extra == "cap" else None, sinks)
+    table = table_of(slots, lengths).to(device)
+    found = attend(way, table, Places(FIRST + 1, FIRST + 3), kind, query, new_keys, new_values)
+    assert found.shape == (len(slots), heads, value) and found.dtype == dtype
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        if slot is None:
+            assert not found[row].any()
+            continue
+        assert torch.equal(slot.keys[2][:, length], new_keys[:, row])
+        assert torch.equal(slot.values[2][:, length], new_values[:, row])
+        wanted = oracle(query[:, row], slot, length + 1, kind)
+        limit = LIMITS[dtype]
+        torch.testing.assert_close(found[row].cpu().double(), wanted, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize(("way", "device"), WAYS)
+def test_a_row_is_the_same_whoever_is_beside_it(way: str, device: str) -> None:
+    torch.manual_seed(0)
+    slots: list[Slot | None] = [filled(length, (2, 32, 32), torch.bfloat16, device) for length in (300, 20, 9)]
+    query, key = (torch.randn(heads, 3, 32).bfloat16().to(device) for heads in (8, 2))
+    places, kind = Places(FIRST + 1, FIRST + 3), Kind(2, 0.2, None, None, None)
+    together = attend(way, table_of(slots, [300, 20, 9]).to(device), places, kind, query, key, key)
+    for row, length in enumerate((300, 20, 9)):
+        table, part = table_of([slots[row]], [length]).to(device), slice(row, row + 1)
+        alone = attend(way, table, places, kind, query[:, part], key[:, part], key[:, part])
+        assert torch.equal(alone[0], together[row])

@@ -1,0 +1,218 @@
+"""Decoding in CUDA graphs against the same engine kernel by kernel: sequences that join and leave, slots that grow,
+prompts and adapters in between, residents that change, and what cannot be captured. Tokens must be the same up to the
+first at which the two most likely were as close as roundings are, and log-probabilities with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ktransformers.place import attach
+from ktransformers.place.placement import Placement
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.graphs import LEAST, Graphs, why_not
+from ktransformers.serve.launch import open_service
+from ktransformers.serve.metrics import render
+from ktransformers.serve.sampling import Score
+from ktransformers.serve.target import Target
+from tests.serve.conftest import Bench, Heard
+from tests.serve.test_engine import text
+from tests.serve.test_gpu import APART, await_answer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*bf16.*")]
+ROUNDED = 0.05  # residents round what they are given to bf16: a sum in another order may fall on another step of it
+
+
+@pytest.fixture(scope="module")
+def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[Bench]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield Bench(model_directory, adapters, device="cuda")
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture
+def placement(on_gpu: Bench, request: pytest.FixtureRequest) -> Iterator[Placement]:
+    """With graphs; by the parameter a policy and a number of residents."""
+    policy, count = getattr(request, "param", ("resident", 2))
+    made = attach(on_gpu.model, policy=policy)
+    assert made is not None and not made.left
+    made.place_residents(count=count)
+    on_gpu.forward.graphs = Graphs(on_gpu.model, made)
+    assert not why_not(on_gpu.forward, made)
+    yield made
+    on_gpu.forward.graphs = None
+    made.detach()
+
+
+def ask(
+    bench: Bench, engine: Any, lengths: list[tuple[int, int]], names: list[str | None] | None = None
+) -> list[Heard]:
+    """Prompts of so many tokens, answers of so many."""
+    given = zip(range(len(lengths)), lengths, names or [None] * len(lengths), strict=True)
+    made = [bench.sequence(text(seed, length), name, max_tokens=new) for seed, (length, new), name in given]
+    bench.run(engine, *(one for one, _ in made))
+    return [heard for _, heard in made]
+
+
+def launched(bench: Bench, lengths: list[tuple[int, int]], names: list[str | None] | None = None) -> list[Heard]:
+    """The same kernel by kernel."""
+    graphs, bench.forward.graphs = bench.forward.graphs, None
+    try:
+        return ask(bench, bench.engine(), lengths, names)
+    finally:
+        bench.forward.graphs = graphs
+
+
+def replayed(bench: Bench) -> int:
+    assert bench.forward.graphs is not None
+    return bench.forward.graphs.replayed
+
+
+def told(heard: Heard) -> list[Score]:
+    assert heard.finish == "length", heard.events[-1].error
+    return [score for event in heard.events for score in event.scores]
+
+
+def agree(found: list[Heard], wanted: list[Heard], apart: float = ROUNDED) -> None:
+    for one, two in zip(found, wanted, strict=True):
+        alike(told(one), told(two), apart)
+
+
+def alike(found: list[Score], wanted: list[Score], apart: float) -> None:
+    assert len(found) == len(wanted)
+    for one, two in zip(found, wanted, strict=True):
+        if one.token != two.token:
+            (_, first), (_, second) = two.top
+            assert first - second < 2 * apart, "another token, and no tie"
+            return
+        assert one.logprob == pytest.approx(two.logprob, abs=apart)
+
+
+@pytest.mark.parametrize(
+    "placement", [("resident", 0), ("resident", 2), ("resident", 6), ("auto", 2)], indirect=True, ids=str
+)
+def test_answers_are_the_same(on_gpu: Bench, placement: Placement) -> None:
+    """Seven sequences, of which six run at once: steps of 1, 2, 4 and 8 rows, prompts between them."""
+    lengths = [(5, 30), (40, 22), (9, 31), (70, 18), (1, 25), (12, 40), (33, 28)]
+    engine = on_gpu.engine(running=6)
+    found = ask(on_gpu, engine, lengths)
+    assert replayed(on_gpu) > engine.counts.steps // 2
+    agree(
+        found,
+        launched(on_gpu, lengths),
+        ROUNDED if any(engine.side.residents for engine in placement.engines) else APART,
+    )
+
+
+@pytest.mark.parametrize("placement", [("resident", 0)], indirect=True, ids=str)
+def test_slots_grow_and_prefixes_are_found(on_gpu: Bench, placement: Placement) -> None:
+    engine = on_gpu.engine()
+    (first,) = ask(on_gpu, engine, [(60, 100)])
+    assert replayed(on_gpu) == 99 - LEAST + 1, "one graph for all capacities"
+    agree([first], launched(on_gpu, [(60, 100)]), APART)
+    longer = text(0, 60) + first.tokens[:80]
+    again, later = on_gpu.sequence(longer, max_tokens=20)
+    on_gpu.run(engine, again)
+    assert later.events[-1].cached == len(longer) - 1
+    alike(told(later), told(first)[80:], APART)
+
+
+def test_adapters_in_between(on_gpu: Bench, placement: Placement) -> None:
+    lengths, names = [(10, 20), (20, 40), (5, 40)], ["one", None, None]
+    found = ask(on_gpu, on_gpu.engine(), lengths, names)
+    assert 0 < replayed(on_gpu) < 25, "as soon as nobody wants an adapter"
+    agree(found, launched(on_gpu, lengths, names))
+
+
+def test_residents_change(on_gpu: Bench, placement: Placement) -> None:
+    one, heard = on_gpu.sequence(text(0, 10), max_tokens=60)
+    engine = on_gpu.engine()
+    engine.submit([one])
+    for step in range(59):
+        if step == 20:
+            placement.renew_residents()
+        if step == 40:
+            placement.place_residents(count=4)
+        engine.step()
+    on_gpu.run(engine)
+    assert replayed(on_gpu) == 59 - 2 * (LEAST - 1), "renewed where they were, or captured anew"
+    agree([heard], launched(on_gpu, [(10, 60)]))
+
+
+def test_counts_are_kept(on_gpu: Bench, placement: Placement) -> None:
+    """Statistics are those of every token, replayed or not; padding counts nowhere."""
+    ask(on_gpu, on_gpu.engine(), [(6, 30), (7, 30), (8, 30)])
+    rows = [int(row.sum()) for row in placement.counts()]
+    tokens = 6 + 7 + 8 + 3 * 29
+    top_k = on_gpu.model.config.num_experts_per_tok
+    assert [row // top_k - tokens for row in rows] == [2 * 3] * len(rows), "two rehearsals of three rows"
+
+
+@pytest.mark.parametrize("placement", [("stream", 0)], indirect=True, ids=str)
+def test_what_is_streamed_is_not_captured(
+    on_gpu: Bench, placement: Placement, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        found = ask(on_gpu, on_gpu.engine(), [(6, 12)])
+    assert not replayed(on_gpu) and sum("streamed" in line for line in caplog.messages) == 1
+    agree(found, launched(on_gpu, [(6, 12)]))
+
+
+def test_who_waits_for_the_device_is_found_before_the_capture(
+    on_gpu: Bench, placement: Placement, caplog: pytest.LogCaptureFixture
+) -> None:
+    def look(module: nn.Module, given: tuple[Any, ...], out: torch.Tensor) -> None:
+        float(out.sum())
+
+    hook = on_gpu.model.model.norm.register_forward_hook(look)
+    try:
+        with caplog.at_level("WARNING"):
+            found = ask(on_gpu, on_gpu.engine(), [(6, 12), (7, 12)])
+    finally:
+        hook.remove()
+    assert not replayed(on_gpu) and sum("synchronizing" in line for line in caplog.messages) == 1
+    agree(found, launched(on_gpu, [(6, 12), (7, 12)]))
+    on_gpu.forward.graphs = Graphs(on_gpu.model, placement)
+    agree(ask(on_gpu, on_gpu.engine(), [(6, 12)]), launched(on_gpu, [(6, 12)]))
+    assert replayed(on_gpu), "nothing is left of the attempt"
+
+
+def test_as_it_is_served(model_directory: Path) -> None:
+    """`kt serve` with a GPU: bf16, in the engine's own thread, policy and residents by themselves."""
+    launch = Launch(str(model_directory), memory=0.01, running=4, context=256)
+    said: list[str] = []
+    service = open_service(launch, Target(model_directory, name="tiny"), said.append)
+    assert "in CUDA graphs, up to 32" in said[-1], said
+    bench = Bench.__new__(Bench)
+    bench.directory, bench.tokenizer, bench.forward = model_directory, service.tokenizer, service.engine.forward
+    service.engine.start()
+    try:
+        made = [bench.sequence(text(seed, 25), max_tokens=40) for seed in range(3)]
+        service.engine.submit([one for one, _ in made])
+        for _, heard in made:
+            await_answer(heard)
+    finally:
+        service.engine.stop()
+    steps = service.engine.replayed
+    assert steps > 20 and f"kt_graph_steps_total {steps}\n" in render(service, Counter())
+    alone = open_service(
+        Launch(str(model_directory), memory=0.01, place={"kt_place": "cpu"}),
+        Target(model_directory, name="tiny"),
+        said.append,
+    )
+    assert "in CUDA graphs" in said[-1] and alone.statistics.placement.policy == "resident"
+    assert not any(engine.side.residents for engine in alone.statistics.placement.engines)
+    bench.forward = alone.engine.forward
+    ask(bench, alone.engine, [(9, 20)])
+    assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"
+    off = open_service(
+        Launch(str(model_directory), memory=0.01, no_graphs=True), Target(model_directory, name="tiny"), said.append
+    )
+    assert off.engine.forward.graphs is None and said[-1].endswith("kernel by kernel: --disable-cuda-graph")
