@@ -28,7 +28,9 @@ VARIABLES = (
     ),
     Variable("KT_PIN", "map, stage", "how packed experts get to a GPU: registered where they lie, or staged"),
     Variable(
-        "KT_GRAPHS", "0", "attention and decoding are launched by Python, kernel by kernel, not recorded as CUDA graphs"
+        "KT_GRAPHS",
+        "0",
+        "attention of training steps is launched by Python, kernel by kernel, not replayed from CUDA graphs",
     ),
     Variable("KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug says what was chosen"),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
