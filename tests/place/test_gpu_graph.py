@@ -100,8 +100,12 @@ def test_a_graph_outlives_its_residents() -> None:
     graph, out = capture(place, static)
     place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     given = batch(SMALL, 4, GPU, seed=3)
+    given.ids[:, 0] = torch.tensor([2, 5, 2, 5], device=GPU)
     replay(graph, static, given)
-    assert 0 < error(out, expected(store, given)) < CLOSE
+    assert error(out, expected(store, given)) < CLOSE
+    place.engine.side.residents[0].first.zero_()
+    replay(graph, static, given)
+    assert error(out, expected(store, given)) > 0.1, "it is the new residents' bytes that are read"
     place.engine.few.retire(0)
     room = place.engine.side.residents[0] = Slots(place.layer.packed.geometry, 3, torch.device(GPU), None)
     room.fetch(0, place.layer.packed.source, (0, 1, 7))

@@ -305,6 +305,8 @@ _living: weakref.WeakSet[Few] = weakref.WeakSet()
 @atexit.register
 def _wait_for_all() -> None:
     """A host function that is still queued must find the threads: this is registered later than the pool's farewell
-    (`nn/pool.py`, which `nn/store.py` imports), so it comes before."""
+    (`nn/pool.py`, which `nn/store.py` imports), so it comes before. Nothing is replayed after it: what graphs kept may
+    go, or stores, which know their engine, would be there for ever."""
     for few in list(_living):
         _synchronize(few.device)
+        few._captured.clear()
