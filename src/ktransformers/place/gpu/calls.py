@@ -48,6 +48,14 @@ class Call:
     shape: tuple[int, int, int]  # of a piece's hidden states: sequences, T', H
     shapes: tuple[tuple[int, ...], ...]  # of the tensors of a piece
 
+    @property
+    def filled_up(self) -> bool:
+        return self.hidden.shape[1] < self.shape[1]
+
+    def word(self, name: str, default: object) -> object:
+        """One of the constants."""
+        return dict(self.form.constants).get(name, default)
+
 
 def read(args: tuple[Any, ...], words: Mapping[str, Any]) -> Call | None:
     """None: there is something among the arguments that nobody knows."""
@@ -107,7 +115,7 @@ def state_of(module: nn.Module) -> Key | None:
         found += (id(one), inside["training"])
         for tensor in (*inside["_parameters"].values(), *inside["_buffers"].values()):
             if tensor is not None:
-                found += (tensor.data_ptr(), tensor.requires_grad)
+                found += (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.requires_grad)
         if hasattr(one, "merged_adapters"):
             peft: Any = one
             active, scaling = peft._active_adapter, inside.get("scaling", {})
@@ -115,5 +123,22 @@ def state_of(module: nn.Module) -> Key | None:
             found += (*peft.merged_adapters, *scaling.values())
         elif isinstance(one, nn.Dropout):
             found.append(one.p)
-        below.extend(inside["_modules"].values())
+        below += [child for child in inside["_modules"].values() if child is not None]
     return tuple(found)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether it asks for random numbers."""
+    inside = (one for one in module.modules() if isinstance(one, nn.Dropout))
+    return module.training and (bool(getattr(module, "attention_dropout", 0)) or any(one.p > 0 for one in inside))
+
+
+def trained_by(module: nn.Module) -> dict[int, tuple[Tensor, list[tuple[dict[str, Any], str]]]]:
+    """Parameters that learn, by id, each with all of the places where it stands."""
+    found: dict[int, tuple[Tensor, list[tuple[dict[str, Any], str]]]] = {}
+    for one in module.modules():
+        held: dict[str, Any] = one.__dict__["_parameters"]
+        for name, parameter in held.items():
+            if parameter is not None and parameter.requires_grad:
+                found.setdefault(id(parameter), (parameter, []))[1].append((held, name))
+    return found

@@ -1,6 +1,6 @@
 """Buffers around recorded attention: what a graph reads and what it leaves, at addresses that never change.
 
-Every kind of call has a desk, all layers use it in turn, a piece of a call at a time. What is laid there is filled up
+Every kind of call has a tray, all layers use it in turn, a piece of a call at a time. What is laid there is filled up
 at the end of its sequences, and by sequences that are nobody's: hidden states and gradients with zeros, masks so that
 tokens see nobody there and nobody sees everybody, because a row without a key would be no number.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 from ktransformers.place.gpu.calls import AXES, Call, Key
 
 
-class Rows:
-    """Buffers that grow; whoever holds a smaller one keeps it."""
+class Growing:
+    """Buffers by name, as large as the largest that was asked for; whoever holds a smaller one keeps it."""
 
     def __init__(self) -> None:
         self._known: dict[Key, Tensor] = {}
 
     def of(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """So many numbers, the first of the largest so far."""
+        """So many numbers, the first of the buffer."""
         key, count = (name, like.dtype), torch.Size(shape).numel()
         found = self._known.get(key)
         if found is None or found.numel() < count:
@@ -31,13 +31,14 @@ class Rows:
         return found[:count].view(torch.Size(shape))
 
 
-class Desk:
-    """Buffers of one kind of call."""
+class Tray:
+    """Buffers of one kind of call. `inward` holds hidden states and, when a graph is through with them, their gradient;
+    `outward` the output or, for backward, the gradient that it gets."""
 
-    def __init__(self, call: Call, rows: Rows) -> None:
-        self._rows = rows
-        self.hidden = rows.of("hidden", call.shape, call.hidden)  # their gradient, when they are no longer needed
-        self.out = self.hidden[:0]  # until somebody knows the output's type; for backward, its gradient
+    def __init__(self, call: Call, buffers: Growing) -> None:
+        self._buffers = buffers
+        self.inward = buffers.of("inward", call.shape, call.hidden)
+        self.outward = self.inward[:0]  # until somebody knows the output's type
         shaped = zip(call.tensors, call.shapes, strict=True)
         self.tensors = [torch.zeros(shape, dtype=one.dtype, device=one.device) for one, shape in shaped]
         self._held: tuple[Tensor, ...] = ()  # what was laid last: every layer of a pass brings the same
@@ -45,22 +46,23 @@ class Desk:
 
     def expect(self, out: Tensor) -> None:
         """Outputs like this one."""
-        if not self.out.numel():
-            self.out = self._rows.of("out", out.shape, out)
+        if not self.outward.numel():
+            self.outward = self._buffers.of("outward", out.shape, out)
 
     def pieces(self, call: Call) -> Iterator[slice]:
         count, most = call.hidden.shape[0], call.shape[0]
         return (slice(start, min(count, start + most)) for start in range(0, count, most))
 
     def lay(self, call: Call, piece: slice, rising: Tensor | None = None) -> None:
+        """A piece of a call and, for backward, of its output's gradient."""
         count, length = piece.stop - piece.start, call.hidden.shape[1]
-        for target, source in ((self.hidden, call.hidden), (self.out, rising)):
+        for target, source in ((self.inward, call.hidden), (self.outward, rising)):
             if source is not None:
                 if count < call.shape[0] or length < call.shape[1]:
                     target.zero_()
                 target[:count, :length].copy_(source[piece])
-        own = any(tensor.shape[0] > 1 for tensor in call.tensors)  # not the same for all pieces
-        versions = (own * piece.start, *(tensor._version for tensor in call.tensors))
+        apart = any(tensor.shape[0] > 1 for tensor in call.tensors)  # not the same for all pieces
+        versions = (piece.start if apart else 0, *(tensor._version for tensor in call.tensors))
         if versions == self._versions and all(map(operator.is_, call.tensors, self._held)):
             return
         for name, target, tensor in zip(call.form.names, self.tensors, call.tensors, strict=True):
@@ -85,9 +87,10 @@ def _open_for_nobody(mask: Tensor, count: int, length: int) -> None:
 
 
 class Gradients:
-    """Of parameters, one behind the other for each of their types, so that they leave in one copy."""
+    """Of parameters, one behind the other for each of their types, so that they leave in one copy. Those that a module
+    did not use have none."""
 
-    def __init__(self, parameters: Sequence[Tensor], rows: Rows) -> None:
+    def __init__(self, parameters: Sequence[Tensor], buffers: Growing) -> None:
         sizes: dict[torch.dtype, int] = {}
         self._places = []
         for parameter in parameters:
@@ -95,8 +98,9 @@ class Gradients:
             sizes[parameter.dtype] = start + parameter.numel()
             self._places.append((parameter.dtype, start, sizes[parameter.dtype], parameter.shape))
         like = {parameter.dtype: parameter for parameter in parameters}
-        self._flat = {dtype: rows.of("trained", [size], like[dtype]) for dtype, size in sizes.items()}
-        self.views = self._views(self._flat)
+        self._flat = {dtype: buffers.of("trained", [size], like[dtype]) for dtype, size in sizes.items()}
+        self._sums = self._views(self._flat)
+        self._used = [False] * len(parameters)
 
     def _views(self, flat: Mapping[torch.dtype, Tensor]) -> list[Tensor]:
         return [flat[dtype][start:end].view(shape) for dtype, start, end, shape in self._places]
@@ -105,5 +109,12 @@ class Gradients:
         for flat in self._flat.values():
             flat.zero_()
 
-    def take(self) -> list[Tensor]:
-        return self._views({dtype: flat.clone() for dtype, flat in self._flat.items()})
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        for at, grad in enumerate(grads):
+            if grad is not None:
+                self._sums[at] += grad
+                self._used[at] = True
+
+    def take(self) -> list[Tensor | None]:
+        views = self._views({dtype: flat.clone() for dtype, flat in self._flat.items()})
+        return [view if used else None for view, used in zip(views, self._used, strict=True)]
