@@ -15,7 +15,7 @@ from torch import Tensor
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT
-from ktransformers.place.few import FEW, MOST, Few, Residents
+from ktransformers.place.few import MOST, Few, Residents
 from ktransformers.place.gpu import routes
 from ktransformers.place.gpu.decode import decode_plain
 from ktransformers.place.gpu.layout import Matrix, format_of
@@ -112,7 +112,9 @@ def test_who_is_taken(device: str) -> None:
     few, layer = place.engine.few, place.layer.packed
     assert few.takes(layer, batch(SMALL, MOST, device), "resident")
     assert not few.takes(layer, batch(SMALL, MOST + 1, device), "resident")
-    assert few.takes(layer, batch(SMALL, FEW, device), "auto") and not few.takes(layer, batch(SMALL, 5, device), "auto")
+    assert few.takes(layer, batch(SMALL, MOST, device), "auto") and not few.takes(
+        layer, batch(SMALL, 33, device), "auto"
+    )
     assert not few.takes(layer, batch(SMALL, 1, device), "stream")
     assert not few.takes(layer, replace(batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
     assert not few.takes(layer, empty(device), "resident")
@@ -122,8 +124,13 @@ def test_who_is_taken(device: str) -> None:
     assert not nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident"), "asking is faster"
     nobody.engine.few.unasked = True
     assert nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident")
+    place.engine.infer(place.layer, batch(SMALL, 2, device))
+    assert few.takes(layer, batch(SMALL, 2, device), "resident")
+    assert few.takes(layer, batch(SMALL, 2, device), "auto") is None, "whoever measures says"
+    assert few.takes(layer, batch(SMALL, 3, device), "auto"), "what graphs need is made"
     few.unasked = False
     assert not few.takes(layer, batch(SMALL, 1, device), "resident")
+    assert few.takes(layer, batch(SMALL, 2, device), "auto") is False
 
 
 def empty(device: str) -> Batch:
