@@ -98,7 +98,10 @@ class Engine(Chooser):
         """The result alone; nothing is kept, so few tokens need nobody to wait for their ids."""
         with self._lock:
             phase = FEW if self.few.suits(batch) else PHASES["forward"]
-            way = self._way(layer, batch, phase, queued=self.few.takes(layer.packed, batch, self.policy))
+            queued = self.few.takes(layer.packed, batch, self.policy)
+            way = self._way(layer, batch, phase, queued=queued)
+            if queued is None and not self.few.ready(layer.packed, batch):
+                way = self.trials.detour(QUEUED)  # somebody may want to capture the next pass
             if way != QUEUED:
                 return self._forward(layer, batch, False, phase, way)[0]
             result = self.few.forward(layer.packed, layer.store, batch)

@@ -109,10 +109,14 @@ class Few:
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
         if reason or capturing or self.unasked is not None:
             return not reason and (capturing or bool(self.unasked))
-        size = _size(batch.hidden, batch.ids, batch.weights)
-        if (layer.index, size) not in self._ready or not self._is_current(layer.index):
-            return True  # what a graph needs is made by a first call outside of it
-        return None if policy == "auto" else layer.index in self.side.residents  # without residents asking is faster
+        if policy == "auto":
+            return None
+        return layer.index in self.side.residents or not self.ready(layer, batch)  # without residents asking is faster
+
+    def ready(self, layer: Packed, batch: Batch) -> bool:
+        """Whether there is what a graph needs, which a first call outside of it makes."""
+        key = layer.index, _size(batch.hidden, batch.ids, batch.weights)
+        return key in self._ready and self._is_current(layer.index)
 
     def _capturing(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()

@@ -231,6 +231,14 @@ class Trials:
         if self._walk is not None and self._walk.trial.walks <= WARM:
             self._walk.fresh = True
 
+    def detour(self, way: str) -> str:
+        """This layer goes a way of its own: the walk tells nothing, and is not the first that goes its own."""
+        if self._walk is not None:
+            self._walk.fresh = True
+            if self._walk.trial.walks == 1:
+                self._walk.trial.walks = 0
+        return way
+
     def forget(self) -> None:
         """The layers have become others."""
         self._trials.clear()
