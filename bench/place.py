@@ -2,14 +2,15 @@
 
     python bench/place.py --formats bf16,int4:32 --tokens 1,512,8192 --json place.json
 
-A step walks forward through several layers, more than the GPU has room for, and with `--backward` back through them
-with LoRA of rank 8; the time is per layer. Before a cell is timed `auto` takes steps until it has settled; how many is
-in the document, with all of their times. Policies take turns within a round, so that a machine that drifts does so for
-all of them; in its turn a policy takes one step untimed and then several in a row. A step is over when its results are
-there: copies that were queued for the next one go on, as they do between steps of training, and count where they are
-used. The table shows each policy's median, auto over the best of the others, the bare kernels on tensors in
-host memory (forward alone), and the floors: all bytes over PCIe, and all touched bytes out of memory, at the rates
-measured in the same run. The split is of the first layer: experts that were there, streamed, on the CPU. Needs CUDA.
+A step walks forward through several layers, more than the GPU has room for, as a server does, and with `--backward`
+back through them with LoRA of rank 8, as training does; the time is per layer. Before a cell is timed `auto` takes
+steps until it has settled; how many is in the document, with all of their times. Policies take turns within a round, so
+that a machine that drifts does so for all of them; in its turn a policy takes one step untimed and then several in a
+row. A step is over when its results are there: copies that were queued for the next one go on, as they do between steps
+of training, and count where they are used. The table shows each policy's median, auto over the best of the others, the
+bare kernels on tensors in host memory (forward alone), and the floors: all bytes over PCIe, and all touched bytes out
+of memory, at the rates measured in the same run. The way is what `auto` found (`place/trials.py`); the split is that of
+a layer when it was last asked for its ids: experts that were there, streamed, on the CPU. Needs CUDA.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     import torch
 
     from ktransformers.nn import ExpertStore
-    from ktransformers.place.autograd import PlacedStore
+    from ktransformers.place.passes import ServedStore, ThresholdEngine
 
 LAYERS = 4
 POLICIES = ("cpu", "stream", "auto")
 RANK = 8
 SLACK, SLACK_SECONDS = 1.05, 0.2e-3  # auto may be that much slower than the best fixed policy
-WARM, LONGEST = 3, 40  # steps before a cell is timed: at least, and at most until auto has settled
+WARM, LONGEST = 3, 60  # steps before a cell is timed: at least, and at most until auto has settled
+WAKE = 0.2  # seconds of them at least: a machine that did nothing takes a while
 TURN = 0.06  # seconds of timed steps in one turn, two steps at least
 
 
@@ -81,18 +83,17 @@ def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
     return found
 
 
-def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[PlacedStore]:
+def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[ServedStore]:
     from ktransformers.nn.gate import Gate
-    from ktransformers.place.autograd import PlacedStore
-    from ktransformers.place.engine import Engine
     from ktransformers.place.gpu.measure import costs_of
     from ktransformers.place.gpu.slots import Slots
+    from ktransformers.place.passes import ServedStore, ThresholdEngine
     from ktransformers.place.placement import LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
     sizes = geometry_of(made[0])
     slots = Slots(sizes, int(LAYERS_OF_ROOM * sizes.experts), device, registered)
-    engine = Engine(device, policy, slots)
+    engine = ThresholdEngine(device, policy, slots)
     found = []
     for index, store in enumerate(made):
         layer = new_layer(engine, index, store, Gate("silu"), sizes)
@@ -102,7 +103,7 @@ def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: tor
             else:
                 layer.costs = engine.layers[0].costs
         engine.layers[index] = layer
-        found.append(PlacedStore(engine, layer))
+        found.append(ServedStore(engine, layer, index))
     return found
 
 
@@ -130,7 +131,7 @@ def lora_of(shape: Shape) -> Any:
     return factors_of(ExpertLora(gate_up=wide, down=Factor(random(e, RANK, i), random(e, h, RANK), 1.0)))
 
 
-def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) -> float:
+def step(layers: list[ServedStore], load: Load, factors: Any, backward: bool) -> float:
     """Seconds per layer, until the results are there."""
     import torch
 
@@ -148,7 +149,7 @@ def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) ->
     return (time.perf_counter() - begun) / len(layers)
 
 
-def rates(layers: list[PlacedStore]) -> dict[str, float]:
+def rates(layers: list[ServedStore]) -> dict[str, float]:
     from ktransformers.place.gpu.measure import link_rate, memory_rate
 
     first = layers[0]
@@ -170,14 +171,24 @@ def bare(made: list[ExpertStore], load: Load) -> float:
     return statistics.median(taken[1:])
 
 
-def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
+def way_of(engine: ThresholdEngine, tokens: int, backward: bool = False) -> str:
+    """That batches of this size go, once `auto` has settled."""
+    directions = ("back",) if backward else ("few", "forward")
+    return next(filter(None, (engine.trials.coming(one, tokens) for one in directions)), "")
+
+
+def cell(engines: dict[str, list[ServedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     warm: dict[str, list[float]] = {policy: [] for policy in engines}
     for policy, layers in engines.items():  # kernels are loaded, memory is at hand, auto has settled
         trials, tokens, times = layers[0].engine.trials, load.hidden.shape[0], warm[policy]
         torch.cuda.synchronize()
-        while len(times) < WARM or (policy == "auto" and len(times) < LONGEST and not trials.settled(tokens)):
+        while (
+            len(times) < WARM
+            or LAYERS * sum(times) < WAKE
+            or (policy == "auto" and len(times) < LONGEST and not trials.settled(tokens))
+        ):
             times.append(step(layers, load, factors, args.backward))
     taken: dict[str, list[float]] = {policy: [] for policy in engines}
     begun = time.perf_counter()
@@ -200,6 +211,7 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
         engine = engines["auto"][0].engine
         known = engine.corrections.known.items()
         found["correction"] = {f"{way}{' beside' * beside} {size}": value for (way, size, beside), value in known}
+        found["way"] = way_of(engine, load.hidden.shape[0], args.backward)
         found["ways"], found["settled"] = engine.trials.ways(), engine.trials.settled(load.hidden.shape[0])
         found["warm"], found["timed"] = warm["auto"], taken["auto"]
     return found
@@ -236,9 +248,10 @@ def main(argv: list[str] | None = None) -> int:
         "PCIe ms",
         "DRAM ms",
         "steps",
+        "way",
         "split",
     ]
-    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 12])
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 8, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)
@@ -269,6 +282,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"{1e3 * row['pcie']:.2f}",
                     f"{1e3 * row['dram']:.2f}",
                     str(len(times.get("warm", ()))),
+                    times.get("way", ""),
                     "" if times.get("split") is None else "/".join(map(str, times["split"])),
                 ]
             )
