@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from place import LAYERS, LONGEST, engine_of, stores, way_of
+from place import BATCHES, LAYERS, LONGEST, engine_of, forget, stores, way_of
 from shapes import SHAPES, Shape
 from timing import Table, describe_machine, print_last_line, save
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_LAYERS = 48
-BATCHES = 24  # that a cell walks through, so that the routing differs from step to step
 COUNTED = 4096  # tokens that `frequency` has seen
 POLICIES = ("resident", "auto")
 WAKE, WARM = 2.0, 0.2  # seconds of steps before the first cell of a format, and before any other
@@ -101,6 +100,7 @@ def step(layers: list[Any], batch: Any) -> float:
     from ktransformers.nn.store import NO_DROPOUT
 
     x, ids, weights = batch
+    forget(layers)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for placed, routes in zip(layers, ids, strict=True):
