@@ -96,7 +96,7 @@ class Layers:
         self.rows += np.bincount(ids.numpy(), minlength=SMALL.experts)
 
     def settle(self, tokens: int) -> None:
-        for seed in range(80):
+        for seed in range(200):
             self.walk(tokens, seed)
             if self.engine.trials.ways() and self.engine.trials.settled(tokens):
                 return
@@ -349,7 +349,7 @@ def test_host_functions_are_timed_to_their_end() -> None:
     torch.cuda.synchronize()
     with torch.no_grad():
         for placed in layers.placed:
-            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # 10 ms, before and between
+            torch.cuda._sleep(60_000_000)  # type: ignore[no-untyped-call]  # 30 ms, before and between
             placed(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
         torch.cuda.synchronize()
         layers.walk(1)
