@@ -2,14 +2,17 @@
 
     python bench/place.py --formats bf16,int4:32 --tokens 1,512,8192 --json place.json
 
-A step walks forward through several layers, more than the GPU has room for, and with `--backward` back through them
-with LoRA of rank 8; the time is per layer. Before a cell is timed `auto` takes steps until it has settled; how many is
-in the document, with all of their times. Policies take turns within a round, so that a machine that drifts does so for
-all of them; in its turn a policy takes one step untimed and then several in a row. A step is over when its results are
-there: copies that were queued for the next one go on, as they do between steps of training, and count where they are
-used. The table shows each policy's median, auto over the best of the others, the bare kernels on tensors in
-host memory (forward alone), and the floors: all bytes over PCIe, and all touched bytes out of memory, at the rates
-measured in the same run. The split is of the first layer: experts that were there, streamed, on the CPU. Needs CUDA.
+A step walks forward through several layers, more than the GPU has room for, as a server does, and with `--backward`
+back through them with LoRA of rank 8, as training does; the time is per layer. Few tokens are routed otherwise in every
+step and find no expert in the slots: with four layers both the GPU's room and the CPU's caches would hold the same few
+experts from step to step, which a model has not. Before a cell is timed `auto` takes
+steps until it has settled; how many is in the document, with all of their times. Policies take turns within a round, so
+that a machine that drifts does so for all of them; in its turn a policy takes one step untimed and then several in a
+row. A step is over when its results are there: copies that were queued for the next one go on, as they do between steps
+of training, and count where they are used. The table shows each policy's median, auto over the best of the others, the
+bare kernels on tensors in host memory (forward alone), and the floors: all bytes over PCIe, and all touched bytes out
+of memory, at the rates measured in the same run. The way is what `auto` found (`place/trials.py`); the split is that of
+a layer when it was last asked for its ids: experts that were there, streamed, on the CPU. Needs CUDA.
 """
 
 from __future__ import annotations
@@ -31,20 +34,22 @@ if TYPE_CHECKING:
     import torch
 
     from ktransformers.nn import ExpertStore
-    from ktransformers.place.autograd import PlacedStore
+    from ktransformers.place.passes import ServedStore, ThresholdEngine
 
 LAYERS = 4
+BATCHES = 24  # of few tokens, so that the routing differs from step to step
 POLICIES = ("cpu", "stream", "auto")
 RANK = 8
 SLACK, SLACK_SECONDS = 1.05, 0.2e-3  # auto may be that much slower than the best fixed policy
-WARM, LONGEST = 3, 40  # steps before a cell is timed: at least, and at most until auto has settled
+WARM, LONGEST = 3, 60  # steps before a cell is timed: at least, and at most until auto has settled
+WAKE = 0.2  # seconds of them at least: a machine that did nothing takes a while
 TURN = 0.06  # seconds of timed steps in one turn, two steps at least
 
 
 @dataclass(frozen=True)
 class Load:
     hidden: torch.Tensor
-    ids: list[torch.Tensor]  # of each layer
+    routes: list[list[torch.Tensor]]  # ids of each layer, a step each
     weights: torch.Tensor
 
 
@@ -81,18 +86,17 @@ def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
     return found
 
 
-def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[PlacedStore]:
+def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[ServedStore]:
     from ktransformers.nn.gate import Gate
-    from ktransformers.place.autograd import PlacedStore
-    from ktransformers.place.engine import Engine
     from ktransformers.place.gpu.measure import costs_of
     from ktransformers.place.gpu.slots import Slots
+    from ktransformers.place.passes import ServedStore, ThresholdEngine
     from ktransformers.place.placement import LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
     sizes = geometry_of(made[0])
     slots = Slots(sizes, int(LAYERS_OF_ROOM * sizes.experts), device, registered)
-    engine = Engine(device, policy, slots)
+    engine = ThresholdEngine(device, policy, slots)
     found = []
     for index, store in enumerate(made):
         layer = new_layer(engine, index, store, Gate("silu"), sizes)
@@ -102,18 +106,24 @@ def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: tor
             else:
                 layer.costs = engine.layers[0].costs
         engine.layers[index] = layer
-        found.append(PlacedStore(engine, layer))
+        found.append(ServedStore(engine, layer, index))
     return found
 
 
 def load_of(shape: Shape, tokens: int, device: torch.device) -> Load:
     import torch
 
+    from ktransformers.place.few import MOST
+
     generator = torch.Generator().manual_seed(tokens)
-    ids = [torch.rand(tokens, shape.experts, generator=generator).topk(shape.top_k).indices for _ in range(LAYERS)]
+
+    def ids() -> torch.Tensor:
+        return torch.rand(tokens, shape.experts, generator=generator).topk(shape.top_k).indices.to(device)
+
+    routes = [[ids() for _ in range(LAYERS)] for _ in range(BATCHES if tokens <= MOST else 1)]
     hidden = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
     weights = torch.rand(tokens, shape.top_k, generator=generator).softmax(-1)
-    return Load(hidden.to(device), [one.to(device) for one in ids], weights.to(device))
+    return Load(hidden.to(device), routes, weights.to(device))
 
 
 def lora_of(shape: Shape) -> Any:
@@ -130,17 +140,20 @@ def lora_of(shape: Shape) -> Any:
     return factors_of(ExpertLora(gate_up=wide, down=Factor(random(e, RANK, i), random(e, h, RANK), 1.0)))
 
 
-def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) -> float:
+def step(layers: list[ServedStore], load: Load, factors: Any, backward: bool, turn: int) -> float:
     """Seconds per layer, until the results are there."""
     import torch
 
     from ktransformers.nn.store import NO_DROPOUT
 
+    routes = load.routes[turn % len(load.routes)]
+    if len(load.routes) > 1:
+        forget(layers)
     begun = time.perf_counter()
     hidden = load.hidden.detach().requires_grad_(backward)
     with torch.set_grad_enabled(backward):
         x = hidden
-        for layer, ids in zip(layers, load.ids, strict=True):
+        for layer, ids in zip(layers, routes, strict=True):
             x = x + 0.1 * layer(x, ids, load.weights, factors if backward else None, NO_DROPOUT, backward)
         if backward:
             x.backward(load.hidden)
@@ -148,7 +161,13 @@ def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool) ->
     return (time.perf_counter() - begun) / len(layers)
 
 
-def rates(layers: list[PlacedStore]) -> dict[str, float]:
+def forget(layers: list[ServedStore]) -> None:
+    """What is in the slots, as if there had been many layers since."""
+    for placed in layers:
+        placed.engine.slots.forget(placed.layer.packed.index)
+
+
+def rates(layers: list[ServedStore]) -> dict[str, float]:
     from ktransformers.place.gpu.measure import link_rate, memory_rate
 
     first = layers[0]
@@ -160,9 +179,10 @@ def rates(layers: list[PlacedStore]) -> dict[str, float]:
 
 def bare(made: list[ExpertStore], load: Load) -> float:
     """Seconds per layer of the stores alone, on tensors in host memory, without gradients."""
-    hidden, weights, ids = load.hidden.cpu(), load.weights.cpu(), [one.cpu() for one in load.ids]
+    hidden, weights = load.hidden.cpu(), load.weights.cpu()
     taken = []
-    for _ in range(4):
+    for turn in range(max(4, len(load.routes))):
+        ids = [one.cpu() for one in load.routes[turn % len(load.routes)]]
         begun = time.perf_counter()
         for store, routes in zip(made, ids, strict=True):
             store.forward(hidden, routes, weights)
@@ -170,15 +190,25 @@ def bare(made: list[ExpertStore], load: Load) -> float:
     return statistics.median(taken[1:])
 
 
-def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
+def way_of(engine: ThresholdEngine, tokens: int, backward: bool = False) -> str:
+    """That batches of this size go, once `auto` has settled."""
+    directions = ("back",) if backward else ("few", "forward")
+    return next(filter(None, (engine.trials.coming(one, tokens) for one in directions)), "")
+
+
+def cell(engines: dict[str, list[ServedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     warm: dict[str, list[float]] = {policy: [] for policy in engines}
     for policy, layers in engines.items():  # kernels are loaded, memory is at hand, auto has settled
         trials, tokens, times = layers[0].engine.trials, load.hidden.shape[0], warm[policy]
         torch.cuda.synchronize()
-        while len(times) < WARM or (policy == "auto" and len(times) < LONGEST and not trials.settled(tokens)):
-            times.append(step(layers, load, factors, args.backward))
+        while (
+            len(times) < WARM
+            or LAYERS * sum(times) < WAKE
+            or (policy == "auto" and len(times) < LONGEST and not trials.settled(tokens))
+        ):
+            times.append(step(layers, load, factors, args.backward, len(times)))
     taken: dict[str, list[float]] = {policy: [] for policy in engines}
     begun = time.perf_counter()
     for turn in range(args.rounds):
@@ -186,10 +216,10 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
             break
         for policy, layers in engines.items():
             torch.cuda.synchronize()  # the link is nobody's
-            step(layers, load, factors, args.backward)
+            step(layers, load, factors, args.backward, turn)
             spent: list[float] = []
             while len(spent) < 2 or LAYERS * sum(spent) < TURN:
-                spent.append(step(layers, load, factors, args.backward))
+                spent.append(step(layers, load, factors, args.backward, turn + len(spent)))
             taken[policy] += spent
     found: dict[str, Any] = {policy: statistics.median(times) for policy, times in taken.items()}
     if "auto" in engines:
@@ -200,6 +230,7 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
         engine = engines["auto"][0].engine
         known = engine.corrections.known.items()
         found["correction"] = {f"{way}{' beside' * beside} {size}": value for (way, size, beside), value in known}
+        found["way"] = way_of(engine, load.hidden.shape[0], args.backward)
         found["ways"], found["settled"] = engine.trials.ways(), engine.trials.settled(load.hidden.shape[0])
         found["warm"], found["timed"] = warm["auto"], taken["auto"]
     return found
@@ -236,9 +267,10 @@ def main(argv: list[str] | None = None) -> int:
         "PCIe ms",
         "DRAM ms",
         "steps",
+        "way",
         "split",
     ]
-    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 12])
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 8, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)
@@ -248,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         for tokens in map(int, args.tokens):
             load = load_of(shape, tokens, device)
             times = cell(engines, load, factors, args) | {"bare": bare(made, load)}
-            touched = statistics.mean(len(set(ids.flatten().tolist())) for ids in load.ids)
+            touched = statistics.mean(len(set(ids.flatten().tolist())) for routes in load.routes for ids in routes)
             moved = touched * engines[policies[0]][0].layer.packed.geometry.expert_bytes * (2 if args.backward else 1)
             row = {"format": spec, "tokens": tokens, **times, "rates": measured}
             row |= {"pcie": moved / measured["link"], "dram": moved / measured["memory"]}
@@ -269,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"{1e3 * row['pcie']:.2f}",
                     f"{1e3 * row['dram']:.2f}",
                     str(len(times.get("warm", ()))),
+                    times.get("way", ""),
                     "" if times.get("split") is None else "/".join(map(str, times["split"])),
                 ]
             )

@@ -2,23 +2,25 @@
 
     python bench/residents.py --formats bf16,int4:32 --shares 0,0.1,0.25,0.5 --json residents.json
 
-A step sends a few tokens through several layers under policy `resident`: residents are computed on the GPU, the rest by
-the CPU at the same time; the time is per layer, tokens/s are those of a model of 48 such layers and nothing else. Each
+A step sends a few tokens through several layers, as a server does. Two policies take turns: under `resident` residents
+are computed on the GPU, the rest by the CPU at the same time; `auto` has settled before it is timed, and the table says
+on which way. The time is per layer, tokens/s are those of `auto` in a model of 48 such layers and nothing else. Each
 layer has its own popular experts: the popularity of rank n falls as 1 / n^skew. `frequency` chooses residents by counts
 of other tokens from the same distribution, `uniform` without looking. Hits are the share of rows that met a resident.
-Needs CUDA.
+The share 0 is what residents have to beat. Needs CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from place import LAYERS, engine_of, stores
+from place import BATCHES, LAYERS, LONGEST, engine_of, forget, stores, way_of
 from shapes import SHAPES, Shape
 from timing import Table, describe_machine, print_last_line, save
 
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_LAYERS = 48
-BATCHES = 24  # that a cell walks through, so that the routing differs from step to step
 COUNTED = 4096  # tokens that `frequency` has seen
+POLICIES = ("resident", "auto")
+WAKE, WARM = 2.0, 0.2  # seconds of steps before the first cell of a format, and before any other
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -63,54 +66,71 @@ class Routing:
         return torch.multinomial(weights, self.shape.top_k, generator=self._generator)
 
 
-def place(layers: list[Any], strategy: str, share: float, routing: Routing, registered: Any) -> list[frozenset[int]]:
-    """Fills the residents of every layer anew."""
+def chosen(layers: list[Any], strategy: str, share: float, routing: Routing) -> list[tuple[int, ...]]:
+    """The residents of every layer."""
     import numpy as np
 
-    from ktransformers.place.gpu.slots import Slots
     from ktransformers.place.residents import budget, choose
 
     first = layers[0].layer.packed.geometry
     seen = [np.bincount(routing.draw(at, COUNTED).flatten().numpy(), minlength=first.experts) for at in range(LAYERS)]
     total = budget(LAYERS, first.experts, first.expert_bytes, ratio=share) if share else 0
-    found = choose(strategy, total, LAYERS, first.experts, np.stack(seen))
-    side = layers[0].engine.side
-    side.residents.clear()
-    for placed, experts in zip(layers, found, strict=True):
+    return choose(strategy, total, LAYERS, first.experts, np.stack(seen))
+
+
+def place(layers: list[Any], residents: list[tuple[int, ...]], registered: Any) -> None:
+    """Fills the residents of every layer anew; what was measured with others is forgotten."""
+    from ktransformers.place.gpu.slots import Slots
+
+    engine = layers[0].engine
+    for placed, experts in zip(layers, residents, strict=True):
+        packed = placed.layer.packed
+        engine.few.retire(packed.index)
+        engine.side.residents.pop(packed.index, None)
         if experts:
-            index = placed.layer.packed.index
-            side.residents[index] = Slots(first, len(experts), side.device, registered)
-            side.residents[index].fetch(index, placed.layer.packed.source, experts)
-    return [frozenset(experts) for experts in found]
+            engine.side.residents[packed.index] = Slots(packed.geometry, len(experts), engine.device, registered)
+            engine.side.residents[packed.index].fetch(packed.index, packed.source, experts)
+    engine.trials.forget()
 
 
-def measure(layers: list[Any], batches: list[Any], seconds: float = 1.0) -> float:
-    """The median of steps, per layer."""
+def step(layers: list[Any], batch: Any) -> float:
+    """Seconds per layer."""
     import torch
 
     from ktransformers.nn.store import NO_DROPOUT
 
-    taken: list[float] = []
-    begun = time.perf_counter()
-    with torch.inference_mode():
-        for turn in range(10_000):
-            hidden, ids, weights = batches[turn % len(batches)]
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            x = hidden
-            for placed, routes in zip(layers, ids, strict=True):
-                x = x + 0.1 * placed(x, routes, weights, None, NO_DROPOUT, False)
-            torch.cuda.synchronize()
-            taken.append((time.perf_counter() - start) / len(layers))
-            if turn > 2 * len(batches) or time.perf_counter() - begun > seconds:
-                break
-    return statistics.median(taken[len(taken) // 4 :])
+    x, ids, weights = batch
+    forget(layers)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for placed, routes in zip(layers, ids, strict=True):
+        x = x + 0.1 * placed(x, routes, weights, None, NO_DROPOUT, False)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / len(layers)
+
+
+def measure(engines: dict[str, list[Any]], batches: list[Any], warm: float, seconds: float = 1.0) -> dict[str, float]:
+    """By policy the median of steps, per layer."""
+    tokens = batches[0][0].shape[0]
+    for layers in engines.values():
+        trials, spent, turns = layers[0].engine.trials, 0.0, 0
+        while turns < 3 or spent < warm or (turns < LONGEST and not trials.settled(tokens)):
+            spent += LAYERS * step(layers, batches[turns % BATCHES])
+            turns += 1
+    taken: dict[str, list[float]] = {policy: [] for policy in engines}
+    begun, turn = time.perf_counter(), 0
+    while turn < 4 or (turn <= 2 * BATCHES and time.perf_counter() - begun < seconds):
+        for policy, layers in engines.items():
+            taken[policy].append(step(layers, batches[turn % BATCHES]))
+        turn += 1
+    return {policy: statistics.median(times) for policy, times in taken.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
     import torch
 
     args = parse(argv)
+    os.environ.setdefault("KT_PLACE", "auto")  # the pool leaves a CPU to the thread that launches
     if not torch.cuda.is_available():
         print("residents.py: no CUDA device", file=sys.stderr)
         return 1
@@ -120,10 +140,21 @@ def main(argv: list[str] | None = None) -> int:
     machine = describe_machine() | {"gpu": torch.cuda.get_device_name(device)}
     document: dict[str, Any] = {"bench": "residents", "machine": machine, "shape": shape.name, "skew": args.skew}
     document["cells"] = []
-    table = Table(["format", "tokens", "strategy", "share", "hits", "ms/layer", "tokens/s"], [8, 6, 9, 5, 5, 8, 8])
+    head = [
+        "format",
+        "tokens",
+        "strategy",
+        "share",
+        "hits",
+        *(f"{policy} ms" for policy in POLICIES),
+        "way",
+        "tokens/s",
+    ]
+    table = Table(head, [8, 6, 9, 5, 5, 11, 7, 8, 8])
     for spec in args.formats:
-        made, registered = stores(shape, spec), Registered(1 << 62)
-        layers = engine_of(made, "resident", registered, device)
+        made, registered, warm = stores(shape, spec), Registered(1 << 62), WAKE
+        engines = {policy: engine_of(made, policy, registered, device) for policy in POLICIES}
+        trials = engines["auto"][0].engine.trials
         for tokens in map(int, args.tokens):
             routing = Routing(shape, args.skew)
             batches = []
@@ -136,17 +167,22 @@ def main(argv: list[str] | None = None) -> int:
                 for share in map(float, args.shares):
                     if not share and strategy != args.strategies[0]:
                         continue
-                    there = place(layers, strategy, share, routing, registered)
+                    residents = chosen(engines["auto"], strategy, share, routing)
+                    for layers in engines.values():
+                        place(layers, residents, registered)
                     rows = [
                         (at, e) for _, ids, _ in batches for at in range(LAYERS) for e in ids[at].flatten().tolist()
                     ]
-                    hits = sum(e in there[at] for at, e in rows) / len(rows)
-                    taken = measure(layers, batches)
+                    hits = sum(e in residents[at] for at, e in rows) / len(rows)
+                    with torch.inference_mode():
+                        taken, warm = measure(engines, batches, warm), WARM
+                    way, rate = way_of(engines["auto"][0].engine, tokens), tokens / (taken["auto"] * MODEL_LAYERS)
                     cell = {"format": spec, "tokens": tokens, "strategy": strategy, "share": share, "hits": hits}
-                    cell |= {"layer_s": taken, "tokens_per_s": tokens / (taken * MODEL_LAYERS)}
+                    cell |= {"layer_s": taken, "tokens_per_s": rate, "way": way, "ways": trials.ways()}
+                    cell["settled"] = trials.settled(tokens)
                     document["cells"].append(cell)
-                    numbers = [f"{share:.2f}", f"{hits:.2f}", f"{1e3 * taken:.2f}", f"{cell['tokens_per_s']:.1f}"]
-                    table.row([spec, str(tokens), strategy, *numbers])
+                    times = [f"{1e3 * taken[policy]:.2f}" for policy in POLICIES]
+                    table.row([spec, str(tokens), strategy, f"{share:.2f}", f"{hits:.2f}", *times, way, f"{rate:.1f}"])
                     if args.json:
                         save(document, args.json)
         torch.cuda.synchronize()

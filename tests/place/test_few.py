@@ -16,7 +16,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT
-from ktransformers.place.few import FEW, MOST, Few, Residents
+from ktransformers.place.few import MOST, Few, Residents
 from ktransformers.place.gpu import routes
 from ktransformers.place.gpu.decode import decode_plain
 from ktransformers.place.gpu.layout import Matrix, format_of
@@ -113,7 +113,8 @@ def test_who_is_taken(device: str) -> None:
     few, layer = place.engine.few, place.layer.packed
     assert few.takes(layer, batch(SMALL, MOST, device), "resident")
     assert not few.takes(layer, batch(SMALL, MOST + 1, device), "resident")
-    assert few.takes(layer, batch(SMALL, FEW, device), "auto") and not few.takes(layer, batch(SMALL, 5, device), "auto")
+    assert few.takes(layer, batch(SMALL, MOST, device), "auto") is None, "whoever measures says"
+    assert few.takes(layer, batch(SMALL, MOST + 1, device), "auto") is False
     assert not few.takes(layer, batch(SMALL, 1, device), "stream")
     assert not few.takes(layer, replace(batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
     assert not few.takes(layer, empty(device), "resident")
@@ -123,8 +124,11 @@ def test_who_is_taken(device: str) -> None:
     assert not nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident"), "asking is faster"
     nobody.engine.few.unasked = True
     assert nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident")
+    few.unasked = True
+    assert few.takes(layer, batch(SMALL, 1, device), "auto")
     few.unasked = False
     assert not few.takes(layer, batch(SMALL, 1, device), "resident")
+    assert few.takes(layer, batch(SMALL, 1, device), "auto") is False
 
 
 def empty(device: str) -> Batch:

@@ -307,17 +307,22 @@ def test_no_rows_and_inference(device: str) -> None:
 
 
 @devices
-def test_few_tokens_stay_with_the_cpu(device: str) -> None:
-    """Unless it has residents."""
-    size = replace(SMALL, tokens=2)
+@pytest.mark.parametrize("residents", [(), (1, 6), tuple(range(8))], ids=["none", "some", "all"])
+@pytest.mark.parametrize("way", ["cpu", "resident", "stream", "both", "whole", "queued"])
+def test_few_tokens_go_any_way(way: str, residents: tuple[int, ...], device: str) -> None:
+    """With gradients too; what is not possible here is done in the way that is nearest to it."""
+    size = replace(SMALL, tokens=3)
     store, given = make_store(size), inputs(size, device)
-    want = expected(store, given)
-    place = placed(store, device, "auto", 8)
-    compare(run(place, given, True), want)
-    assert not place.layer.last["forward"].there and not place.layer.last["forward"].streamed
-    place = placed(store, device, "auto", 8, residents=(0, 1, 2, 3, 4, 5, 6, 7))
-    compare(run(place, given, True), want)
-    assert place.layer.last["forward"].there
+    place = placed(store, device, "auto", 8, residents)
+    place.engine.trials.enter = lambda *_: way  # type: ignore[method-assign]
+    for _ in range(2):
+        compare(run(place, given, True), expected(store, given))
+    last = place.layer.last["forward"]
+    wanted = set(given.ids[given.ids >= 0].tolist())
+    on_cpu = {"cpu": wanted, "resident": wanted - set(residents), "queued": wanted - set(residents)}
+    if way != "both":
+        assert set(last.cpu) == on_cpu.get(way, set())
+        assert set(last.there + last.streamed) == wanted - set(last.cpu)
 
 
 def test_counts_are_kept() -> None:

@@ -112,8 +112,10 @@ class Made:
         }
         self.stores = [Store() for _ in range(LAYERS)]
         self.cold: set[tuple[int, str, bool, bool]] = set()
+        self.batch: Any = SimpleNamespace(ids=torch.empty(tokens, TOP_K), factors=None)
+        self.engine.side.replays = lambda *_: False  # type: ignore[method-assign]
         for index in range(LAYERS):
-            packed: Any = SimpleNamespace(index=index, source=None)
+            packed: Any = SimpleNamespace(index=index, source=None, geometry=SimpleNamespace(experts=EXPERTS))
             home: Any = weakref.ref(self.stores[index])
             self.engine.layers[index] = Layer(packed, home, thought, np.zeros(EXPERTS, np.int64))
 
@@ -133,7 +135,8 @@ class Made:
 
     def layer(self, index: int, name: str) -> None:
         layer, start, counts, phase = self.engine.layers[index], self.clock.now, self.counts[index], PHASES[name]
-        found, true = self.engine.decide(layer, counts, self.tokens, phase), self.true[name]
+        way = self.engine._way(layer, self.batch, phase)
+        found, true = self.engine.decide(layer, counts, self.tokens, phase, way), self.true[name]
         gpu = found.there + found.streamed
         if gpu and found.cpu:
             self.clock.now += self.tax

@@ -1,9 +1,10 @@
 """Who computes which experts of a batch, by costs, by what is on the GPU already and by what trials have found; and
 which copies are queued for the layer that comes next.
 
-Layers come by in the order of the last time, so the one that follows is known, and what it wanted the last time is what
-it is likely to want. The surprising decision: a pass whose experts are all on the GPU, or sent there whoever is wanted,
-is decided before anybody has seen its ids, because to wait for them costs more than bytes that nobody needs.
+A pass has a way from the moment at which its layer is called: the policy's, or under `auto` that of the walk it is part
+of. Layers come by in the order of the last time, so the one that follows is known, and what it wanted the last time is
+what it is likely to want. The surprising decision: a pass whose experts are all on the GPU, or sent there whoever is
+wanted, goes without anybody having seen its ids, because to wait for them costs more than bytes that nobody needs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from ktransformers.nn.factors import Factors, is_packed
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.corrections import Corrections
+from ktransformers.place.few import MOST
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.phase import PHASES, Phase
 from ktransformers.place.split import Costs, Split, split
-from ktransformers.place.trials import POLICY, WHOLE, Trials, size_of
+from ktransformers.place.trials import POLICY, QUEUED, WHOLE, Trials, size_of
 
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 NEARLY_ALL = 0.9  # of a layer's experts were wanted the last time: under `stream` all are sent for, unasked
@@ -67,41 +68,61 @@ class Chooser:
         counts: NDArray[np.int64],
         tokens: int,
         phase: Phase,
+        way: str,
         factors: Factors | None = None,
-        begun: Any = None,
-        way: str = "",
     ) -> Split:
-        """`begun`: the moment at which the layer was called; `way`: what trials said then, if they were asked."""
+        """Of a pass whose ids were seen."""
         index = layer.packed.index
         here = (index, phase.name)
-        if self._left and self._after.get(self._before or (-1, "")) == here:
+        # Few tokens send for nobody ahead.
+        if tokens > MOST and self._left and self._after.get(self._before or (-1, "")) == here:
             gap = max(0.0, time.perf_counter() - self._left)
             self._gaps[here] = (self._gaps.get(here, (gap, gap))[1], gap)
-        costs = self._costs(layer, tokens, phase, factors)
-        there, policy = self._resident(index), self.policy
-        if policy == "auto" and len(there) == len(counts):
-            policy = "resident"
-        elif policy == "auto":
-            policy = POLICY[way or self._enter(layer, counts, tokens, phase, costs, begun)]
+        costs, policy = self._costs(layer, tokens, phase, factors), POLICY[way]
+        if policy == "cpu":
+            return split(counts, tokens, costs, policy=policy)
+        there = self._resident(index)
         if policy == "resident":
             return split(counts, tokens, costs, there=there, policy=policy)
         coming = self.slots.coming(index)
         there |= self.slots.present(index) - frozenset(coming)
         return split(counts, tokens, costs, there=there, coming=coming, backlog=self.slots.backlog(), policy=policy)
 
-    def _unasked(self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None, begun: Any) -> str:
-        """The way of a pass that may go without a look at its ids, by those of the last one; empty: it may not.
-        `learns` None: forward."""
-        tokens = batch.ids.shape[0]
-        counts = layer.seen.get(size_of(tokens))
-        if counts is None or self.policy == "cpu" or not self.side.replays(layer.packed, batch, learns):
-            return ""
-        if len(self._resident(layer.packed.index)) == len(counts):
-            return WHOLE
-        if self.policy != "auto":
-            return WHOLE if self.policy == "stream" and _nearly_all(counts) else ""
-        costs = self._costs(layer, tokens, phase, batch.factors)
-        return self._enter(layer, counts, tokens, phase, costs, begun, True)
+    def _way(
+        self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None = None, queued: bool | None = False
+    ) -> str:
+        """Of a pass whose ids nobody has seen. `learns` None: forward; `queued`: whether host functions have to take
+        it, None: they may. Few tokens have a choice even where all experts are resident: launching their kernels may
+        take longer than the CPU does."""
+        self._entered = False
+        if queued:
+            return QUEUED
+        if not batch.ids.shape[0]:
+            return "cpu"  # nobody has anything to do
+        there, experts = self._resident(layer.packed.index), layer.packed.geometry.experts
+        if self.policy == "auto" and (len(there) < experts or batch.ids.shape[0] <= MOST):
+            way = self._enter(layer, batch, phase, learns, queued)
+        elif self.policy == "cpu":
+            way = "cpu"
+        elif len(there) == experts or (self.policy == "stream" and self._nearly_all(layer, batch)):
+            way = WHOLE
+        else:
+            way = self.policy
+        # What a walk does in other layers may not be possible in this one.
+        if way == QUEUED and queued is not None:
+            way = "resident"
+        if way == WHOLE and not self._replays(layer, batch, learns):
+            way = "stream"
+        return "cpu" if way == "resident" and not there else way
+
+    def _replays(self, layer: Layer, batch: Batch, learns: bool | None) -> bool:
+        """Whether a pass with all of its experts needs no look at its ids; the first of its size is looked at."""
+        return size_of(batch.ids.shape[0]) in layer.seen and self.side.replays(layer.packed, batch, learns)
+
+    def _nearly_all(self, layer: Layer, batch: Batch) -> bool:
+        """Whether the last batch like this one wanted nearly all experts."""
+        counts = layer.seen.get(size_of(batch.ids.shape[0]))
+        return counts is not None and bool(np.count_nonzero(counts) >= NEARLY_ALL * len(counts))
 
     def _costs(self, layer: Layer, tokens: int, phase: Phase, factors: Factors | None) -> Costs:
         costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
@@ -109,43 +130,46 @@ class Chooser:
             costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
         return costs
 
-    def _enter(
-        self,
-        layer: Layer,
-        counts: NDArray[np.int64],
-        tokens: int,
-        phase: Phase,
-        costs: Costs,
-        begun: Any,
-        whole: bool = False,
-    ) -> str:
-        here, moment = (layer.packed.index, phase.name), self.trials.mark() if begun is None else begun
+    def _enter(self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None, queued: bool | None) -> str:
         self._entered = True
         return self.trials.enter(
-            phase.walk, tokens, here, moment, lambda: self._foretell(counts, tokens, costs, here, whole)
+            phase.walk,
+            batch.ids.shape[0],
+            (layer.packed.index, phase.name),
+            lambda: self._foretell(layer, batch, phase, learns, queued),
         )
 
     def _foretell(
-        self, counts: NDArray[np.int64], tokens: int, costs: Costs, here: tuple[int, str], whole: bool
+        self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None, queued: bool | None
     ) -> dict[str, float]:
-        """Seconds of a layer like this one by way, as costs have it; both only where they gain."""
-        leads = sorted(min(gaps) for (_, name), gaps in self._gaps.items() if name == here[1])
-        lead, there = leads[len(leads) // 2] if leads else 0.0, self._resident(here[0])
+        """Seconds of a layer like this one by way, as costs have it, if it wants what the last batch of this size did;
+        both only where they gain. Other layers may have residents where this one has none."""
+        tokens, there = batch.ids.shape[0], self._resident(layer.packed.index)
+        counts = layer.seen.get(size_of(tokens))
+        if counts is None:
+            counts = evenly(batch.ids.numel(), len(layer.counts))
+        costs = self._costs(layer, tokens, phase, batch.factors)
+        leads = sorted(min(gaps) for (_, name), gaps in self._gaps.items() if name == phase.name)
+        lead = leads[len(leads) // 2] if leads else 0.0
         found = {
             way: split(np.maximum(counts, way == WHOLE), tokens, costs, there=there, backlog=-lead, policy=policy)
             for way, policy in POLICY.items()
         }
-        possible = {WHOLE: whole, "both": bool(found["both"].streamed) and bool(found["both"].cpu)}
+        possible = {
+            WHOLE: self._replays(layer, batch, learns),
+            QUEUED: queued is None,
+            "both": bool(found["both"].streamed) and bool(found["both"].cpu),
+            "cpu": not self.side.residents or tokens <= MOST,  # the GPU has the residents' rows of more tokens sooner
+            "resident": bool(self.side.residents),
+        }
         launching = {WHOLE: costs.gpu_call}  # while the device still has the layer before, for which nobody waits
         return {way: one.seconds - launching.get(way, 0.0) for way, one in found.items() if possible.get(way, True)}
 
-    def _mark(self) -> Any:
-        self._entered = False
-        return self.trials.mark() if self.policy == "auto" else None
-
-    def _leave(self) -> None:
-        """Few tokens, and layers whose experts are all resident, are on no walk."""
+    def _leave(self, made: bool = False) -> None:
+        """Layers without a choice are on no walk. `made`: there is something now that later passes find."""
         if self._entered:
+            if made:
+                self.trials.spoil()
             self.trials.leave()
 
     def _prefetch(self, layer: Layer, phase: Phase, tokens: int, rows: int) -> None:
@@ -163,7 +187,8 @@ class Chooser:
         before, towards = target.seen.get(size_of(tokens)), PHASES[following[1]]
         policy = self.policy
         if policy == "auto":
-            policy = POLICY.get(self.trials.coming(towards.walk, tokens), "resident")
+            walk = phase.walk if following[1] == phase.name else towards.walk
+            policy = POLICY.get(self.trials.coming(walk, tokens), "resident")
         if before is None or policy not in ("auto", "stream") or not self.slots.direct(target.packed.source):
             return
         index, resident = target.packed.index, self._resident(target.packed.index)
@@ -186,5 +211,6 @@ class Chooser:
         return frozenset() if room is None else room.present(index)
 
 
-def _nearly_all(counts: NDArray[np.int64]) -> bool:
-    return bool(np.count_nonzero(counts) >= NEARLY_ALL * len(counts))
+def evenly(rows: int, experts: int) -> NDArray[np.int64]:
+    """Rows of experts where nobody knows them: of as many experts as can be, all over."""
+    return np.diff(np.arange(experts + 1) * rows // experts)

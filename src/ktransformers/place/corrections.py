@@ -28,6 +28,8 @@ class Corrections:
 
     def apply(self, costs: Costs, direction: str, tokens: int) -> Costs:
         alone, beside = self.scales(direction, tokens)
+        if alone == beside == 1:
+            return costs
         return replace(
             costs, cpu_expert=costs.cpu_expert * alone, cpu_row=costs.cpu_row * alone, crowding=beside / alone
         )

@@ -5,8 +5,9 @@ Hidden states `[T, H]`, ids and routing weights `[T, k]` are on the device. The 
 core needs no GIL) as soon as its hidden states are down, while this thread queues copies, decoding and products for the
 device. The results meet at the end; then copies for the layer that came next the last time are queued. Backward is the
 same walk. Where all experts of a layer are on the GPU, or sent there unasked, nobody waits for the ids: they are
-counted when they have come. The surprising decision: what autograd keeps has the same shapes whatever the split was,
-because recomputation under checkpointing may split another way and is compared with the first pass by shapes.
+counted when they have come. A few tokens may go by host functions instead (`few`). The surprising decision: what
+autograd keeps has the same shapes whatever the split was, because recomputation under checkpointing may split another
+way and is compared with the first pass by shapes.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.transfer import Descent, start_down
 from ktransformers.place.choose import Chooser, Layer
 from ktransformers.place.corrections import SETTLE
-from ktransformers.place.few import FEW, Few
+from ktransformers.place.few import MOST, Few
 from ktransformers.place.gpu.factors import Leaving, start_to_host
 from ktransformers.place.gpu.pull import Puller
 from ktransformers.place.gpu.several import host_options
 from ktransformers.place.gpu.side import Batch, Side
 from ktransformers.place.gpu.slots import Slots
-from ktransformers.place.phase import phase_of
+from ktransformers.place.phase import FEW, PHASES, Phase, phase_of
 from ktransformers.place.split import Split
-from ktransformers.place.trials import WHOLE, size_of
+from ktransformers.place.trials import QUEUED, WHOLE, size_of
 
 Result = TypeVar("Result")
 
@@ -87,28 +88,31 @@ class Engine(Chooser):
             self.settle()
             return layer.counts.copy()
 
-    def _few(self, layer: Layer, batch: Batch) -> bool:
-        """So few tokens, and no residents, that the CPU has them all without a thought."""
-        return self.policy != "stream" and batch.ids.shape[0] <= FEW and not self._resident(layer.packed.index)
-
     def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock:
-            return self._forward(layer, batch, retain)
+            phase = phase_of("forward")
+            return self._forward(layer, batch, retain, phase, self._way(layer, batch, phase))
 
     def infer(self, layer: Layer, batch: Batch) -> Tensor:
         """The result alone; nothing is kept, so few tokens need nobody to wait for their ids."""
         with self._lock:
-            if self.few.takes(layer.packed, batch, self.policy):
-                return self.few.forward(layer.packed, layer.store, batch)
-            return self.forward(layer, batch, False)[0]
+            phase = FEW if self.few.suits(batch) else PHASES["forward"]
+            queued = self.few.takes(layer.packed, batch, self.policy)
+            way = self._way(layer, batch, phase, queued=queued)
+            if queued is None and not self.few.ready(layer.packed, batch):
+                way = self.trials.detour(QUEUED)  # somebody may want to capture the next pass
+            if way != QUEUED:
+                return self._forward(layer, batch, False, phase, way)[0]
+            result = self.few.forward(layer.packed, layer.store, batch)
+            self._leave()
+            return result
 
-    def _forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
-        phase, begun = phase_of("forward"), self._mark()
-        few = self._few(layer, batch)
-        way = "" if few else self._unasked(layer, batch, phase, None, begun)
+    def _forward(self, layer: Layer, batch: Batch, retain: bool, phase: Phase, way: str) -> tuple[Tensor, Kept]:
         self.settle(wait=way != WHOLE)
-        routes = start_down((batch.ids, batch.hidden, batch.weights) if few else (batch.ids,))
+        tokens = batch.ids.shape[0]
+        at_once = way == "cpu" and tokens <= MOST  # nobody has to know who is wanted to know who computes them
+        routes = start_down((batch.ids, batch.hidden, batch.weights) if at_once else (batch.ids,))
         counts = None
         if way == WHOLE:
             ids, found = routes.targets[0], self._everybody(layer)
@@ -116,10 +120,7 @@ class Engine(Chooser):
         else:
             ids = routes.finish()[0]
             counts = self._count(layer, ids)
-            if few:
-                found = Split((), (), tuple(np.flatnonzero(counts).tolist()), 0.0, 0.0)
-            else:
-                found = self.decide(layer, counts, ids.shape[0], phase, batch.factors, begun, way)
+            found = self.decide(layer, counts, tokens, phase, way, batch.factors)
         layer.last[phase.name] = found
         keeps = retain and self.policy != "stream"  # whatever the split: checkpointing compares shapes
         keep = layer.store.new_keep(*ids.shape) if keeps else ids.new_empty(0, dtype=torch.uint8)
@@ -127,10 +128,10 @@ class Engine(Chooser):
         gpu = found.there + found.streamed
         share = None
         if found.cpu:
-            rows = routes if few else start_down((batch.hidden, batch.weights))
+            rows = routes if at_once else start_down((batch.hidden, batch.weights))
             share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep[:0] if gpu else keep)
         whole = self.side.forward(layer.packed, batch, gpu, counts) if gpu else None
-        self._prefetch(layer, phase, batch.ids.shape[0], batch.ids.numel())
+        self._prefetch(layer, phase, tokens, batch.ids.numel())
         if whole is not None:
             if share is not None:
                 self._puller.add(share(), whole)
@@ -142,7 +143,7 @@ class Engine(Chooser):
             result = torch.zeros_like(batch.hidden)
         if share is not None and batch.factors is not None:
             self._ahead.passed(layer.store)
-        self._leave()
+        self._leave(whole is not None and self.side.making)
         return result, Kept(ids, keep, cpu)
 
     def backward(
@@ -156,15 +157,14 @@ class Engine(Chooser):
     def _backward(
         self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
-        phase, begun = phase_of("backward"), self._mark()
-        wanted = wanted and batch.factors is not None
-        way, counts = self._unasked(layer, batch, phase, wanted, begun), None
+        phase, wanted = phase_of("backward"), wanted and batch.factors is not None
+        way, counts = self._way(layer, batch, phase, wanted), None
         self.settle(wait=way != WHOLE)
         if way == WHOLE:
             found = self._everybody(layer)
         else:
             counts = count(kept.ids, layer.packed.geometry.experts)
-            found = self.decide(layer, counts, kept.ids.shape[0], phase, batch.factors, begun, way)
+            found = self.decide(layer, counts, kept.ids.shape[0], phase, way, batch.factors)
         layer.last[phase.name] = found
         cpu = mask(found.cpu, layer.packed.geometry.experts)
         if found.there or found.streamed or not torch.equal(cpu, kept.cpu):  # rows are kept in the order of one split
@@ -197,7 +197,7 @@ class Engine(Chooser):
             grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
         found_grads = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
         self.side.close()
-        self._leave()
+        self._leave(bool(gpu) and self.side.making)
         if leaving is not None:
             grads = leaving.tensors
         elif grads and batch.factors is not None:
@@ -301,7 +301,7 @@ class Engine(Chooser):
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:
     """Rows of each expert; ids outside count nowhere."""
     numbers = ids.numpy().reshape(-1)
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= experts):
+    if len(numbers) and numbers.view(f"u{numbers.itemsize}").max() >= experts:  # -1 is large there
         numbers = numbers[(numbers >= 0) & (numbers < experts)]
     return np.bincount(numbers, minlength=experts)
 

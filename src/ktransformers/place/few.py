@@ -36,7 +36,6 @@ from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
 
 MOST = 32  # tokens
-FEW = 4  # tokens: fetching an expert for less than a row takes longer than computing it here
 
 Size = tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]  # of hidden; k; dtypes of hidden, ids and weights
 
@@ -90,15 +89,19 @@ class Few:
 
     # Who is taken.
 
-    def takes(self, layer: Packed, batch: Batch, policy: str) -> bool:
+    def suits(self, batch: Batch) -> bool:
+        """Whether such batches may be taken in some layer."""
+        return batch.factors is None and batch.several is None and 0 < batch.ids.shape[0] <= MOST
+
+    def takes(self, layer: Packed, batch: Batch, policy: str) -> bool | None:
+        """None: it may be, if somebody has found that to be faster."""
         capturing = self.rehearsing or self._capturing()
-        most = FEW if policy == "auto" and not capturing else MOST
         tokens, reason = batch.ids.shape[0], ""
         if batch.factors is not None or batch.several is not None:
             reason = "LoRA on experts"
         elif policy == "stream":
             reason = "experts that are streamed"
-        elif not 0 < tokens <= most:
+        elif not self.suits(batch):
             reason = f"a batch of {tokens} tokens"
         elif not routes.runs_on(self.device):
             reason = "no Triton"
@@ -111,9 +114,14 @@ class Few:
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
         if reason or capturing or self.unasked is not None:
             return not reason and (capturing or bool(self.unasked))
-        # Without residents asking is faster; but what a graph needs is made by a first call outside of it.
-        size = _size(batch.hidden, batch.ids, batch.weights)
-        return layer.index in self.side.residents or (layer.index, size) not in self._ready
+        if policy == "auto":
+            return None
+        return layer.index in self.side.residents or not self.ready(layer, batch)  # without residents asking is faster
+
+    def ready(self, layer: Packed, batch: Batch) -> bool:
+        """Whether there is what a graph needs, which a first call outside of it makes."""
+        key = layer.index, _size(batch.hidden, batch.ids, batch.weights)
+        return key in self._ready and self._is_current(layer.index)
 
     def _capturing(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,5 @@
-"""What a pass through a layer of experts is for: forward, forward again in a backward pass, or backward."""
+"""What a pass through a layer of experts is for: forward, forward again in a backward pass, or backward; and what kind
+of walk over the layers it is part of."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ import torch
 class Phase:
     name: str  # forward, again (recomputed in a backward pass) or backward
     direction: str
-
-    @property
-    def walk(self) -> str:
-        """What is computed again belongs to the walk back: the one finds what the other fetched."""
-        return "forward" if self.name == "forward" else "back"
+    walk: str  # what is computed again belongs to the walk back: the one finds what the other fetched
 
 
-PHASES = {"forward": Phase("forward", "forward"), "again": Phase("again", "forward")}
-PHASES["backward"] = Phase("backward", "backward")
+PHASES = {
+    "forward": Phase("forward", "forward", "forward"),
+    "again": Phase("again", "forward", "back"),
+    "backward": Phase("backward", "backward", "back"),
+}
+FEW = Phase("forward", "forward", "few")  # batches that host functions may take, and others not
 
 
 def phase_of(direction: str) -> Phase:

@@ -130,6 +130,8 @@ class Placement:
             found |= {at: tuple(range(sizes.experts)) for at in group if self.names[at] in whole}
         for at, experts_of in found.items():
             self._settle(self._placed[at], experts_of)
+        for engine in self.engines:
+            engine.trials.forget()  # of layers with other residents
         return [found[at] for at in range(len(self.layers))]
 
     def _statistics(self, strategy: str, file: str | Path | None) -> list[chosen.Row]:

@@ -73,10 +73,22 @@ class Split:
 def seconds(costs: Costs, counts: NDArray[np.int64], tokens: int, split: Split, backlog: float = 0.0) -> float:
     """What a given split takes; a negative `backlog` is how long ago the first copies could begin."""
     rows = float(counts[list(split.there + split.streamed)].sum())
-    gpu = costs.gpu(len(split.streamed), len(split.there), rows, backlog)
     cpu = costs.cpu(len(split.cpu), float(counts[list(split.cpu)].sum()), tokens, bool(split.streamed))
-    memory = (len(split.streamed) + len(split.cpu)) * costs.memory_expert + min(0.0, backlog)
-    return max(gpu, cpu, memory)
+    return _later(costs, split.there, split.streamed, split.cpu, rows, cpu, backlog)
+
+
+def _later(
+    costs: Costs,
+    there: tuple[int, ...],
+    streamed: tuple[int, ...],
+    cpu: tuple[int, ...],
+    rows: float,
+    cpu_seconds: float,
+    backlog: float,
+) -> float:
+    """When the last of both sides and of their memory ends; `rows` are the GPU's."""
+    gpu = costs.gpu(len(streamed), len(there), rows, backlog)
+    return max(gpu, cpu_seconds, (len(streamed) + len(cpu)) * costs.memory_expert + min(0.0, backlog))
 
 
 def split(
@@ -138,7 +150,9 @@ def _made(
     cpu: tuple[int, ...],
     backlog: float,
 ) -> Split:
-    cpu_seconds = costs.cpu(len(cpu), float(rows[list(cpu)].sum()), tokens, bool(streamed))
-    found = Split(there, streamed, cpu, 0.0, cpu_seconds)
+    total = float(rows.sum())  # everybody with rows is somewhere: of few tokens, indexing takes longer than the rest
+    mine = 0.0 if not cpu else total if not there and not streamed else float(rows[list(cpu)].sum())
+    cpu_seconds = costs.cpu(len(cpu), mine, tokens, bool(streamed))
     work = max(0.0, cpu_seconds - costs.cpu_call - tokens * costs.cpu_token)
-    return Split(there, streamed, cpu, seconds(costs, rows, tokens, found, backlog), cpu_seconds, work)
+    taken = _later(costs, there, streamed, cpu, total - mine, cpu_seconds, backlog)
+    return Split(there, streamed, cpu, taken, cpu_seconds, work)

@@ -1,13 +1,16 @@
-"""Which way walks over a model's layers go under `auto`, by measured seconds: all on the CPU, all streamed (who is
-wanted, or everybody unasked), or both.
+"""Which way walks over a model's layers go under `auto`, by measured seconds: all on the CPU, residents on the GPU and
+the others on the CPU (asked for, or by host functions that nobody waits for), all streamed (who is wanted, or everybody
+unasked), or some streamed and some on the CPU.
 
 Costs foretell, and are wrong by more than two sides gain: who waits for whom, what Python takes beside threads that
 multiply, what copies take from the CPU's memory is in no formula. So a walk (one pass over the layers, forward or back)
 goes one way from end to end and is timed by the device's own clock, by events that nobody waits for. The first walk of
 a kind (a direction and a size of batch) goes the better pure way by the costs; a way that they find worth it is tried
-once, and stays if it was faster by a margin. The first walk of a try does not count: the copies and buffers that it
-found were another way's. The surprising decision: what lost narrowly is tried again, but after pauses that double, so
-that noise costs a step in a hundred and a change of the machine is still found out.
+once, and stays if it was faster by a margin. The first walk of a try does not count, nor does one in which something
+was made that later ones find: copies and buffers were another way's, and what is recorded is faster than what will be.
+The surprising decision: what lost narrowly is tried again, but after pauses that double, so that noise costs a step in
+a hundred and a change of the machine is still found out. Where a layer takes a millisecond, timing it is not free
+either: such walks, once settled, are timed one in a few.
 """
 
 from __future__ import annotations
@@ -22,13 +25,17 @@ from typing import Any
 
 import torch
 
-WAYS = ("whole", "both", "cpu", "stream")  # in the order in which they are tried
-POLICY = {"both": "auto", "cpu": "resident", "stream": "stream", "whole": "stream"}  # of `split`
 WHOLE = "whole"  # all experts of a layer are streamed, so that nobody has to wait for who is wanted
+QUEUED = "queued"  # a few tokens by host functions: nobody waits for who is wanted either
+WAYS = (WHOLE, "both", "cpu", "stream", "resident", QUEUED)  # in the order in which they are tried
+# Of `split`. Residents are computed where they lie in every way but `cpu`.
+POLICY = {"both": "auto", "cpu": "cpu", "stream": "stream", "resident": "resident", WHOLE: "stream", QUEUED: "resident"}
 ENOUGH = 8  # layers that a pure way was timed over before it is judged; a mixture has to find its measure first
-# By which a way must be faster than the one it replaces.
-MARGIN = {"both": 0.05, "cpu": 0.03, "stream": 0.03, "whole": 0.03}
+MARGIN, MIXED = 0.03, 0.05  # by which a way must be faster than the one it replaces; a mixture
 REACH = 1.6  # a pure way that costs say takes longer than that times the other is not tried
+BRIEF = 3e-3  # seconds of a layer, unless they say that it takes less than that: costs cannot tell such apart
+EVERY = 8  # settled walks over brief layers: one of them is timed, and others are thought of then
+WARM = 4  # walks of a try that may go by in making what later ones find
 NEAR = 1.25  # a way that was slower than that times the best is not tried again while nothing changes
 SOON, PATIENCE, LONGEST = 2, 64, 1024  # walks until another try: what seems faster now; what lost; at most
 FADE = 0.3  # weight of the newest walk
@@ -72,13 +79,14 @@ class Record:
 
 
 class Trial:
-    """One kind of batch. `hint`: that of a neighbouring size, whose verdicts hold until this one has its own."""
+    """One kind of batch. `hint`: that of a neighbouring size, whose verdicts hold until this one has its own. `walks`
+    have gone the way since it was taken up."""
 
     def __init__(self, hint: Trial | None = None) -> None:
         self.records = {way: Record() for way in WAYS}
         self.way = self.best = ""
         self.settled = False
-        self._turn = 0
+        self.walks = self._turn = 0
         self._hint = hint.best if hint is not None else ""
         self._hopeless = frozenset() if hint is None else hint.lost()
 
@@ -90,13 +98,13 @@ class Trial:
     def begin(self, predict: Callable[[], Predicted]) -> str:
         """The way of the next walk."""
         self._turn += 1
+        self.walks += 1
         if not self.way:
             predicted = predict()
             pure = min((way for way in predicted if way != "both"), key=lambda way: predicted[way])
             self.way = self.best = self._hint if self._hint in predicted else pure
             return self.way
-        now = self.records[self.way]
-        if now.layers < self._needed(self.way):
+        if not self.timed or self.records[self.way].layers < self._needed(self.way):
             return self.way
         if self.way != self.best:
             winner, loser = (self.way, self.best) if self._beats(self.way) else (self.best, self.way)
@@ -106,8 +114,13 @@ class Trial:
         found = self._candidate(predict)
         self.settled = found is None and not any(self._seems_faster(way) for way in WAYS)
         if (chosen := found or self.best) != self.way:
-            self.way, self.records[chosen].layers = chosen, 0
+            self.way, self.walks, self.records[chosen].layers = chosen, 1, 0
         return self.way
+
+    @property
+    def timed(self) -> bool:
+        """Whether this walk is."""
+        return not self.settled or self.records[self.best].seconds > BRIEF or self._turn % EVERY == 0
 
     def end(self, way: str, seconds: float, layers: int) -> None:
         record = self.records[way]
@@ -125,7 +138,7 @@ class Trial:
 
     def _beats(self, way: str) -> bool:
         """A mixture yields to a pure way that is not slower."""
-        margin = 0.0 if self.best == "both" else MARGIN[way]
+        margin = 0.0 if self.best == "both" else MIXED if way == "both" else MARGIN
         return self.records[way].seconds <= (1 - margin) * self.records[self.best].seconds
 
     def _seems_faster(self, way: str) -> bool:
@@ -145,7 +158,8 @@ class Trial:
                     return way
             elif way not in self._hopeless:
                 predicted = predict() if predicted is None else predicted
-                if way in predicted and (way == "both" or predicted[way] <= REACH * predicted.get(self.best, math.inf)):
+                near = max(BRIEF, REACH * predicted.get(self.best, math.inf))
+                if way in predicted and (way == "both" or predicted[way] <= near):
                     return way
         return None
 
@@ -155,7 +169,8 @@ class Walk:
     trial: Trial
     kind: Kind
     way: str
-    fresh: bool  # the first of its kind that goes this way
+    fresh: bool  # the first of its kind that goes this way, or something is made in it
+    timed: bool
     visited: set[tuple[int, str]] = field(default_factory=set)  # layers and phases
     begun: list[Any] = field(default_factory=list)  # moments, a layer each
     ended: Any = None  # the last layer's
@@ -179,7 +194,6 @@ class Trials:
     def __init__(self, device: torch.device) -> None:
         self._timeline = Timeline(device)
         self._trials: dict[Kind, Trial] = {}
-        self._last: dict[Kind, str] = {}  # ways of the last walks
         self._walk: Walk | None = None
         self._untold: deque[Walk] = deque()  # over, and not yet timed
 
@@ -188,13 +202,9 @@ class Trials:
         """What is measured now is of a way that has just been taken up."""
         return self._walk is not None and self._walk.fresh
 
-    def mark(self) -> Any:
-        return self._timeline.mark()
-
-    def enter(
-        self, direction: str, tokens: int, place: tuple[int, str], begun: Any, predict: Callable[[], Predicted]
-    ) -> str:
-        """The way of a walk that comes to a layer in a phase; a new walk begins where this one has been."""
+    def enter(self, direction: str, tokens: int, place: tuple[int, str], predict: Callable[[], Predicted]) -> str:
+        """The way of a walk that comes to a layer in a phase, at the moment at which the layer is called; a new walk
+        begins where this one has been."""
         kind = direction, size_of(tokens)
         walk = self._walk
         if walk is None or walk.kind != kind or place in walk.visited:
@@ -203,17 +213,37 @@ class Trials:
             if trial is None:
                 trial = self._trials[kind] = Trial(self._neighbour(kind))
             way = trial.begin(predict)
-            walk = self._walk = Walk(trial, kind, way, self._last.get(kind) != way)
-            self._last[kind] = way
+            walk = self._walk = Walk(trial, kind, way, trial.walks == 1, trial.timed)
         walk.visited.add(place)
-        walk.begun.append(begun)
-        walk.ended = None  # a walk that breaks off in a layer tells nothing
+        if walk.timed:
+            walk.begun.append(self._timeline.mark())
+            walk.ended = None  # a walk that breaks off in a layer tells nothing
         return walk.way
 
     def leave(self) -> None:
         """The layer is queued to its end."""
+        if self._walk is not None and self._walk.timed:
+            self._walk.ended = self._timeline.mark()
+
+    def spoil(self) -> None:
+        """Something is made in this walk that later ones find: its seconds are not the way's. What is never done with
+        making is judged all the same."""
+        if self._walk is not None and self._walk.trial.walks <= WARM:
+            self._walk.fresh = True
+
+    def detour(self, way: str) -> str:
+        """This layer goes a way of its own: the walk tells nothing, and is not the first that goes its own."""
         if self._walk is not None:
-            self._walk.ended = self.mark()
+            self._walk.fresh = True
+            if self._walk.trial.walks == 1:
+                self._walk.trial.walks = 0
+        return way
+
+    def forget(self) -> None:
+        """The layers have become others."""
+        self._trials.clear()
+        self._untold.clear()
+        self._walk = None
 
     def coming(self, direction: str, tokens: int) -> str:
         """The way that a batch's walk is on, or that the next one is likely to go; empty: nobody knows."""

@@ -196,11 +196,15 @@ class Recorder:
     def knows(self, key: Key) -> bool:
         return key in self._known
 
+    def makes(self, key: Key) -> bool:
+        """Whether a pass of this kind is not recorded, but may be yet."""
+        return not (key in self._known or self._refused or len(self._known) >= MOST or len(self._seen) > 100 * MOST)
+
     def wants(self, key: Key, layer: int) -> bool:
         """Whether a pass of this kind is replayed, or worth recording by now."""
         if key in self._known:
             return True
-        if self._refused or len(self._known) >= MOST or len(self._seen) > 100 * MOST:
+        if not self.makes(key):
             return False
         first, passes = self._seen.get(key, (layer, 0))
         passes += first == layer

@@ -73,6 +73,7 @@ class Side:
         self._lora = DeviceFactors(device)
         self._shelf = Shelf(device, shelf_bytes(device))
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
+        self.making = False  # the last pass was of a kind that will be recorded, or was just then
         self._recorder = Recorder(device)
         self._finished: torch.cuda.Event | None = None
 
@@ -207,6 +208,7 @@ class Side:
         resident = rooms.present(layer.index) if rooms is not None else frozenset()
         streamed = [e for e in experts if e not in resident]
         kind = self._kind(layer, batch, len(streamed), learns)
+        self.making = kind is not None and self._recorder.makes(kind)
         if kind is None or not self._recorder.wants(kind, layer.index):
             return None
         seats = []
