@@ -189,7 +189,7 @@ def test_a_machine_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_graph_needs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first pass of every number of tokens, whatever its walk does; again when residents have changed."""
+    """By the first pass of every number of tokens, whatever its walk does; again when residents get another room."""
     layers = Layers("cpu", SOME).by(Clock(cpu=1e-3), monkeypatch)
     layers.walk(5)
     assert layers.gone == ["queued"] * LAYERS
@@ -199,6 +199,10 @@ def test_what_a_graph_needs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     layers.walk(6)
     assert layers.gone == ["queued"] * LAYERS + ["cpu"] * LAYERS
     layers.placed[1].renew(np.array([9, 0, 9, 0, 0, 9, 0, 0]))
+    layers.gone.clear()
+    layers.walk(5)
+    assert layers.gone == ["cpu"] * LAYERS, "tables were written where they lie"
+    layers.engine.few.retire(1)
     layers.gone.clear()
     layers.walk(5)
     assert layers.gone == ["cpu", "queued", "cpu"]
