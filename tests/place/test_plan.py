@@ -26,10 +26,11 @@ from ktransformers.place import (
 )
 from ktransformers.place.cost import layer_seconds, time_of
 from ktransformers.place.machine import parse_bytes
-from ktransformers.place.memory import expert_bytes, memory_of
+from ktransformers.place.memory import memory_of
 from ktransformers.place.meter import Meter, anonymous_bytes, compare
 from ktransformers.place.plan import evaluate
 from ktransformers.place.wish import POLICIES
+from ktransformers.place.work import expert_bytes
 
 QWEN = open_shape("qwen3-30b-a3b")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"

@@ -17,11 +17,11 @@ from ktransformers.place.shape import ModelShape
 from ktransformers.place.sides import (
     GPU_SHARE,
     LORA_SHARE,
-    SUM,
     experts_touched,
     layer_seconds,
     placed_seconds,
-    together,
+    rest_of_layer,
+    touched_experts,
 )
 from ktransformers.place.work import Choice, Serving, Training, Work
 
@@ -33,9 +33,7 @@ TRAINED_CALL = 6e-3
 LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
 ADAM_BYTES = 28  # read and written for a trained number: it, its gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
-QUIET = 0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and nobody waits for them
 PREFETCHED = 4  # rows of an expert on average: from here on the next layer's experts are fetched ahead
-PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
 
 
 @dataclass(frozen=True)
@@ -107,12 +105,6 @@ def _passes(model: ModelShape, work: Training, choice: Choice, machine: Machine)
     return [*found, _Pass(2, 1, True, backward=True, found=held and found[-1].experts and work.checkpointing)]
 
 
-def touched_experts(model: ModelShape, work: Training) -> float:
-    """Of one layer, by the tokens that pass at once; sequences choose theirs independently of each other."""
-    missed: float = (1 - work.touched) ** max(1.0, work.tokens / work.sequence)
-    return min(experts_touched(model, work.tokens), model.experts * (1 - missed))
-
-
 def training_time(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> Time:
     rank, size = work.rank if work.adapts_experts else 0, work.rest_bytes
     touched, sparse = touched_experts(model, work), model.expert_layers / model.layers
@@ -151,14 +143,10 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
 
 
 def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: Choice, way: _Pass) -> float:
-    """All layers besides their experts. On a GPU launching and computing hardly wait for each other, but every layer's
-    routes are waited for."""
+    """All layers besides their experts."""
     if not choice.gpus:
         return way.products * rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
-    numbers = model.layers * (model.rest_per_layer + model.scores_width * work.sequence / 2)
-    computing = way.products * 2 * work.tokens * numbers / (machine.gpus[0].flops * LORA_SHARE)
-    launching = machine.layer_seconds * (QUIET if choice.uses_engine else 1)
-    return together(way.launches / PASSES * launching * model.layers, computing, SUM)
+    return model.layers * rest_of_layer(model, work, machine, choice, way.launches, way.products)
 
 
 def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:

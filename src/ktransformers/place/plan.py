@@ -16,10 +16,10 @@ from ktransformers.errors import InputError
 from ktransformers.place.cost import Time, time_of
 from ktransformers.place.formats import FORMATS, counted_as, format_of
 from ktransformers.place.machine import Machine
-from ktransformers.place.memory import Memory, expert_bytes, memory_of
+from ktransformers.place.memory import Memory, memory_of
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.wish import DEFAULT, POLICIES
-from ktransformers.place.work import Choice, Serving, Training, Work
+from ktransformers.place.work import Choice, Serving, Training, Work, expert_bytes
 
 HOST_SHARE = 0.97  # of the free memory; the rest stays with the system
 GPU_SHARE = 0.95
