@@ -29,7 +29,7 @@ from ktransformers.place.machine import parse_bytes
 from ktransformers.place.memory import memory_of
 from ktransformers.place.meter import Meter, anonymous_bytes, compare
 from ktransformers.place.plan import evaluate
-from ktransformers.place.wish import POLICIES
+from ktransformers.place.wish import POLICIES, UNASKED
 from ktransformers.place.work import expert_bytes
 
 QWEN = open_shape("qwen3-30b-a3b")
@@ -122,6 +122,45 @@ def test_several_gpus_share_layers_and_are_proposed_where_one_does_not_do() -> N
     serving = Serving(context=1024, prompt=512)
     assert make_plan(QWEN, serving, with_gpus(machine, "24GB,24GB")).nearest.choice.gpus == 1, "one is enough"
     assert make_plan(QWEN, serving, with_gpus(machine, "3.4GB,3.4GB")).nearest.choice.gpus == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(shipped())),
+    gpu=st.sampled_from([1, 2, 4, 8, 24, 80, 140]),
+    ram=st.sampled_from([4, 32, 66, 128, 512, 2048]),
+    work=st.sampled_from([Training(512, 512, 512), Training(8192, 8192), Training(65536, 65536), Serving()]),
+    machine=st.sampled_from(["desktop-4090", "amx16-h200", "epyc-zen5"]),
+    policies=st.sampled_from([UNASKED, ("cpu",), ("stream",)]),
+)
+def test_a_gpu_is_left_out_only_where_nothing_fits_with_it(
+    name: str, gpu: int, ram: int, work: Training | Serving, machine: str, policies: tuple[str, ...]
+) -> None:
+    here = with_memory(with_gpus(profile(machine), f"{gpu}GB"), f"{ram}GB")
+    plan = make_plan(open_shape(name), work, here, policies=policies)
+    bare = [replace(plan.nearest.choice, gpus=1, policy=policy, residents=0) for policy in policies]
+    fits = [evaluate(plan.model, work, choice, here).fits for choice in bare]
+    assert bool(plan.left_out) == (plan.nearest.choice.gpus == 0)
+    if any(fits):
+        assert plan.best is not None and plan.best.choice.gpus == 1
+    if plan.left_out:
+        assert plan.best is not None and "lacks" in plan.left_out and plan.left_out == plan.notes[0]
+    insisted = make_plan(plan.model, work, here, policies=policies, needs_gpu=True)
+    assert insisted.nearest.choice.gpus == 1 and not insisted.left_out
+    assert (insisted.best is None) == (plan.best is None or bool(plan.left_out))
+    without = make_plan(plan.model, work, replace(here, gpus=()), policies=policies, needs_gpu=True)
+    assert not without.left_out and without.nearest.choice.gpus == 0
+
+
+def test_a_gpu_is_used_where_the_cpu_alone_would_be_faster() -> None:
+    """By the seconds of a plan, that is: a small model's layers take longer to launch than to compute."""
+    small = replace(QWEN, layers=4, expert_layers=4, hidden=64, intermediate=64, embedding=64 * 1000, vocabulary=1000)
+    small = replace(small, rest_per_layer=4 * 64 * 64, attention_width=256, scores_width=128)
+    work, machine = Training(64, 64, 64), profile("amx16-h200")
+    seconds = [evaluate(small, work, choice, machine).time.seconds for choice in (Choice(), Choice("bf16", 1))]
+    assert seconds[0] < seconds[1]
+    plan = make_plan(small, work, machine)
+    assert plan.best is not None and plan.best.choice.gpus == 1 and not plan.left_out
 
 
 def test_nodes_add_up_and_hold_the_experts_in_equal_parts() -> None:
