@@ -120,8 +120,9 @@ def loss_bytes(model: ModelShape, work: Training, on_gpu: bool) -> int:
     rows, blank = min(work.scored, LOSS_ROWS), (work.tokens - work.scored) * model.hidden * work.rest_bytes
     if on_gpu:
         return rows * LOSS_COLUMNS * work.rest_bytes + work.scored * model.hidden * 8 + blank
-    copies = int(LOSS_COPIES * min(model.vocabulary, LOSS_COLUMNS)) * 4
-    return rows * (LOSS_COLUMNS * work.rest_bytes + copies) + work.scored * model.hidden * 4 + blank
+    width = min(model.vocabulary, LOSS_COLUMNS)  # what is written of a tile: pages that nobody touches take nothing
+    logits = rows * (width * work.rest_bytes + int(LOSS_COPIES * width) * 4)
+    return logits + work.scored * model.hidden * 4 + blank
 
 
 def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: bool, absent: int = 0) -> int:
