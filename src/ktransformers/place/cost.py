@@ -3,7 +3,8 @@
 Routed experts are computed by the CPU, or by both sides with the placement engine (`sides.py`), where the link carries
 them while the rest of the layer runs. Everything else is counted in operations at a share of the GPU's paper rate, or
 at the measured rate of torch's product on a CPU. The surprising part is Python: launching a layer, LoRA and
-checkpointing included, takes longer than computing it until a step has thousands of tokens.
+checkpointing included, takes longer than computing it until a step has thousands of tokens, and without a GPU nothing
+is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ from dataclasses import dataclass
 
 from ktransformers.place.formats import packed_lora_bytes
 from ktransformers.place.machine import Machine
-from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, recorded, slot_count
+from ktransformers.place.memory import (
+    attention_lora_numbers,
+    expert_lora_numbers,
+    layer_bytes,
+    recorded,
+    slot_count,
+)
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.sides import (
     GPU_SHARE,
     LORA_SHARE,
+    PASSES,
     experts_touched,
     layer_seconds,
     placed_seconds,
@@ -26,6 +34,14 @@ from ktransformers.place.sides import (
 from ktransformers.place.work import Choice, Serving, Training, Work
 
 LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
+# Of Python's time for a layer in a training step with a GPU, what it takes without one, its experts' calls included:
+# 12.8 ms in float32 and 15 ms in bf16 on two AMX cores where that is 18 ms, the difference between steps of 4 and of 12
+# layers of next to no size.
+ON_CPU = 0.75
+# Times that a step without a GPU moves what autograd keeps of a layer, at the read rate: norms, casts, residuals and
+# attention, whose backward costs 20 to 45 us a token whatever it sees. Steps of 16 and of 45 short rows at once were
+# 0.62 ms a token apart, of which products and experts explain 0.18 (6 layers of 512, bf16, two AMX cores).
+MOVED = 150
 HOST_CALL = 50e-6  # a layer's experts start after a copy down and end with one up: two callbacks of 23 us, measured
 # The same in training, with PEFT and autograd around the kernels: 5 to 6.7 ms in either direction and at every size of
 # bench/train_e2e.py.
@@ -54,10 +70,10 @@ class Time:
 
 
 def rest_seconds(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
-    """All layers besides their experts, once forward; `seen` tokens stand before a token on average."""
+    """Products of all layers besides their experts, once forward; `seen` tokens stand before a token on average."""
     numbers = model.layers * model.rest_per_layer
     operations = 2 * tokens * (numbers + model.layers * model.scores_width * seen)
-    return _products(operations, numbers * size, machine, choice, size) + LAYER * model.layers
+    return _products(operations, numbers * size, machine, choice, size)
 
 
 def head_seconds(
@@ -143,9 +159,12 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
 
 
 def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: Choice, way: _Pass) -> float:
-    """All layers besides their experts."""
+    """All layers besides their experts; on a CPU also what comes before and after them, about as much as a layer."""
     if not choice.gpus:
-        return way.products * rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
+        products = rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
+        launching = ON_CPU * machine.layer_seconds * (model.layers + 1)
+        moving = MOVED * model.layers * layer_bytes(model, work) / machine.cpu.read_bytes
+        return way.products * products + way.launches / PASSES * (launching + moving)
     return model.layers * rest_of_layer(model, work, machine, choice, way.launches, way.products)
 
 
@@ -170,7 +189,7 @@ def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machin
 
 def pass_parts(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> Time:
     """One forward pass without gradients; the head sees one token of each sequence."""
-    rest = rest_seconds(model, tokens, seen, machine, choice, size)
+    rest = rest_seconds(model, tokens, seen, machine, choice, size) + LAYER * model.layers
     if choice.uses_engine:
         touched = experts_touched(model, tokens)
         lead = rest / model.expert_layers if tokens * model.top_k >= PREFETCHED * model.experts else 0.0
