@@ -18,16 +18,31 @@ from ktransformers.place import profile
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 # Document -> (policy, format, tokens) -> the bars that the cell misses. In the first a policy has the host memory that
-# those before it had in the same process; those whose time is missed are of hosts, or minutes, with a slow Python; the
-# oldest is of a time when a step's tensors lay in fresh memory, whose page faults the model does not know.
-HOST, STEP = {"host_peak_gib"}, {"step_s"}
+# those before it had in the same process; `auto` in bf16 at 8192 tokens had in two of six tried everything on the CPU,
+# out of reach as that was, and kept rows for it; those whose time is missed are of hosts, or minutes, with a slow
+# Python, or of before passes were recorded; the oldest is of a time when a step's tensors lay in fresh memory, whose
+# page faults the model does not know. With residents graphs of smaller batches are on the GPU still.
+HOST, STEP, GPU = {"host_peak_gib"}, {"step_s"}, {"gpu_peak_gib"}
 MISSED: dict[str, dict[tuple[str, str, int], set[str]]] = {
     "train-e2e-policies.json": {
         (policy, "bf16", tokens): HOST for policy in ("stream", "auto") for tokens in (512, 2048, 8192)
     },
-    "train-e2e-bits.json": {("auto", "int4:32", 8192): HOST, ("auto", "int8", 8192): HOST},
-    "train-e2e-auto.json": {("auto", "int4:32", 8192): HOST, ("auto", "int4:32", 512): STEP},
-    "train-e2e-recorded.json": {("auto", "int4:32", 8192): HOST, ("auto", "int4:32", 512): STEP},
+    "train-e2e-bits.json": {},
+    "train-e2e-auto.json": {("auto", "bf16", 8192): HOST, ("auto", "int4:32", 512): STEP},
+    "train-e2e-unasked.json": {("auto", "bf16", 8192): HOST},
+    "train-e2e-filled.json": {("auto", "int4:32", 8192): GPU},
+    "train-e2e-asked.json": {},
+    "train-e2e-recorded.json": {("auto", "int4:32", 512): STEP},
+    "train-e2e-recorded-int4.json": {("stream", "int4:32", 512): STEP, ("auto", "int4:32", 512): STEP},
+    "train-e2e-slow-host.json": {
+        ("auto", "bf16", 512): STEP,
+        ("auto", "int4:32", 512): STEP,
+        ("auto", "int4:32", 2048): STEP,
+    },
+    "train-e2e-48-bf16.json": {},
+    "train-e2e-48-int4.json": {("auto", "int4:32", 2048): STEP},  # of two the slower one
+    "train-e2e-48-other-host.json": {},
+    "train-e2e-48-residents.json": {},
     "train-e2e-dsv2.json": {("auto", "bf16", 8192): STEP},  # in 16 pieces; in one it is held
     "train-e2e.json": {("cpu", "bf16", 2048): STEP, ("cpu", "bf16", 8192): STEP},
 }
@@ -48,13 +63,14 @@ def test_recorded_steps_are_within_the_bars(predicted: Any) -> None:
     machine, held = profile("amx16-h200"), set()
     for name, known in MISSED.items():
         rows = predicted.rows_of(json.loads((RESULTS / name).read_text()), machine)
-        missed = {
-            (row.policy, row.format, row.tokens): {bar for bar, within in row.within.items() if not within}
-            for row in rows
-        }
+        missed: dict[tuple[str, str, int], set[str]] = {}
+        for row in rows:  # of cells that were measured more than once all that was missed
+            cell = missed.setdefault((row.policy, row.format, row.tokens), set())
+            cell |= {bar for bar, within in row.within.items() if not within}
         assert {cell: bars for cell, bars in missed.items() if bars} == known, name
         assert all(len(row.within) == 3 for row in rows)  # seconds, GPU and host
         held |= {cell for cell, bars in missed.items() if not bars}
+    assert set(MISSED) == {file.name for file in RESULTS.glob("train-e2e*.json")}, "every document is held to the bars"
     assert len(held) >= 15 and {policy for policy, *_ in held} == {"cpu", "stream", "auto"}
 
 

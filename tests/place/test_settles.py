@@ -248,3 +248,17 @@ def test_a_machine_that_changes_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
     steps(made, 0.003, 40)
     slow = steps(made, 0.003, TIMED)
     assert statistics.mean(slow) <= 1.1 * statistics.mean(steps(case.made("stream"), 0.003, TIMED)), trial.records
+
+
+def test_what_is_out_of_reach_is_not_tried_beside_a_mixture() -> None:
+    """Two sides are faster by the clock and gain too little by the costs, which so have nothing to compare with: a way
+    that takes four times as long is out of reach all the same."""
+    trial, taken = trials.Trial(), {"both": 0.8, "stream": 1.0, "cpu": 4.0}
+    foretold = {"stream": 1.0, "cpu": 4.0, "both": 0.7}
+    walked = []
+    for _ in range(40):
+        walked.append(trial.begin(lambda: foretold))
+        trial.end(walked[-1], taken[walked[-1]], LAYERS)
+        if trial.best == "both":
+            foretold.pop("both", None)
+    assert trial.best == "both" and set(walked) == {"stream", "both"}

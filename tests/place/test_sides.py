@@ -8,10 +8,21 @@ import pytest
 
 from ktransformers.errors import InputError
 from ktransformers.place import Choice, Training, make_plan, open_shape, profile
-from ktransformers.place.cost import time_of, touched_experts
+from ktransformers.place.cost import time_of
 from ktransformers.place.machine import with_gpus
 from ktransformers.place.memory import ENGINE, memory_of, recorded, slot_count
-from ktransformers.place.sides import NEARLY_ALL, costs_of, layer_seconds, placed_seconds
+from ktransformers.place.sides import (
+    ALL,
+    NEARLY_ALL,
+    NOTHING,
+    REACH,
+    SOME,
+    asked_of_cpu,
+    costs_of,
+    layer_seconds,
+    placed_seconds,
+    touched_experts,
+)
 from ktransformers.place.split import split
 from ktransformers.place.wish import POLICIES, Wish
 
@@ -24,7 +35,7 @@ def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> floa
 
 
 def test_sizes_are_the_engines() -> None:
-    from ktransformers.place import choose, placement
+    from ktransformers.place import choose, placement, trials
     from ktransformers.place.gpu import factors, measure, side
     from ktransformers.place.sides import CROSSING
 
@@ -32,7 +43,7 @@ def test_sizes_are_the_engines() -> None:
     assert (ENGINE.group_bytes, ENGINE.group_rows) == (side.GROUP_BYTES, side.GROUP_ROWS)
     assert (ENGINE.room_bytes, CROSSING) == (side.ROOM_BYTES, measure.CROSSING)
     assert ENGINE.factor_bytes == factors.KEPT_BYTES
-    assert NEARLY_ALL == choose.NEARLY_ALL
+    assert (NEARLY_ALL, REACH) == (choose.NEARLY_ALL, trials.REACH)
 
 
 def test_streaming_runs_at_the_speed_of_the_link() -> None:
@@ -88,6 +99,31 @@ def test_memory_by_policy() -> None:
     assert Wish().as_planned(bare).policy == "cpu" and Wish(kt_place="stream").as_planned(bare).policy == "stream"
     small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
     assert 0 < slot_count(QWEN, work, Choice("bf16", 1, policy="stream"), small) < 160
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens", "asked"),
+    [
+        (Choice("int4", 1), 8192, ALL),
+        (Choice("int4", 1, policy="stream"), 512, NOTHING),
+        (Choice("int4", 1, policy="resident", residents=16), 512, SOME),
+        (Choice("int4", 1, policy="auto"), 8192, NOTHING),  # the link carries all of them sooner
+        (Choice("int4", 1, policy="auto"), 2048, SOME),
+        (Choice("int4", 1, policy="auto", residents=128), 2048, NOTHING),
+        (Choice("bf16", 1, policy="auto"), 8192, SOME),
+        (Choice("bf16", 1, policy="auto"), 512, ALL),  # about as fast as the link: tried, and its rows are kept
+        (Choice("bf16", 1, policy="auto", residents=1), 512, SOME),
+    ],
+)
+def test_host_memory_is_what_the_cpu_is_asked_for(choice: Choice, tokens: int, asked: str) -> None:
+    """As recorded: bench/results/train-e2e-*.json have the ways that were tried."""
+    work = Training(tokens=tokens, tokens_per_step=tokens, sequence=512, retain=True, touched=0.553)
+    assert asked_of_cpu(QWEN, work, choice, MACHINE) == asked
+    host = memory_of(QWEN, work, choice, MACHINE).host
+    assert (host["workspace"] > 0) == (asked != NOTHING)
+    assert ("kept rows" in host) == (asked == ALL)
+    rows = tokens * QWEN.hidden * 2
+    assert host["transfers"] == (4 + (0 if choice.uses_engine else QWEN.expert_layers)) * rows
 
 
 def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 Routed experts are computed by the CPU, or by both sides with the placement engine (`sides.py`), where the link carries
 them while the rest of the layer runs. Everything else is counted in operations at a share of the GPU's paper rate, or
 at the measured rate of torch's product on a CPU. The surprising part is Python: launching a layer, LoRA and
-checkpointing included, takes longer than computing it until a step has thousands of tokens.
+checkpointing included, takes longer than computing it until a step has thousands of tokens, and without a GPU nothing
+is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -12,20 +13,35 @@ from dataclasses import dataclass
 
 from ktransformers.place.formats import packed_lora_bytes
 from ktransformers.place.machine import Machine
-from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, recorded, slot_count
+from ktransformers.place.memory import (
+    attention_lora_numbers,
+    expert_lora_numbers,
+    layer_bytes,
+    recorded,
+    slot_count,
+)
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.sides import (
     GPU_SHARE,
     LORA_SHARE,
-    SUM,
+    PASSES,
     experts_touched,
     layer_seconds,
     placed_seconds,
-    together,
+    rest_of_layer,
+    touched_experts,
 )
 from ktransformers.place.work import Choice, Serving, Training, Work
 
 LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
+# Of Python's time for a layer in a training step with a GPU, what it takes without one, its experts' calls included:
+# 12.8 ms in float32 and 15 ms in bf16 on two AMX cores where that is 18 ms, the difference between steps of 4 and of 12
+# layers of next to no size.
+ON_CPU = 0.75
+# Times that a step without a GPU moves what autograd keeps of a layer, at the read rate: norms, casts, residuals and
+# attention, whose backward costs 20 to 45 us a token whatever it sees. Steps of 16 and of 45 short rows at once were
+# 0.62 ms a token apart, of which products and experts explain 0.18 (6 layers of 512, bf16, two AMX cores).
+MOVED = 150
 HOST_CALL = 50e-6  # a layer's experts start after a copy down and end with one up: two callbacks of 23 us, measured
 # The same in training, with PEFT and autograd around the kernels: 5 to 6.7 ms in either direction and at every size of
 # bench/train_e2e.py.
@@ -33,9 +49,7 @@ TRAINED_CALL = 6e-3
 LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
 ADAM_BYTES = 28  # read and written for a trained number: it, its gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
-QUIET = 0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and nobody waits for them
 PREFETCHED = 4  # rows of an expert on average: from here on the next layer's experts are fetched ahead
-PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
 
 
 @dataclass(frozen=True)
@@ -56,10 +70,10 @@ class Time:
 
 
 def rest_seconds(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
-    """All layers besides their experts, once forward; `seen` tokens stand before a token on average."""
+    """Products of all layers besides their experts, once forward; `seen` tokens stand before a token on average."""
     numbers = model.layers * model.rest_per_layer
     operations = 2 * tokens * (numbers + model.layers * model.scores_width * seen)
-    return _products(operations, numbers * size, machine, choice, size) + LAYER * model.layers
+    return _products(operations, numbers * size, machine, choice, size)
 
 
 def head_seconds(
@@ -107,12 +121,6 @@ def _passes(model: ModelShape, work: Training, choice: Choice, machine: Machine)
     return [*found, _Pass(2, 1, True, backward=True, found=held and found[-1].experts and work.checkpointing)]
 
 
-def touched_experts(model: ModelShape, work: Training) -> float:
-    """Of one layer, by the tokens that pass at once; sequences choose theirs independently of each other."""
-    missed: float = (1 - work.touched) ** max(1.0, work.tokens / work.sequence)
-    return min(experts_touched(model, work.tokens), model.experts * (1 - missed))
-
-
 def training_time(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> Time:
     rank, size = work.rank if work.adapts_experts else 0, work.rest_bytes
     touched, sparse = touched_experts(model, work), model.expert_layers / model.layers
@@ -151,14 +159,13 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
 
 
 def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: Choice, way: _Pass) -> float:
-    """All layers besides their experts. On a GPU launching and computing hardly wait for each other, but every layer's
-    routes are waited for."""
+    """All layers besides their experts; on a CPU also what comes before and after them, about as much as a layer."""
     if not choice.gpus:
-        return way.products * rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
-    numbers = model.layers * (model.rest_per_layer + model.scores_width * work.sequence / 2)
-    computing = way.products * 2 * work.tokens * numbers / (machine.gpus[0].flops * LORA_SHARE)
-    launching = machine.layer_seconds * (QUIET if choice.uses_engine else 1)
-    return together(way.launches / PASSES * launching * model.layers, computing, SUM)
+        products = rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
+        launching = ON_CPU * machine.layer_seconds * (model.layers + 1)
+        moving = MOVED * model.layers * layer_bytes(model, work) / machine.cpu.read_bytes
+        return way.products * products + way.launches / PASSES * (launching + moving)
+    return model.layers * rest_of_layer(model, work, machine, choice, way.launches, way.products)
 
 
 def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
@@ -182,7 +189,7 @@ def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machin
 
 def pass_parts(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> Time:
     """One forward pass without gradients; the head sees one token of each sequence."""
-    rest = rest_seconds(model, tokens, seen, machine, choice, size)
+    rest = rest_seconds(model, tokens, seen, machine, choice, size) + LAYER * model.layers
     if choice.uses_engine:
         touched = experts_touched(model, tokens)
         lead = rest / model.expert_layers if tokens * model.top_k >= PREFETCHED * model.experts else 0.0

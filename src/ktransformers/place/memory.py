@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ktransformers.place.formats import TILE_K, format_of, packed_expert_bytes, packed_lora_bytes, tiles
+from ktransformers.place.formats import TILE_K, packed_lora_bytes, tiles
 from ktransformers.place.machine import Machine
 from ktransformers.place.shape import ModelShape
-from ktransformers.place.work import Choice, Serving, Training, Work
+from ktransformers.place.sides import ALL, NOTHING, asked_of_cpu
+from ktransformers.place.work import Choice, Serving, Training, Work, expert_bytes
 
 PROCESS = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
 CUDA_HOST = 1_500_000_000  # and what CUDA adds, its libraries' pages included: a model that lies on an H200, measured
@@ -68,11 +69,6 @@ def _huge(size: int) -> int:
     return size if size < HUGE else -(-size // HUGE) * HUGE
 
 
-def expert_bytes(model: ModelShape, choice: Choice) -> int:
-    """One expert, packed."""
-    return packed_expert_bytes(model.hidden, model.intermediate, model.gated, format_of(choice.format))
-
-
 def expert_lora_numbers(model: ModelShape, rank: int) -> int:
     """r (2 H + 3 I) for an expert: gate and up have one A and a B of 2 I rows, down an A and a B."""
     wide = (2 if model.gated else 1) * model.intermediate
@@ -124,8 +120,9 @@ def loss_bytes(model: ModelShape, work: Training, on_gpu: bool) -> int:
     rows, blank = min(work.scored, LOSS_ROWS), (work.tokens - work.scored) * model.hidden * work.rest_bytes
     if on_gpu:
         return rows * LOSS_COLUMNS * work.rest_bytes + work.scored * model.hidden * 8 + blank
-    copies = int(LOSS_COPIES * min(model.vocabulary, LOSS_COLUMNS)) * 4
-    return rows * (LOSS_COLUMNS * work.rest_bytes + copies) + work.scored * model.hidden * 4 + blank
+    width = min(model.vocabulary, LOSS_COLUMNS)  # what is written of a tile: pages that nobody touches take nothing
+    logits = rows * (width * work.rest_bytes + int(LOSS_COPIES * width) * 4)
+    return logits + work.scored * model.hidden * 4 + blank
 
 
 def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: bool, absent: int = 0) -> int:
@@ -154,9 +151,10 @@ def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine, e
     mapped = model.rest * work.rest_bytes if not choice.gpus and same else 0
     if not choice.gpus and not same:
         host["weights"] = model.rest * work.rest_bytes
-    host["workspace"] = workspace_bytes(model, work, machine) if choice.policy != "stream" else 0
+    asked = asked_of_cpu(model, work, choice, machine)
+    host["workspace"] = workspace_bytes(model, work, machine) if asked != NOTHING else 0
     if isinstance(work, Training):
-        pinned = _training(model, work, choice, machine, host, gpus)
+        pinned = _training(model, work, choice, machine, asked, host, gpus)
         disk = {"adapter": _trained(model, work)[2] * work.trained_bytes}
         disk["checkpoints"] = work.saves * _trained(model, work)[2] * 3 * work.trained_bytes
     else:
@@ -235,7 +233,7 @@ def _engine_bytes(model: ModelShape, work: Work, choice: Choice, free: int, engi
 
 
 def _training(
-    model: ModelShape, work: Training, choice: Choice, machine: Machine, host: Table, gpus: list[Table]
+    model: ModelShape, work: Training, choice: Choice, machine: Machine, asked: str, host: Table, gpus: list[Table]
 ) -> int:
     """Fills in what learns; returns the pinned bytes."""
     experts, attention, _ = _trained(model, work)
@@ -244,11 +242,11 @@ def _training(
         table["LoRA"] = table.get("LoRA", 0) + numbers * work.trained_bytes
         table["gradients"] = table.get("gradients", 0) + numbers * work.trained_bytes
         table["optimiser"] = table.get("optimiser", 0) + 2 * numbers * work.trained_bytes  # two moments
-    if work.adapts_experts and choice.policy != "stream":
+    if work.adapts_experts and choice.policy != "stream":  # whatever this batch asks: a shorter one may go to the CPU
         per_layer = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank) * model.experts
         host["packed LoRA"] = model.expert_layers * _huge(per_layer)
     kept = model.expert_layers if work.retain or not work.checkpointing else 1
-    if not choice.uses_engine:  # whose CPU keeps rows only where it computes all of them
+    if asked == ALL:
         host["kept rows"] = kept * keep_bytes(model, work.tokens, machine)
     rows = work.tokens * model.hidden * work.rest_bytes
     if not gpus:
@@ -259,7 +257,8 @@ def _training(
     for table in gpus:
         table["activations"] = activation_bytes(model, work, -(-model.layers // len(gpus)), True)
         table["buffers"] = 4 * rows
-    host["transfers"] = (4 + (kept if kept > 1 and choice.policy != "stream" else 0)) * rows
+    # Without the engine the rows that came down stay for backward; with it those on the GPU do.
+    host["transfers"] = (4 + (kept if kept > 1 and not choice.uses_engine else 0)) * rows
     return host["LoRA"] + host["transfers"]
 
 

@@ -3,7 +3,9 @@
 Every choice (format, GPUs, policy, residents) is evaluated by `memory` and `cost`; the fastest that fits is the plan.
 Only what this version executes is proposed unless `everything` is asked for. Where nothing fits, the work and the
 choice are changed one step or two at a time until it does: first what costs time alone, then what changes the work,
-then formats that this version lacks, at last more memory.
+then formats that this version lacks, at last more memory. The surprising decision: a GPU that is there is left out only
+where nothing fits with it (`Plan.left_out`), whatever seconds say. Runs use what the plan has chosen, models of a size
+for which the CPU alone might be faster take seconds either way, and seconds are less sure than bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from ktransformers.errors import InputError
 from ktransformers.place.cost import Time, time_of
 from ktransformers.place.formats import FORMATS, counted_as, format_of
 from ktransformers.place.machine import Machine
-from ktransformers.place.memory import Memory, expert_bytes, memory_of
+from ktransformers.place.memory import Memory, memory_of
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.wish import DEFAULT, POLICIES
-from ktransformers.place.work import Choice, Serving, Training, Work
+from ktransformers.place.work import Choice, Serving, Training, Work, expert_bytes
 
 HOST_SHARE = 0.97  # of the free memory; the rest stays with the system
 GPU_SHARE = 0.95
@@ -69,6 +71,7 @@ class Plan:
     ways: tuple[Way, ...]
     others: tuple[Candidate, ...]  # with `everything`: what fits besides the best, the fastest first
     notes: tuple[str, ...]
+    left_out: str = ""  # why the best uses no GPU, where there is one
 
 
 def evaluate(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Candidate:
@@ -123,19 +126,43 @@ def make_plan(
     everything: bool = False,
     policies: Iterable[str] = (DEFAULT,),
     residents: int | None = None,
+    needs_gpu: bool = False,
 ) -> Plan:
     """`policies`: where experts may be computed; by default where they are when nobody asks for anything else.
-    `residents`: of each layer, in place of as many as there is room for."""
+    `residents`: of each layer, in place of as many as there is room for. `needs_gpu`: a GPU that is there is not left
+    out even where nothing fits with it."""
     formats = tuple(FORMATS) if everything else (counted_as(model.stored),)
     every = choices(model, work, machine, formats, tuple(policies), residents)
     found = [evaluate(model, work, choice, machine) for choice in every]
     usable = [candidate for candidate in found if everything or not candidate.missing]
     fitting = sorted((candidate for candidate in usable if candidate.fits), key=lambda c: c.seconds_per_token)
-    best = fitting[0] if fitting else None
-    nearest = best or min(usable, key=lambda c: (sum(c.lacking.values()), c.seconds_per_token))
+    with_gpu = [candidate for candidate in usable if candidate.choice.gpus]
+    best = next((c for c in fitting if c.choice.gpus), None)
+    if best is None and not (with_gpu and needs_gpu):
+        best = fitting[0] if fitting else None
+    nearest = best or _nearest(with_gpu or usable)
     ways = () if best is not None else _ways_out(model, nearest, machine)
-    notes = _notes(model, machine, nearest)
-    return Plan(model, machine, best, nearest, ways, tuple(fitting[1:]) if everything else (), notes)
+    left_out = _left_out(model, _nearest(with_gpu), machine) if with_gpu and not nearest.choice.gpus else ""
+    notes = ((left_out,) if left_out else ()) + _notes(model, machine, nearest)
+    others = tuple(candidate for candidate in fitting if candidate is not best) if everything else ()
+    return Plan(model, machine, best, nearest, ways, others, notes, left_out)
+
+
+def _nearest(candidates: list[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: (sum(c.lacking.values()), c.seconds_per_token))
+
+
+def _left_out(model: ModelShape, nearest: Candidate, machine: Machine) -> str:
+    """What keeps the GPU out, and what would let it in."""
+    ways = (
+        way for way in _ways_out(model, nearest, machine) if way.candidate.choice.gpus and not way.candidate.missing
+    )
+    words = next((f"; it would do with {' and '.join(way.changes)}" for way in ways), "")
+    return f"no GPU is used, because with one {_lacking(nearest)}{words}"
+
+
+def _lacking(candidate: Candidate) -> str:
+    return ", ".join(f"{place} lacks {size / 1e9:.1f} GB" for place, size in candidate.lacking.items())
 
 
 def _notes(model: ModelShape, machine: Machine, found: Candidate) -> tuple[str, ...]:
@@ -272,8 +299,10 @@ def refuse(plan: Plan, *, force: bool = False) -> None:
     """Raise where nothing fits; `force` goes on all the same."""
     if plan.best is not None or force:
         return
-    lacking = ", ".join(f"{place} lacks {size / 1e9:.1f} GB" for place, size in plan.nearest.lacking.items())
     remedy = "; or ".join(" and ".join(way.changes) for way in plan.ways if not way.candidate.missing)
     raise InputError(
-        plan.model.name, lacking, "a plan that fits", (remedy + "; " if remedy else "") + "--force tries it"
+        plan.model.name,
+        _lacking(plan.nearest),
+        "a plan that fits",
+        (remedy + "; " if remedy else "") + "--force tries it",
     )

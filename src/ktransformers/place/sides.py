@@ -3,7 +3,8 @@
 The CPU reads the experts that are touched (or decodes them, where they are of a few bits) and multiplies. With the
 engine `split` divides them as it does when a model runs, from the costs of a profile in place of measured ones. While
 the rest of a layer runs the link already carries its experts, so a streamed layer costs what its bytes take beyond that
-(`lead`), or what launching and multiplying take, whichever ends later.
+(`lead`), or what launching and multiplying take, whichever ends later. What the CPU is asked for decides about host
+memory too (`asked_of_cpu`): room to compute in, rows that are kept.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ktransformers.place.formats import TILE_K, format_of, tiles
 from ktransformers.place.machine import BACKWARD, DECODE, SHARES, Machine
-from ktransformers.place.memory import expert_bytes
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.split import Costs, split
-from ktransformers.place.work import Choice
+from ktransformers.place.work import Choice, Training, Work, expert_bytes
 
 SUM = Costs.sum
 # Of a GPU's paper rate that a layer with LoRA reaches in training, moving rows included: fitted to streamed steps of
@@ -30,11 +31,14 @@ SERVED_CALL = (
 CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes (place/gpu/measure.py)
 FORWARD = 3 / 7  # of what handing experts to the GPU takes in both directions
 AGAIN = 5 / 3  # backward on a GPU: gate and up once more, and as many products as forward
-
-
+QUIET = 0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and nobody waits for them
+PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
 RECORDED = 0.5  # of Python's time for a layer's experts where their pass is replayed: fitted to steps in int4
 BESIDE = 3.0  # how launching and the link add up where neither waits for the other: fitted likewise
 NEARLY_ALL = 0.9  # of the experts wanted: `stream` sends for everybody (place/choose.py)
+REACH = 1.6  # times what streaming takes, within which `auto` tries the CPU alone (place/trials.py)
+
+NOTHING, SOME, ALL = "nothing", "some", "all"  # of a layer's experts that the CPU is asked for
 
 
 def together(first: float, second: float, power: float) -> float:
@@ -46,6 +50,32 @@ def experts_touched(model: ModelShape, tokens: float) -> float:
     """Of one layer, when every token takes k of E at random."""
     missed: float = (1 - model.top_k / model.experts) ** tokens
     return model.experts * (1 - missed)
+
+
+def touched_experts(model: ModelShape, work: Training) -> float:
+    """Of one layer, by the tokens that pass at once; sequences choose theirs independently of each other."""
+    missed: float = (1 - work.touched) ** max(1.0, work.tokens / work.sequence)
+    return min(experts_touched(model, work.tokens), model.experts * (1 - missed))
+
+
+def _spread(model: ModelShape, tokens: float, touched: float) -> NDArray[np.int64]:
+    """Rows of each expert that is touched, as even as they can be."""
+    count = max(1, round(touched))
+    each, more = divmod(round(tokens * model.top_k), count)
+    counts = np.full(count, each, dtype=np.int64)
+    counts[:more] += 1
+    return counts
+
+
+def rest_of_layer(
+    model: ModelShape, work: Training, machine: Machine, choice: Choice, launches: int, products: int = 1
+) -> float:
+    """Seconds of one layer besides its experts, in one pass of a step with a GPU; `launches` of PASSES. Launching and
+    computing hardly wait for each other, but every layer's routes are waited for."""
+    numbers = model.rest_per_layer + model.scores_width * work.sequence / 2
+    computing = products * 2 * work.tokens * numbers / (machine.gpus[0].flops * LORA_SHARE)
+    launching = machine.layer_seconds * (QUIET if choice.uses_engine else 1)
+    return together(launches / PASSES * launching, computing, SUM)
 
 
 def _row_operations(model: ModelShape, rank: int, backward: bool) -> float:
@@ -129,10 +159,8 @@ def placed_seconds(
     costs = costs_of(model, machine, choice, learns=learns, rank=rank, backward=backward)
     if recorded:
         costs = replace(costs, gpu_call=RECORDED * costs.gpu_call)
-    count = max(1, round(touched))
-    each, more = divmod(round(tokens * model.top_k), count)
-    counts = np.full(count, each, dtype=np.int64)
-    counts[:more] += 1
+    counts = _spread(model, tokens, touched)
+    count = len(counts)
     residents = count if found else round(count * choice.residents / model.experts)
     policy = "resident" if choice.policy == "cpu" else choice.policy
     here = frozenset(range(residents))
@@ -150,3 +178,32 @@ def placed_seconds(
     device = max(coming * costs.link_expert, model.experts * costs.gpu_expert + tokens * model.top_k * costs.gpu_row)
     unasked = together(lead + costs.gpu_call, device, BESIDE) - lead
     return unasked if policy == "stream" else min(asked, unasked)
+
+
+def asked_of_cpu(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> str:
+    """What of a batch the CPU computes, at most: in either direction, in every way that `auto` would try by the plan's
+    costs. Where it may have a whole layer it keeps gate and up of every row for backward."""
+    if not choice.uses_engine:
+        return ALL
+    if choice.policy == "stream":
+        return NOTHING
+    if not isinstance(work, Training):
+        return SOME  # few tokens always
+    if choice.policy != "auto":
+        return SOME if choice.residents else ALL
+    counts = _spread(model, work.tokens, touched_experts(model, work))
+    here = frozenset(range(round(len(counts) * choice.residents / model.experts)))
+    rank, asked = work.rank if work.adapts_experts else 0, NOTHING
+    for backward in (False, True):
+        costs = costs_of(model, machine, choice, learns=True, rank=rank, backward=backward)
+        lead = rest_of_layer(model, work, machine, choice, 2 if backward else 1) * model.layers / model.expert_layers
+        both, alone, streamed = (
+            split(counts, work.tokens, costs, there=here, backlog=-lead, policy=policy)
+            for policy in ("auto", "resident", "stream")
+        )
+        near = alone.seconds <= REACH * streamed.seconds
+        if near and not here and not backward:
+            return ALL
+        if (near and alone.cpu) or both.cpu:
+            asked = SOME
+    return asked

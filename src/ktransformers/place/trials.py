@@ -158,7 +158,8 @@ class Trial:
                     return way
             elif way not in self._hopeless:
                 predicted = predict() if predicted is None else predicted
-                near = max(BRIEF, REACH * predicted.get(self.best, math.inf))
+                # A mixture that is the best by the clock may be none by the costs, which then know nothing of it.
+                near = max(BRIEF, REACH * predicted.get(self.best, min(predicted.values(), default=0.0)))
                 if way in predicted and (way == "both" or predicted[way] <= near):
                     return way
         return None

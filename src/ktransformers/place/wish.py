@@ -77,6 +77,12 @@ class Wish:
     def policy(self) -> str:
         return self.policies[0]
 
+    @property
+    def needs_gpu(self) -> bool:
+        """Something was asked for that nothing but a GPU can do; without one it has no effect, but one that is there is
+        not left out."""
+        return self.kt_optimize_rule is not None or self.policies not in (UNASKED, (DEFAULT,))
+
     def as_planned(self, plan: Plan | None) -> Wish:
         """With the policy that a plan for `policies` has chosen. A plan without a GPU leaves alone what was asked for:
         who asked is told that there is none."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktransformers.errors import InputError
-from ktransformers.place.formats import format_of
+from ktransformers.place.formats import format_of, packed_expert_bytes
+from ktransformers.place.shape import ModelShape
 from ktransformers.place.wish import POLICIES
 
 
@@ -103,3 +104,8 @@ class Choice:
         if not format_of(self.format).executable:
             found.append(f"experts in {self.format}")
         return tuple(found)
+
+
+def expert_bytes(model: ModelShape, choice: Choice) -> int:
+    """One expert, packed."""
+    return packed_expert_bytes(model.hidden, model.intermediate, model.gated, format_of(choice.format))

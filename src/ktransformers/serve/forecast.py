@@ -29,7 +29,13 @@ def work_of(launch: Launch, rest_bytes: int, longest: int) -> Serving:
 
 
 def forecast(
-    launch: Launch, directory: Path, device: str, rest_bytes: int, longest: int, policies: Sequence[str] = (DEFAULT,)
+    launch: Launch,
+    directory: Path,
+    device: str,
+    rest_bytes: int,
+    longest: int,
+    policies: Sequence[str] = (DEFAULT,),
+    needs_gpu: bool = False,
 ) -> tuple[Plan | None, str]:
     """For this machine, experts where the best of `policies` has them; a model whose config the planner cannot read is
     served all the same, and the note says why."""
@@ -39,7 +45,8 @@ def forecast(
         shape = open_shape(str(directory))
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
-        return make_plan(shape, work_of(launch, rest_bytes, longest), machine, policies=policies), ""
+        work = work_of(launch, rest_bytes, longest)
+        return make_plan(shape, work, machine, policies=policies, needs_gpu=needs_gpu), ""
     except InputError as error:
         return None, f"no forecast of memory and time: {error}"
 

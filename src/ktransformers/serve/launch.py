@@ -61,16 +61,24 @@ def dtype_of(word: str, device: str) -> Any:
 
 
 def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | None:
-    """Shown first; what cannot fit is refused unless the line says --force."""
+    """Shown first; what cannot fit is refused unless the line says --force. Where nothing fits with the GPU, and nobody
+    has asked for it, everything is on the CPU (`device_of`)."""
     from transformers import AutoConfig
 
     from ktransformers.place.wish import read_wish
     from ktransformers.serve.forecast import forecast
 
-    device = device_of(launch)
-    longest = _longest(AutoConfig.from_pretrained(target.model))
-    policies = read_wish(launch.place, target.keys).policies
-    found, note = forecast(launch, target.model, device, dtype_of(launch.dtype, device).itemsize, longest, policies)
+    longest, wish = _longest(AutoConfig.from_pretrained(target.model)), read_wish(launch.place, target.keys)
+    needs_gpu = wish.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
+
+    def planned(device: str) -> tuple[Plan | None, str]:
+        size = dtype_of(launch.dtype, device).itemsize
+        return forecast(launch, target.model, device, size, longest, wish.policies, needs_gpu)
+
+    found, note = planned(device_of(launch))
+    if found is not None and found.left_out:
+        say(f"everything on the CPU: {found.left_out}; --device cuda insists on it")
+        found, note = planned("cpu")
     if found is None:
         say(note)
         return None
@@ -79,10 +87,12 @@ def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | No
     return found
 
 
-def device_of(launch: Launch) -> str:
+def device_of(launch: Launch, plan: Plan | None = None) -> str:
+    """As the line says; else a GPU where there is one and the plan has not left it out."""
     import torch
 
-    return launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    left_out = plan is not None and not plan.nearest.choice.gpus
+    return launch.device or ("cuda" if torch.cuda.is_available() and not left_out else "cpu")
 
 
 def host_room(launch: Launch, per_token: int) -> int:
@@ -100,7 +110,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     from ktransformers.serve.registry import Registry
     from ktransformers.serve.service import Service
 
-    device = device_of(launch)
+    device = device_of(launch, plan)
     dtype = dtype_of(launch.dtype, device)
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""

@@ -8,6 +8,7 @@ even where only some of its modules are named, which is too much by a few megaby
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,10 +113,11 @@ class Site:
     machine: Machine
     policies: tuple[str, ...]
     rest_bytes: int
+    needs_gpu: bool = False  # one that is there may not be left out
 
     def forecast(self, settings: Settings, lengths: Lengths | None) -> Plan:
         work = work_of(settings, self.rest_bytes, lengths)
-        return make_plan(self.shape, work, self.machine, policies=self.policies)
+        return make_plan(self.shape, work, self.machine, policies=self.policies, needs_gpu=self.needs_gpu)
 
 
 def this_site(settings: Settings, directory: Path, words: dict[str, object]) -> Site:
@@ -125,8 +127,15 @@ def this_site(settings: Settings, directory: Path, words: dict[str, object]) -> 
     machine: Machine = this_machine()
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
-    policies = read_wish(settings.place.model_dump()).policies
-    return Site(open_shape(str(directory)), machine, policies, dtype_of(settings, words).itemsize)
+    wish, size = read_wish(settings.place.model_dump()), dtype_of(settings, words).itemsize
+    return Site(open_shape(str(directory)), machine, wish.policies, size, needs_gpu(settings))
+
+
+def needs_gpu(settings: Settings) -> bool:
+    """The file asks for one, or several processes have to be of one mind."""
+    asked = settings.trainer.get("use_cpu") is False or settings.trainer.get("fp16")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return bool(asked) or several or read_wish(settings.place.model_dump()).needs_gpu
 
 
 def try_site(settings: Settings, directory: Path, words: dict[str, object]) -> tuple[Site | None, list[str]]:

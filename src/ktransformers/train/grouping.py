@@ -104,7 +104,7 @@ class Trial:
     batches: int
     tokens: int | None
     seconds: float
-    fits: bool  # with room
+    fits: bool  # with room; on the GPU, where there is one
 
 
 def _narrower(plan: Plan) -> Machine:
@@ -143,8 +143,7 @@ def _try(settings: Settings, batches: int, tokens: int | None, site: Site, rows:
     if rows is not None and passes is not None:
         work = _as_cut(work, trial, passes, len(rows.sizes))
     bare = replace(found.choice, residents=0)  # these fill what is free when the run starts
-    where_it_runs = found.choice.gpus > 0 or not site.machine.gpus  # a plan may leave a GPU out, a run does not
-    fits = found.fits and where_it_runs and evaluate(site.shape, found.work, bare, _narrower(plan)).fits
+    fits = found.fits and not plan.left_out and evaluate(site.shape, found.work, bare, _narrower(plan)).fits
     seconds = evaluate(site.shape, work, found.choice, site.machine).time.seconds
     return Trial(batches, tokens, seconds, fits)
 

@@ -226,8 +226,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         )
         split = prepare(found, held_out, renderer, options, seed)
         measured = _measure(split, settings, seed)
-        grouping, forecast, more = _foresee(settings, checkpoint, directory, measured)
-        settings = grouped(settings, grouping.tokens)
+        settings, grouping, forecast, more = _foresee(settings, checkpoint, directory, measured)
         notes += more
         data = _count(split, measured, settings, tokenizer)
         evaluates = settings.trainer.get("eval_strategy", "no")
@@ -263,14 +262,21 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
 
 def _foresee(
     settings: Settings, checkpoint: Path | None, directory: Path, measured: Rows
-) -> tuple[Grouping, place.Plan | None, list[str]]:
-    """How a step is cut, and what the run takes with it."""
+) -> tuple[Settings, Grouping, place.Plan | None, list[str]]:
+    """The settings with what is chosen here: where the run is, and how a step is cut; and what it takes so."""
     site, notes = try_site(settings, directory, read_config(directory))
     grouping = decide(settings, checkpoint, site, measured)
+    chosen = grouped(settings, grouping.tokens)
+    found = None if site is None else site.forecast(chosen, measured.lengths(chosen))
+    if found is not None and found.left_out:  # planned anew: on a CPU dtypes and losses may be others
+        on_cpu = settings.model_copy(update={"trainer": settings.trainer | {"use_cpu": True}})
+        trainer_arguments(on_cpu)
+        chosen, grouping, again, more = _foresee(on_cpu, checkpoint, directory, measured)
+        insist = "use_cpu: false insists on it"
+        return chosen, grouping, again, [f"everything on the CPU: {found.left_out}; {insist}", *more]
     if grouping.note is not None:
         notes.append(grouping.note)
-    chosen = grouped(settings, grouping.tokens)
-    return grouping, None if site is None else site.forecast(chosen, measured.lengths(chosen)), notes
+    return chosen, grouping, found, notes
 
 
 def _check_vocabulary(split: Split, model: Any, directory: Path) -> None:
