@@ -59,7 +59,7 @@ class Row:
         return {name: abs(ratio - 1) <= bars.get(name, MEMORY_BAR) for name, ratio in self.ratios.items()}
 
 
-def work_of(recipe: Recipe, facts: dict[str, Any], cell: dict[str, Any]) -> Training:
+def work_of(recipe: Recipe, facts: dict[str, Any], cell: dict[str, Any], graphs: bool) -> Training:
     """A step of the bench: every piece is one pass through the model."""
     tokens = cell["tokens"] // cell["pieces"]
     rows = min(tokens, facts["loss_rows"] or tokens)
@@ -70,15 +70,16 @@ def work_of(recipe: Recipe, facts: dict[str, Any], cell: dict[str, Any]) -> Trai
         sequence=facts["length"],
         rank=facts["rank"],
         retain=retain,
+        graphs=graphs,
         touched=TOUCHED.get(recipe.name, 1.0),
         loss_bytes=rows * facts["vocabulary"] * LOSS_COPIES + 2 * tokens * recipe.config["hidden_size"] * 2,
     )
 
 
-def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row:
+def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine, graphs: bool) -> Row:
     recipe = recipes()[cell["model"]]
     words = {**recipe.config, "num_hidden_layers": cell["layers"], "vocab_size": facts["vocabulary"]}
-    shape, work = of_config(words, recipe.name), work_of(recipe, facts, cell)
+    shape, work = of_config(words, recipe.name), work_of(recipe, facts, cell, graphs)
     spec, residents = cell.get("format", "bf16").partition(":")[0], cell.get("residents", 0)
     choice = Choice(spec, 1, policy=cell["policy"] or "cpu", residents=residents)
     memory = memory_of(shape, work, choice, machine)
@@ -92,11 +93,13 @@ def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine) -> Row
 
 
 def rows_of(document: dict[str, Any], machine: Machine) -> list[Row]:
-    """Of the cells that were computed by kt; the others are not ours to plan. Python is as fast as it was there."""
+    """Of the cells that were computed by kt; the others are not ours to plan. Python is as fast as it was there, and
+    attention was replayed if the document says so: older ones are of before it could be."""
     if seconds := document["machine"].get("python_loop_seconds"):
         machine = machine.at_pace(seconds)
     kt = [cell for cell in document["cells"] if cell["variant"] == "kt"]
-    return [row_of(cell, document["models"][cell["model"]], machine) for cell in kt]
+    graphs = document.get("attention_graphs", False)
+    return [row_of(cell, document["models"][cell["model"]], machine, graphs) for cell in kt]
 
 
 def routes(name: str, tokens: int) -> float:

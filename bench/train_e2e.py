@@ -36,6 +36,8 @@ from e2e_trainer import WARM, Trainer
 from ideal import ideal, measure
 from timing import Table, describe_machine, print_last_line, save
 
+from ktransformers import env
+
 POLICIES = ("cpu", "stream", "resident", "auto")
 
 
@@ -136,7 +138,8 @@ class Bench:
         machine["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         self.rates = measure()
         machine["rates"] = dataclasses.asdict(self.rates)
-        self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine, "models": {}, "cells": []}
+        self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine}
+        self.document |= {"attention_graphs": env.text("KT_GRAPHS") != "0", "models": {}, "cells": []}
         print(f"{machine['cpu']}: {machine['cpus']} CPUs; GPU: {machine['gpu'] or 'none'}")
         heads = ["model", "variant", "format", "tokens", "pieces", "s/step", "ideal", "tokens/s", "GPU GiB", "host GiB"]
         heads += ["fwd", "bwd", "again", "attn", "optim", "rest"]

@@ -92,7 +92,7 @@ def test_steps_by_policy() -> None:
 def test_memory_by_policy() -> None:
     work = Training(2048, 2048, 512, retain=True)
     cpu, stream = (memory_of(QWEN, work, Choice("bf16", 1, policy=name), MACHINE) for name in ("cpu", "stream"))
-    assert stream.gpus[0]["slots"] == pytest.approx(160 * QWEN.expert_numbers * 2.03, rel=0.01)
+    assert stream.gpus[0]["slots"] == pytest.approx(153 * QWEN.expert_numbers * 2.03, rel=0.01)
     assert "slots" not in cpu.gpus[0] and "kept rows" in cpu.host and "kept rows" not in stream.host
     assert stream.host_bytes < cpu.host_bytes and stream.gpu_bytes > cpu.gpu_bytes
     bare = make_plan(QWEN, work, replace(MACHINE, gpus=()), policies=Wish().policies)

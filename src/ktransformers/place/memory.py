@@ -15,7 +15,7 @@ from ktransformers.place.formats import TILE_K, packed_lora_bytes, tiles
 from ktransformers.place.machine import Machine
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.sides import ALL, NOTHING, asked_of_cpu
-from ktransformers.place.work import Choice, Serving, Training, Work, expert_bytes
+from ktransformers.place.work import PIECE, Choice, Serving, Training, Work, expert_bytes
 
 PROCESS = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
 CUDA_HOST = 1_500_000_000  # and what CUDA adds, its libraries' pages included: a model that lies on an H200, measured
@@ -26,6 +26,9 @@ LOSS_COPIES = 7.25  # float32 and bool beside the tile, where torch operators co
 SCORED_ROWS = 128  # of a prompt meet the vocabulary at a time where a server is asked for their log-probabilities
 LANE = 3_000_000  # bytes of scratch for one thread of the pool
 HUGE = 2 << 20  # the core maps in units of this from this size on
+GRAPHS = (
+    1.35  # of what autograd keeps of a layer: what graphs of attention hold, measured in pieces of 512 and 1024 tokens
+)
 FACTOR_BYTES = 14  # on the GPU for a number of a layer's expert LoRA: two layers in bf16, gradients; fitted
 
 Table = dict[str, int]  # purpose -> bytes
@@ -257,6 +260,9 @@ def _training(
     for table in gpus:
         table["activations"] = activation_bytes(model, work, -(-model.layers // len(gpus)), True)
         table["buffers"] = 4 * rows
+        if work.replays(choice):
+            piece = min(work.tokens, max(work.sequence, PIECE // work.sequence * work.sequence))
+            table["graphs"] = int(GRAPHS * layer_bytes(model, replace(work, tokens=piece)))
     # Without the engine the rows that came down stay for backward; with it those on the GPU do.
     host["transfers"] = (4 + (kept if kept > 1 and not choice.uses_engine else 0)) * rows
     return host["LoRA"] + host["transfers"]

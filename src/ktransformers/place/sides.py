@@ -33,6 +33,7 @@ FORWARD = 3 / 7  # of what handing experts to the GPU takes in both directions
 AGAIN = 5 / 3  # backward on a GPU: gate and up once more, and as many products as forward
 QUIET = 0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and nobody waits for them
 PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
+REPLAYED = 0.3  # and where attention is replayed: norms, routers and residuals are left
 RECORDED = 0.5  # of Python's time for a layer's experts where their pass is replayed: fitted to steps in int4
 BESIDE = 3.0  # how launching and the link add up where neither waits for the other: fitted likewise
 NEARLY_ALL = 0.9  # of the experts wanted: `stream` sends for everybody (place/choose.py)
@@ -74,7 +75,7 @@ def rest_of_layer(
     computing hardly wait for each other, but every layer's routes are waited for."""
     numbers = model.rest_per_layer + model.scores_width * work.sequence / 2
     computing = products * 2 * work.tokens * numbers / (machine.gpus[0].flops * LORA_SHARE)
-    launching = machine.layer_seconds * (QUIET if choice.uses_engine else 1)
+    launching = machine.layer_seconds * (QUIET if choice.uses_engine else 1) * (REPLAYED if work.replays(choice) else 1)
     return together(launches / PASSES * launching, computing, SUM)
 
 

@@ -13,6 +13,8 @@ from ktransformers.place.formats import format_of, packed_expert_bytes
 from ktransformers.place.shape import ModelShape
 from ktransformers.place.wish import POLICIES
 
+REPLAYED_TOKENS, REPLAYED_SEQUENCE, PIECE = 4096, 2048, 1024  # at most, of attention (place/gpu/attention.py, calls.py)
+
 
 @dataclass(frozen=True)
 class Training:
@@ -32,6 +34,7 @@ class Training:
     touched: float = 1.0  # share of a layer's experts that one sequence's tokens go to; 1: routes are uniform
     labelled: float = 1.0  # share of the tokens that meet the vocabulary; 1: all, which is safe where data is not known
     loss_bytes: int | None = None  # on a GPU, at once; None: TRL's loss in tiles
+    graphs: bool = True  # attention on a GPU is replayed where it can be (place/gpu/attention.py)
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -47,6 +50,11 @@ class Training:
     def batches(self) -> float:
         """Passes through the model in one step."""
         return max(1.0, self.tokens_per_step / self.tokens)
+
+    def replays(self, choice: Choice) -> bool:
+        """Whether Python launches attention once, not in every pass."""
+        fits = self.tokens <= REPLAYED_TOKENS and self.sequence <= REPLAYED_SEQUENCE
+        return self.graphs and self.checkpointing and choice.uses_engine and fits
 
     @property
     def scored(self) -> int:

@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktransformers import env
 from ktransformers.errors import InputError
 from ktransformers.place import ModelShape, Plan, Training, make_plan, open_shape, with_gpus
 from ktransformers.place.machine import Machine
@@ -102,6 +103,7 @@ def work_of(settings: Settings, rest_bytes: int, lengths: Lengths | None = None)
         rest_bytes=rest_bytes,
         saves=int(settings.trainer.get("save_total_limit") or 1),
         labelled=_labelled(settings, tokens, lengths),
+        graphs=env.text("KT_GRAPHS") != "0" and not settings.model.use_reentrant_gc,
     )
 
 
