@@ -101,7 +101,7 @@ class Graphs:
         self._steps: dict[StepKind, Step] = {}
         self._seen: Counter[StepKind] = Counter()
         self._refused: set[StepKind] = set()
-        self._generation = 0
+        self._generation = self._now()
         self._layers: tuple[int, ...] = ()
         self.replayed = 0  # steps
 
@@ -110,10 +110,9 @@ class Graphs:
         size = self._size(pieces)
         if size is None:
             return None
-        generation = 0 if self._placement is None else self._placement.generation
-        if generation != self._generation:
+        if self._now() != self._generation:
             self._clear()
-            self._generation = generation
+            self._generation = self._now()
         kind = self._kind(size, pieces)
         if kind in self._refused:
             return None
@@ -135,6 +134,9 @@ class Graphs:
             Found(logits[row], tokens[row] if piece.greedy else None) if piece.last else None
             for row, piece in enumerate(pieces)
         ]
+
+    def _now(self) -> int:
+        return 0 if self._placement is None else self._placement.generation
 
     def _size(self, pieces: Sequence[Piece]) -> int | None:
         size = next((size for size in self._sizes if len(pieces) <= size), None)
