@@ -243,10 +243,15 @@ def test_copies_have_a_bound(
     placed: tuple[Bench, Placement], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, _ = placed
-    monkeypatch.setattr(graphs_module, "SET_BYTES", 1)
     steps(here.forward, here.residents, [["one", "two"]] * LEAST)
+    (large,) = graphs_of(here)._sets.values()
+    monkeypatch.setattr(graphs_module, "SET_BYTES", large.bytes)
     steps(here.forward, here.residents, [["one", "attention"]] * LEAST)
-    assert sets_of(here) == [["attention", "one"]]
+    assert sets_of(here) == [["attention", "one"]], "both are too much"
+    steps(here.forward, here.residents, [["one"], ["two"]] * LEAST)
+    assert ["two"] in sets_of(here), "one alone has no copies"
+    steps(here.forward, here.residents, [["attention", "one", "two"]] * LEAST)
+    assert len(sets_of(here)) == 2 and recorder.recorded == 4, "too much alone: nobody has to go for it"
 
 
 def test_an_adapter_is_unloaded(

@@ -43,6 +43,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.operator import placed_for
 from ktransformers.nn.padding import padded
 from ktransformers.place.few import MOST
+from ktransformers.place.gpu.several import NoRoom
 from ktransformers.place.placement import Placement
 from ktransformers.serve import decode
 from ktransformers.serve.attention import Kind, attending
@@ -177,9 +178,7 @@ class Graphs:
             self._placement.retain(used)
 
     def _bound(self) -> None:
-        while len(self._sets) > SETS or (
-            len(self._sets) > 1 and sum(one.bytes for one in self._sets.values()) > SET_BYTES
-        ):
+        while len(self._sets) > SETS or sum(one.bytes for one in self._sets.values()) > SET_BYTES:
             self._drop([next(iter(self._sets))])
 
     def _make(self, kind: StepKind, pieces: Sequence[Piece]) -> Step | None:
@@ -191,25 +190,30 @@ class Graphs:
         while self._record is not None and kind not in self._refused:
             try:
                 return self._capture(self._record, kind, pieces)
-            except (InputError, torch.cuda.OutOfMemoryError) as error:
-                self._give_way(kind, error)
+            except (NoRoom, torch.cuda.OutOfMemoryError) as error:
+                self._make_room(kind, error)
+            except InputError as error:  # of this size and set: another one may be possible
+                self._refuse(kind, error)
             except Exception as error:  # the step itself is still to be computed, and a server to go on
                 self._give_up(error)
         return None
 
-    def _give_way(self, kind: StepKind, error: Exception) -> None:
-        """Of this size and set: another one may be possible. With adapters there may be no room beside other sets."""
-        size, adapters = kind
-        others = [one for one in self._sets if one != adapters]
-        if not adapters and not isinstance(error, InputError):
+    def _make_room(self, kind: StepKind, error: Exception) -> None:
+        """For a set of adapters another one goes; where there is none left, this one is too large."""
+        others = [one for one in self._sets if one != kind[1]]
+        if not kind[1]:
             self._give_up(error)
-        elif adapters and others:
+        elif others:
             self._drop(others[:1])
         else:
-            beside = f" with {', '.join(one.name or 'LoRA' for one in adapters)}" if adapters else ""
-            LOG.warning("batches of %d%s are decoded kernel by kernel: %s", size, beside, error)
-            self._refused.add(kind)
-            self._drop([])
+            self._refuse(kind, error)
+
+    def _refuse(self, kind: StepKind, error: Exception) -> None:
+        size, adapters = kind
+        beside = f" with {', '.join(one.name or 'LoRA' for one in adapters)}" if adapters else ""
+        LOG.warning("batches of %d%s are decoded kernel by kernel: %s", size, beside, error)
+        self._refused.add(kind)
+        self._drop([])  # what was made for it
 
     def _give_up(self, error: Exception) -> None:
         LOG.warning("decoding goes kernel by kernel: %s: %s", type(error).__name__, error)
@@ -219,6 +223,8 @@ class Graphs:
     def _capture(self, record: Record, kind: StepKind, pieces: Sequence[Piece]) -> Step:
         size, adapters = kind
         mixture = self._sets.get(adapters) or (Mixture(adapters, self.device) if adapters else self._base)
+        if mixture.bytes > SET_BYTES:
+            raise InputError("CUDA graph", f"copies of {mixture.bytes} bytes for linear layers", f"{SET_BYTES} at most")
         pinned = self.device.type == "cuda"
         table = torch.zeros(table_lines(len(self._layers)), size, dtype=torch.int64, pin_memory=pinned)
         tokens = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)

@@ -31,6 +31,10 @@ SHELF_SHARE = 0.05  # of a GPU's memory, where that is less
 Pairs = dict[str, Pair]
 
 
+class NoRoom(InputError):
+    """Of adapters that a graph would hold: with fewer of them it may be possible."""
+
+
 def shelf_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return SHELF_BYTES
@@ -70,9 +74,7 @@ class Shelf:
         if held > self._budget:
             self.release(factors)
             remedy = "fewer adapters at once, or smaller ranks"
-            raise InputError(
-                "CUDA graph", f"adapters of {held} bytes beside residents", f"{self._budget} at most", remedy
-            )
+            raise NoRoom("CUDA graph", f"adapters of {held} bytes beside residents", f"{self._budget} at most", remedy)
         return pairs
 
     def release(self, factors: Factors) -> None:
