@@ -7,11 +7,15 @@ are read, then new tokens are drawn greedily, one a step for each stream; a cell
 yardstick, kernel by kernel, is measured beside it. `roof` is what memory allows: experts that a step asks for, as many
 as differ under even routing, over the rates at which the CPU and the GPU read their memory now, the slower of the two,
 and everything else of the model over the GPU's. `pp` is a prompt of `--chunk` tokens, which is never in a graph.
+
+`--adapters N`: streams take turns between N adapters of random numbers, rank 8 on attention and experts, and the base.
+All layers have the same numbers, as the experts do. The roof knows nothing of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import statistics
 import sys
@@ -24,6 +28,7 @@ from e2e_models import build_packed, recipes
 from timing import Table, describe_machine, print_last_line, save
 
 READ = 1 << 31  # bytes of the GPU that are read to learn its rate
+RANK = 8
 HEADS = ("residents", "streams", "launched t/s", "graph t/s", "ratio", "graph ms", "roof t/s", "of roof", "note")
 
 
@@ -40,6 +45,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", default="auto", help="of the placement; auto is the server's own")
     parser.add_argument("--shares", type=numbers, default=[0, 0.25, 0.5, 1], help="of residents; default 0,0.25,0.5,1")
     parser.add_argument("--streams", type=numbers, default=[1, 4, 16], help="default 1,4,16")
+    parser.add_argument(
+        "--adapters", type=int, default=0, metavar="N", help="that streams have beside the base; default 0"
+    )
     parser.add_argument("--prompt", type=int, default=128, help="tokens before an answer")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of the prompt that is measured")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a cell and way")
@@ -73,16 +81,49 @@ class Bench:
         self.experts = placement.layers[0].packed.geometry.experts
         self.top_k = int(self.model.config.num_experts_per_tok)
         self.expert_bytes = placement.layers[0].packed.geometry.expert_bytes
+        self.adapters = [self.adapter(recipe.attention, seed) for seed in range(args.adapters)]
         parts = [one for name, one in self.model.named_parameters() if ".experts." not in name]
         embedding = self.model.get_input_embeddings().weight
         self.rest_bytes = sum(one.numel() * one.element_size() for one in parts if one is not embedding)
 
-    def graphs(self) -> Any:
-        from ktransformers.serve.graphs import Graphs
+    def adapter(self, attention: tuple[str, ...], seed: int) -> Any:
+        import torch
 
-        if self.device.type == "cpu":
-            return Graphs(self.model, self.placement, record=lambda compute: compute)
-        return Graphs(self.model, self.placement)
+        from ktransformers.adapters import Pair, in_memory
+        from ktransformers.nn.contract import expert_modules
+        from ktransformers.serve.lora import Places
+
+        drawn = torch.Generator().manual_seed(seed)
+
+        @functools.cache
+        def pair(outputs: int, inputs: int, *experts: int) -> Pair:
+            a = torch.randn(*experts, RANK, inputs, generator=drawn) * inputs**-0.5
+            return Pair(a, torch.randn(*experts, outputs, RANK, generator=drawn) * 0.02, 2.0)
+
+        if seed == 0:
+            self.places = Places(self.model)
+        sizes = self.placement.layers[0].packed.geometry
+        wide = pair(sizes.intermediate, sizes.hidden, self.experts)
+        roles = {"gate": wide, "up": wide, "down": pair(sizes.hidden, sizes.intermediate, self.experts)}
+        experts = {name.removesuffix(".experts"): roles for name in expert_modules(self.model)}
+        linears = {
+            name: pair(module.out_features, module.in_features)
+            for name, module in self.model.named_modules()
+            if name.rpartition(".")[2] in attention
+        }
+        return self.places.bind(in_memory(experts, linears), "random", f"a{seed}", 1)
+
+    def graphs(self) -> Any:
+        from ktransformers.serve.graphs import Compute, Graphs
+
+        def record(compute: Compute) -> Compute:
+            def again() -> Any:
+                with self.placement.rehearsal():
+                    return compute()
+
+            return again
+
+        return Graphs(self.model, self.placement, record if self.device.type == "cpu" else None)
 
     def engine(self, streams: int, new: int) -> Any:
         from ktransformers.serve.engine import Engine, Limits
@@ -98,7 +139,9 @@ class Bench:
         vocabulary, length = self.args.vocabulary, self.args.prompt if new else self.args.chunk
         for stream in range(streams):
             prompt = tuple((stream * 7919 + 31 * at * at + at) % vocabulary for at in range(length))
-            engine.submit([Sequence(Ask(prompt, max(1, new), Sampling(temperature=0)), Mute(), hear)])
+            adapter = [*self.adapters, None][stream % (len(self.adapters) + 1)]
+            ask = Ask(prompt, max(1, new), Sampling(temperature=0), adapter=adapter)
+            engine.submit([Sequence(ask, Mute(), hear)])
         return engine
 
     def prompt_rate(self) -> float:
@@ -170,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         "shape": args.shape,
         "layers": args.layers,
         "format": args.format,
+        "adapters": args.adapters,
         "read_bytes_per_s": {"host": host, "gpu": gpu},
         "seconds_to_build": time.perf_counter() - begun,
         "prompts": [],

@@ -19,6 +19,7 @@ from ktransformers.place.gpu.side import Batch
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.passes import ServedStore
 from tests.place.test_few import CLOSE, batch, expected
+from tests.place.test_few_lora import on_cpu, wanting
 from tests.place.test_gpu_engine import QWEN, SMALL, Size, error, make_store
 from tests.place.test_passes import ADAPTERS, served
 from tests.place.test_residents import tiny
@@ -62,6 +63,36 @@ def test_replays(share: float, size: Size, tokens: int) -> None:
     ids = torch.cat([batch(size, tokens, "cpu", seed=seed).ids for seed in (0, *[1, 2, 3, 4] * 3)])
     ids = ids[(ids >= 0) & (ids < size.experts)]
     assert np.array_equal(counts, torch.bincount(ids, minlength=size.experts)), "replays are counted too"
+
+
+@pytest.mark.parametrize("spec", ["bf16", "int4:32"])
+@pytest.mark.parametrize("residents", [(), (0, 2, 3, 7), tuple(range(8))], ids=["none", "some", "all"])
+def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
+    """From replay to replay another mixture, one behind the other; a row without has the bits that it has alone."""
+    store = make_store(SMALL, spec)
+    place = served(store, GPU, "resident", residents=residents)
+    place.engine.few.rehearsing = True
+    static = wanting(store, batch(SMALL, 4, GPU), [-1] * 4)
+    graph, out = capture(place, static)
+    mixtures = [[0, 1, 2, -1], [-1, 2, 0, 1], [1, -1, -1, 1], [2, 0, 0, -1]]
+    batches = [wanting(store, batch(SMALL, 4, GPU, seed=seed), rows) for seed, rows in enumerate(mixtures)]
+    found = []
+    for given in batches:
+        assert static.several is not None and given.several is not None
+        static.several.lora.rows.copy_(given.several.lora.rows)
+        replay(graph, static, given)
+        found.append(out.clone())
+    for given, got, rows in zip(batches, found, mixtures, strict=True):
+        want = on_cpu(store, given)
+        assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
+        alone = torch.tensor(rows) < 0
+        bare = place.engine.infer(place.layer, replace(given, several=None))
+        assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
+    few = place.engine.few
+    assert len(few._captured[0]) == 1
+    del graph
+    few.retain(set())
+    assert not few._captured[0] and not few._terms and not place.engine.side.shelf._held
 
 
 @pytest.mark.parametrize("spec", ["int4:32", "nvfp4", "q5_1"])

@@ -16,10 +16,12 @@ from torch import nn
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.graphs import LEAST, Graphs, why_not
+from ktransformers.serve.forward import Piece
+from ktransformers.serve.graphs import LEAST, Compute, Graphs, why_not
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.metrics import render
 from ktransformers.serve.sampling import Score
+from ktransformers.serve.slots import Slot
 from ktransformers.serve.target import Target
 from tests.serve.conftest import Bench, Heard
 from tests.serve.test_engine import text
@@ -38,12 +40,15 @@ def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def placement(on_gpu: Bench, request: pytest.FixtureRequest) -> Iterator[Placement]:
-    """With graphs; by the parameter a policy and a number of residents."""
+def placement(on_gpu: Bench, adapters: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Placement]:
+    """With graphs; by the parameter a policy and a number of residents. Adapters are loaded behind the engine, as by a
+    server."""
     policy, count = getattr(request, "param", ("resident", 2))
     made = attach(on_gpu.model, policy=policy)
     assert made is not None and not made.left
     made.place_residents(count=count)
+    names = adapters.items()
+    on_gpu.residents = {name: on_gpu.places.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
     on_gpu.forward.graphs = Graphs(on_gpu.model, made)
     assert not why_not(on_gpu.forward, made)
     yield made
@@ -66,6 +71,29 @@ def launched(bench: Bench, lengths: list[tuple[int, int]], names: list[str | Non
     graphs, bench.forward.graphs = bench.forward.graphs, None
     try:
         return ask(bench, bench.engine(), lengths, names)
+    finally:
+        bench.forward.graphs = graphs
+
+
+def uncaptured(
+    bench: Bench, placement: Placement, lengths: list[tuple[int, int]], names: list[str | None]
+) -> list[Heard]:
+    """The same steps as in graphs, but computed again. With adapters and residents kernel by kernel is another way,
+    whose roundings may send a token to another expert."""
+
+    def record(compute: Compute) -> Compute:
+        def again() -> torch.Tensor:
+            with placement.rehearsal():
+                logits = compute()
+            torch.cuda.synchronize()
+            return logits
+
+        again()
+        return again
+
+    graphs, bench.forward.graphs = bench.forward.graphs, Graphs(bench.model, placement, record)
+    try:
+        return ask(bench, bench.engine(running=4), lengths, names)
     finally:
         bench.forward.graphs = graphs
 
@@ -124,11 +152,56 @@ def test_slots_grow_and_prefixes_are_found(on_gpu: Bench, placement: Placement) 
     alike(told(later), told(first)[80:], APART)
 
 
-def test_adapters_in_between(on_gpu: Bench, placement: Placement) -> None:
-    lengths, names = [(10, 20), (20, 40), (5, 40)], ["one", None, None]
-    found = ask(on_gpu, on_gpu.engine(), lengths, names)
-    assert 0 < replayed(on_gpu) < 25, "as soon as nobody wants an adapter"
-    agree(found, launched(on_gpu, lengths, names))
+@pytest.mark.parametrize("placement", [("resident", 0), ("resident", 2), ("resident", 6)], indirect=True, ids=str)
+def test_adapters(on_gpu: Bench, placement: Placement) -> None:
+    """Ranks, attention alone, and the base, at first all in one batch; then others beside whoever is left."""
+    lengths: list[tuple[int, int]] = [(10, 20), (20, 34), (5, 30), (7, 25), (6, 12)]
+    names = ["one", None, "two", "attention", "one"]
+    engine = on_gpu.engine(running=4)
+    found = ask(on_gpu, engine, lengths, names)
+    assert replayed(on_gpu) > engine.counts.steps // 2
+    agree(found, uncaptured(on_gpu, placement, lengths, names), APART)
+    if not any(one.side.residents for one in placement.engines):
+        agree(found, launched(on_gpu, lengths, names), APART)
+
+
+@pytest.mark.parametrize("placement", [("resident", 2)], indirect=True, ids=str)
+def test_base_rows_beside_adapters_have_the_base_s_bits(on_gpu: Bench, placement: Placement) -> None:
+    def logits(names: list[str | None], told: int) -> torch.Tensor:
+        slots = [Slot(None, capacity=64) for _ in names]
+        adapters = [on_gpu.residents[name] if name else None for name in names]
+        graphs, on_gpu.forward.graphs = on_gpu.forward.graphs, None
+        for row, (slot, adapter) in enumerate(zip(slots, adapters, strict=True)):
+            on_gpu.forward.run([Piece(slot, text(row, 9), 0, adapter)])
+        on_gpu.forward.graphs = graphs
+        for step in range(told):
+            pieces = [
+                Piece(slot, [5 + step], slot.length, adapter) for slot, adapter in zip(slots, adapters, strict=True)
+            ]
+            found = on_gpu.forward.run(pieces)
+        return torch.stack([one.logits for one in found if one is not None]).clone()
+
+    with torch.inference_mode():
+        for _ in range(2):  # the second time all steps are replayed
+            mixture, base = logits(["one", None, "two", None], LEAST), logits([None] * 4, LEAST)
+    assert torch.equal(mixture[[1, 3]], base[[1, 3]]) and not torch.equal(mixture[0], base[0])
+
+
+def test_an_adapter_is_unloaded_and_another_comes(
+    on_gpu: Bench, placement: Placement, adapters: dict[str, Path]
+) -> None:
+    """What its graphs held goes, other graphs of the same pool go on, and the memory serves others."""
+    engine, lengths = on_gpu.engine(), [(10, 16), (9, 16)]
+    wanted = uncaptured(on_gpu, placement, lengths, ["one", None])
+    for version in range(2, 5):
+        on_gpu.residents["one"] = on_gpu.places.open(adapters["one"], "one", version, str(on_gpu.directory))
+        agree(ask(on_gpu, engine, lengths, ["one", None]), wanted, APART)
+        engine.forget(("one", version))
+        engine.step()
+        assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs._sets
+        assert not any(one.few._terms or one.side.shelf._held for one in placement.engines)
+        agree(ask(on_gpu, engine, [(10, 12), (9, 12)]), launched(on_gpu, [(10, 12), (9, 12)]))
+    assert replayed(on_gpu) > 3 * 2 * (12 - LEAST - 2)
 
 
 def test_residents_change(on_gpu: Bench, placement: Placement) -> None:

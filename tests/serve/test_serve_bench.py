@@ -31,17 +31,19 @@ def test_in_process() -> None:
     assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in found["cells"])
 
 
-def test_graphs_beside_launches() -> None:
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_graphs_beside_launches(adapters: int) -> None:
     """On a CPU a step is computed again where a GPU would replay it."""
     words = ["--shape", "tiny", "--layers", "2", "--vocabulary", "128", "--device", "cpu", "--policy", "resident"]
     words += ["--shares", "0,0.5", "--streams", "2", "--prompt", "8", "--chunk", "8", "--seconds", "0.1"]
+    words += ["--adapters", str(adapters)]
     code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import serve_graphs; sys.exit(serve_graphs.main())"
     done = python(code, *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [(cell["share"], cell["captured"]) for cell in found["cells"]] == [(0.0, True), (0.5, True)]
     assert all(cell["graph_tokens_per_s"] > 0 and cell["roof_tokens_per_s"] > 0 for cell in found["cells"])
-    assert [row["tokens"] for row in found["prompts"]] == [8, 8]
+    assert [row["tokens"] for row in found["prompts"]] == [8, 8] and found["adapters"] == adapters
 
 
 @pytest.mark.slow

@@ -6,19 +6,24 @@ up. Meanwhile the current stream computes the residents from the ids on the devi
 added. The thread that queues this waits for nothing, so the host never learns who was asked for: rows are counted on
 the device and fetched when somebody asks (`tally`). Where nothing is resident all of it is on the current stream.
 
+In graphs rows may have adapters, several and none: who wants which is int32 `[T]` on the device and comes down with the
+ids, so a graph serves any mixture of the adapters that it was captured with. The CPU has them packed, residents find
+their factors by a table of addresses.
+
 Who owns what: buffers belong to a size of batch and are shared by all layers, whose calls follow each other on the
-stream; prepared calls and the tables of residents belong to a layer. A host function holds bare addresses, so none of
-these may go while work is queued: whoever drops them waits for the device first, and what a graph has captured is kept,
-its store included, as long as this object. When residents change in their room, the tables are written anew (the core
-reads `skip` at every call), and graphs go on. When they get another room, tables of captured calls are set to "nobody
-is resident": a graph from before computes the right numbers, all of that layer on the CPU, until it is captured again.
+stream; prepared calls belong to a layer and its adapters, the tables of residents to a layer. A host function holds
+bare addresses, so none of these may go while work is queued: whoever drops them waits for the device first, and what a
+graph has captured is kept, its store included, as long as this object; with adapters, until nobody uses these any more
+(`retain`). When residents change in their room, the tables are written anew (the core reads `skip` at every call), and
+graphs go on. When they get another room, tables of captured calls are set to "nobody is resident": a graph from before
+computes the right numbers, all of that layer on the CPU, until it is captured again.
 """
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +37,14 @@ from ktransformers.nn.call import ExpertCall
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu import routes
 from ktransformers.place.gpu.driver import call_on_host
+from ktransformers.place.gpu.several import Several, Terms
 from ktransformers.place.gpu.side import Batch, Packed, Side
 from ktransformers.place.gpu.slots import Slots
 
 MOST = 32  # tokens
 
 Size = tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]  # of hidden; k; dtypes of hidden, ids and weights
+Adapters = tuple[_core.Adapter, ...]  # of one layer, in the order by which rows name them
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Buffers:
     hidden: Tensor
     ids: Tensor
     weights: Tensor
+    adapters: Tensor  # int32 [T]: a place among the adapters of the call, or -1
     out: Tensor
     share: Tensor  # what the CPU has computed, on the device
 
@@ -60,11 +68,13 @@ class Residents:
 
 @dataclass(frozen=True)
 class Ready:
-    """One layer's call over the buffers of a size."""
+    """One layer's call over the buffers of a size, with these adapters."""
 
     call: ExpertCall
     buffers: Buffers
     residents: Residents | None
+    adapters: Adapters = ()
+    terms: Terms | None = None  # of the residents
 
 
 def _size(hidden: Tensor, ids: Tensor, weights: Tensor) -> Size:
@@ -80,7 +90,8 @@ class Few:
         self._cuda = device.type == "cuda"
         self._buffers: dict[Size, Buffers] = {}
         self._residents: dict[int, Residents | None] = {}  # by layer
-        self._ready: dict[tuple[int, Size], Ready] = {}
+        self._ready: dict[tuple[int, Size, Adapters], Ready] = {}
+        self._terms: dict[tuple[int, Adapters], Terms] = {}
         self._counts: dict[int, Tensor] = {}
         self._captured: dict[int, list[tuple[Ready, ExpertStore]]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -90,18 +101,20 @@ class Few:
     # Who is taken.
 
     def suits(self, batch: Batch) -> bool:
-        """Whether such batches may be taken in some layer."""
+        """Whether such batches may be taken in some layer, outside of a capture."""
         return batch.factors is None and batch.several is None and 0 < batch.ids.shape[0] <= MOST
 
     def takes(self, layer: Packed, batch: Batch, policy: str) -> bool | None:
         """None: it may be, if somebody has found that to be faster."""
         capturing = self.rehearsing or self._capturing()
         tokens, reason = batch.ids.shape[0], ""
-        if batch.factors is not None or batch.several is not None:
+        if batch.factors is not None or (batch.several is not None and not capturing):
             reason = "LoRA on experts"
+        elif batch.several is not None and batch.several.lora.rows.device != self.device:
+            reason = "LoRA on experts for rows that the host knows"
         elif policy == "stream":
             reason = "experts that are streamed"
-        elif not self.suits(batch):
+        elif not 0 < tokens <= MOST:
             reason = f"a batch of {tokens} tokens"
         elif not routes.runs_on(self.device):
             reason = "no Triton"
@@ -110,7 +123,7 @@ class Few:
         ):
             reason = f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
         if reason and capturing:
-            expected = f"experts without LoRA, 1 to {MOST} tokens, residents that Triton decodes, no policy stream"
+            expected = f"no training's LoRA, 1 to {MOST} tokens, residents that Triton decodes, no policy stream"
             raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
         if reason or capturing or self.unasked is not None:
             return not reason and (capturing or bool(self.unasked))
@@ -120,7 +133,7 @@ class Few:
 
     def ready(self, layer: Packed, batch: Batch) -> bool:
         """Whether there is what a graph needs, which a first call outside of it makes."""
-        key = layer.index, _size(batch.hidden, batch.ids, batch.weights)
+        key = layer.index, _size(batch.hidden, batch.ids, batch.weights), ()
         return key in self._ready and self._is_current(layer.index)
 
     def _capturing(self) -> bool:
@@ -131,17 +144,20 @@ class Few:
     def forward(self, layer: Packed, store: ExpertStore, batch: Batch) -> Tensor:
         """In hidden's dtype, on the device, in the order of the current stream."""
         given = tuple(tensor.detach().contiguous() for tensor in (batch.hidden, batch.ids, batch.weights))
+        if batch.several is not None:
+            given = (*given, batch.several.lora.rows.contiguous())
         if not self._cuda:
-            return self._forward(layer, self._find(layer, store, given), given)
+            return self._forward(layer, self._find(layer, store, given, batch.several), given)
         with torch.cuda.device(self.device):  # host functions want the stream's context
-            ready = self._find(layer, store, given)
+            ready = self._find(layer, store, given, batch.several)
             if self._capturing():
                 self._captured.setdefault(layer.index, []).append((ready, store))
             return self._forward(layer, ready, given)
 
     def _forward(self, layer: Packed, ready: Ready, given: tuple[Tensor, ...]) -> Tensor:
-        hidden, ids, weights = given
+        hidden, ids, weights, *adapters = given
         residents, share = ready.residents, ready.buffers.share
+        lora = None if ready.terms is None else (adapters[0], ready.terms)
         if residents is None:
             out = torch.empty_like(hidden)
             self._cpu(ready, given, out)
@@ -149,7 +165,7 @@ class Few:
             return out
         arrived = self._beside(ready, given) if self._cuda else None
         routes.count(ids, self._counts[layer.index])
-        part = routes.forward(layer, residents.room, residents.place, hidden, ids, weights)
+        part = routes.forward(layer, residents.room, residents.place, hidden, ids, weights, lora)
         if arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(arrived)
         else:
@@ -169,7 +185,8 @@ class Few:
 
     def _cpu(self, ready: Ready, given: tuple[Tensor, ...], target: Tensor) -> None:
         buffers = ready.buffers
-        for source, pinned in zip(given, (buffers.hidden, buffers.ids, buffers.weights), strict=True):
+        buffered = (buffers.hidden, buffers.ids, buffers.weights, buffers.adapters)
+        for source, pinned in zip(given, buffered, strict=False):  # the last where there are adapters
             pinned.copy_(source, non_blocking=True)
         if self._cuda:
             stream, callbacks = torch.cuda.current_stream(self.device).cuda_stream, _core.host_callbacks()
@@ -182,10 +199,10 @@ class Few:
 
     # What is made once.
 
-    def _find(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...]) -> Ready:
-        hidden, ids, weights = given
-        size = _size(hidden, ids, weights)
-        found = self._ready.get((layer.index, size))
+    def _find(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], several: Several | None) -> Ready:
+        hidden, ids, weights, *_ = given
+        size, adapters = _size(hidden, ids, weights), () if several is None else tuple(several.lora.adapters)
+        found = self._ready.get((layer.index, size, adapters))
         capturing = self._capturing()
         if found is not None and self._is_current(layer.index):
             if not capturing:
@@ -197,7 +214,7 @@ class Few:
         if not self._is_current(layer.index):
             self.retire(layer.index)
         with torch.inference_mode(False):  # what is made here is written to in other modes too
-            return self._make(layer, store, given, size)
+            return self._make(layer, store, given, size, several)
 
     def _is_current(self, index: int) -> bool:
         held = self._residents.get(index)
@@ -216,14 +233,18 @@ class Few:
     def _current_stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
 
-    def _make(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], size: Size) -> Ready:
+    def _make(
+        self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], size: Size, several: Several | None
+    ) -> Ready:
         buffers = self._buffers.get(size)
         if buffers is None:
             hidden, ids, weights, out = (
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda) for tensor in (*given, given[0])
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda)
+                for tensor in (*given[:3], given[0])
             )
-            buffers = Buffers(hidden, ids, weights, out, torch.empty_like(out, device=self.device, pin_memory=False))
-            self._buffers[size] = buffers
+            rows = torch.full(hidden.shape[:1], -1, dtype=torch.int32, pin_memory=self._cuda)
+            share = torch.empty_like(out, device=self.device, pin_memory=False)
+            buffers = self._buffers[size] = Buffers(hidden, ids, weights, rows, out, share)
         if layer.index not in self._residents:
             self._residents[layer.index] = self._bind(layer)
         if layer.index not in self._counts:
@@ -232,11 +253,43 @@ class Few:
             weakref.finalize(store, _synchronize, self.device).atexit = False
         residents = self._residents[layer.index]
         skip = None if residents is None else residents.skip
-        call = store.prepare(buffers.hidden, buffers.ids, buffers.weights, out=buffers.out, skip=skip)
-        ready = self._ready[layer.index, size] = Ready(call, buffers, residents)
+        inputs = (buffers.hidden, buffers.ids, buffers.weights)
+        if several is None:
+            ready = Ready(store.prepare(*inputs, out=buffers.out, skip=skip), buffers, residents)
+        else:
+            adapters = tuple(several.lora.adapters)
+            terms = None if residents is None else self._lay(layer, several, adapters)
+            _synchronize(self.device)  # calls before this one read the buffer,
+            buffers.adapters.fill_(-1)  # which may name adapters of theirs that this one has not
+            call = store.prepare(*inputs, out=buffers.out, skip=skip, adapter=buffers.adapters, adapters=adapters)
+            ready = Ready(call, buffers, residents, adapters, terms)
+        self._ready[layer.index, size, ready.adapters] = ready
         _synchronize(self.device)  # tables and residents are there for whatever stream comes
         self._last_stream = self._current_stream()
         return ready
+
+    def _lay(self, layer: Packed, several: Several, adapters: Adapters) -> Terms:
+        found = self._terms.get((layer.index, adapters))
+        if found is None:
+            wide = layer.geometry.first.out_rows
+            found = Terms.hold(self.side.shelf, several.lora.factors, wide, self.device)
+            self._terms[layer.index, adapters] = found
+        return found
+
+    def retain(self, used: Collection[Adapters]) -> None:
+        """Calls with other adapters than these go, and what was kept for graphs of theirs, which nobody may replay from
+        now on; and so do their factors on the device."""
+        _synchronize(self.device)
+
+        def goes(adapters: Adapters) -> bool:
+            return bool(adapters) and adapters not in used
+
+        for key in [key for key in self._ready if goes(key[2])]:
+            del self._ready[key]
+        for index, kept in self._captured.items():
+            self._captured[index] = [one for one in kept if not goes(one[0].adapters)]
+        for where in [where for where in self._terms if goes(where[1])]:
+            self._terms.pop(where).release(self.side.shelf)
 
     def _bind(self, layer: Packed) -> Residents | None:
         room = self.side.residents.get(layer.index)
@@ -279,7 +332,7 @@ class Few:
     def complain(self, tokens: int) -> None:
         """Raise what a host function could not, of replayed batches of so many tokens that the stream is through with.
         Outside of graphs the next call of a layer does it."""
-        for (_, size), ready in self._ready.items():
+        for (_, size, _), ready in self._ready.items():
             if size[0][0] == tokens and ready.call.done:
                 ready.call.wait()
 

@@ -130,7 +130,7 @@ class ServedStore(PlacedStore):
 
     def several(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
         with torch.no_grad():
-            return self._pass(hidden, ids, weights, None, Several.of(lora, self.device))
+            return self._pass(hidden, ids, weights, None, Several(lora, self.device))
 
     def _pass(
         self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, several: Several | None

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ktransformers import env, log
+from ktransformers import _core, env, log
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import Contract, expert_modules
 from ktransformers.nn.gate import Gate
@@ -209,6 +209,11 @@ class Placement:
         """Raise what went wrong on the CPU in replayed batches of so many tokens."""
         for engine in self.engines:
             engine.few.complain(tokens)
+
+    def retain(self, used: Collection[tuple[_core.Adapter, ...]]) -> None:
+        """Of what was kept for graphs with adapters this is still used: for each layer those of a graph."""
+        for engine in self.engines:
+            engine.few.retain(used)
 
     def detach(self) -> None:
         for layer in self.layers:

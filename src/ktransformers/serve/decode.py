@@ -1,9 +1,9 @@
 """New tokens, one a sequence, over slots that are known by their addresses: attention that a CUDA graph can hold.
 
 What a step differs in from the last one is a table, int64 `[FIRST + 2 L, R]` on the device, a column for each row of
-the batch: its token, its position, the capacity of its slot, whether anybody asked for it, and then where its keys and
-its values of every layer begin. Slots grow and come and go; for a graph these are other numbers of the table. A row
-that nobody asked for touches no slot and attends to nothing: zeros.
+the batch: its token, its position, the capacity of its slot, whether anybody asked for it, its adapter (`mixture.py`;
+0: none), and then where its keys and its values of every layer begin. Slots grow and come and go; for a graph these are
+other numbers of the table. A row that nobody asked for touches no slot and attends to nothing: zeros.
 
 query `[heads, R, d]`, key `[kv, R, d]`, value `[kv, R, dv]` -> `[R, heads, dv]`; the new key and value are written into
 the slot. On a GPU two kernels do it (`decode_kernels.py`); elsewhere, for tests, torch reads the same addresses.
@@ -20,7 +20,7 @@ from torch import Tensor
 from ktransformers.place.gpu.optional import triton_kernels
 from ktransformers.serve.attention import Kind
 
-TOKEN, POSITION, CAPACITY, ASKED, FIRST = range(5)  # lines of the table; the rest are addresses
+TOKEN, POSITION, CAPACITY, ASKED, ADAPTER, FIRST = range(6)  # lines of the table; the rest are addresses
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,14 @@ class Engine:
             elif one.ask.deadline is not None and now > one.ask.deadline:
                 self._close(one, "timeout", one.text.end())
         self.waiting = deque(one for one in self.waiting if not one.finished)
+        wanted = [*self.running, *self.waiting]
         for owner in gone:
             self.slots.forget(owner)
+            if any(one.ask.adapter is not None and one.ask.adapter.owner == owner for one in wanted):
+                with self._wake:
+                    self._gone.add(owner)  # until its last request has ended
+            elif self.forward.graphs is not None:
+                self.forward.graphs.forget(owner)
 
     def _admit(self) -> None:
         held: list[Sequence] = []

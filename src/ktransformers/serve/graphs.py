@@ -2,17 +2,23 @@
 kernels.
 
 Such steps come in a few sizes; between two of them rows that nobody asked for are computed along and thrown away. What
-differs from step to step is a table of numbers (`decode.py`): tokens, positions, addresses of slots. It is written into
-pinned memory, and the graph itself begins with the copy up and ends with the copy of the most likely tokens down; all
-logits stay on the device, in memory that the next step writes to again. Attention is `decode.py`'s, experts are
-`place/few.py`'s, everything else is the stock model, called under capture as it is called otherwise.
+differs from step to step is a table of numbers (`decode.py`): tokens, positions, adapters, addresses of slots. It is
+written into pinned memory, and the graph itself begins with the copy up and ends with the copy of the most likely
+tokens down; all logits stay on the device, in memory that the next step writes to again. Attention is `decode.py`'s,
+experts are `place/few.py`'s, LoRA is `mixture.py`'s, everything else is the stock model, called under capture as it is
+called otherwise.
+
+A graph is captured for a size and a set of adapters, and serves every mixture of these and of the base: a step takes
+the smallest set that has all that its rows want, and steps of the base alone take the graph without. A few sets are
+kept; the one that was not used for the longest time is forgotten when there are more, and so is a set when one of its
+adapters is unloaded and no request wants it any more.
 
 A size that has come a few times is rehearsed: computed outside of a graph as it would be inside, which makes what has
 to be there before, and then once more with torch refusing whatever would wait for the device. So what a graph cannot
-hold is found where it does no harm. Everything else (prompts, adapters, scored prompts, families with a state) goes
-kernel by kernel as before, and so does a size that was refused. The surprising decision: a step that is rehearsed,
-captured and replayed writes the same keys to the same places each time, so all of it happens in the middle of an
-answer.
+hold is found where it does no harm. Everything else (prompts, scored prompts, families with a state) goes kernel by
+kernel as before, and so does a size, or a set of adapters, that was refused. The surprising decision: a step that is
+rehearsed, captured and replayed writes the same keys to the same places each time, so all of it happens in the middle
+of an answer.
 
 All graphs share one pool of memory. When residents change, graphs compute what they should, but on the CPU; they are
 captured anew.
@@ -22,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,40 +40,48 @@ from torch import Tensor, nn
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.mixed import mixed
 from ktransformers.nn.operator import placed_for
 from ktransformers.nn.padding import padded
 from ktransformers.place.few import MOST
+from ktransformers.place.gpu.several import NoRoom
 from ktransformers.place.placement import Placement
 from ktransformers.serve import decode
 from ktransformers.serve.attention import Kind, attending
-from ktransformers.serve.decode import ASKED, FIRST, POSITION, TOKEN, Places, attend_new, table_lines
+from ktransformers.serve.decode import ADAPTER, ASKED, FIRST, POSITION, TOKEN, Places, attend_new, table_lines
 from ktransformers.serve.forward import Alone, Forward, Found, Piece
-from ktransformers.serve.lora import LOADING, linear_shares
+from ktransformers.serve.lora import LOADING
+from ktransformers.serve.mixture import Adapters, Mixture, ordered
+from ktransformers.serve.slots import Owner
 
 LOG = logger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, MOST)  # rows
 LEAST = 3  # steps of a size before it is captured
+SETS = 4  # of adapters that graphs are kept for
+SET_BYTES = 1 << 30  # of their copies of factors
+COUNTED = 256  # kinds of steps that are counted at a time
 
 Compute = Callable[[], Tensor]  # the logits [R, V] of what the table says
 Record = Callable[[Compute], Compute]  # one that does the same without Python
+StepKind = tuple[int, Adapters]  # of step: rows, and adapters that they may want
 
 
 @dataclass(frozen=True)
 class Step:
-    """A size, ready to be computed again and again. A graph knows the tensors by their addresses alone: they live as
-    long as it does."""
+    """A kind of step, ready to be computed again and again. A graph knows the tensors by their addresses alone: they
+    live as long as it does."""
 
     table: Tensor  # int64 [lines, R], pinned
     there: Tensor  # the same on the device
     tokens: Tensor  # int64 [R], pinned: the most likely ones
+    mixture: Mixture
     again: Compute
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         table = self.table.numpy()
         table[:] = 0
         for row, piece in enumerate(pieces):
-            table[:FIRST, row] = piece.tokens[0], piece.position, piece.slot.capacity, 1
+            adapter = 0 if piece.adapter is None else self.mixture.numbers[piece.adapter]
+            table[:FIRST, row] = piece.tokens[0], piece.position, piece.slot.capacity, 1, adapter
             table[FIRST:, row] = piece.slot.addresses()
 
 
@@ -83,10 +97,12 @@ class Graphs:
         self._record: Record | None = record or Capture(self.device)  # None: it has failed
         self._sizes = [*(size for size in SIZES if size < most), min(most, MOST)]
         self.most = self._sizes[-1]
-        self._steps: dict[int, Step] = {}
-        self._seen: Counter[int] = Counter()
-        self._refused: set[int] = set()
-        self._generation = 0
+        self._base = Mixture((), self.device)
+        self._sets: OrderedDict[Adapters, Mixture] = OrderedDict()  # the longest unused first; the base is in none
+        self._steps: dict[StepKind, Step] = {}
+        self._seen: Counter[StepKind] = Counter()
+        self._refused: set[StepKind] = set()
+        self._generation = self._now()
         self._layers: tuple[int, ...] = ()
         self.replayed = 0  # steps
 
@@ -95,17 +111,21 @@ class Graphs:
         size = self._size(pieces)
         if size is None:
             return None
-        generation = 0 if self._placement is None else self._placement.generation
-        if generation != self._generation:
-            self._forget()
-            self._generation = generation
-        step = self._steps.get(size)
+        if self._now() != self._generation:
+            self._clear()
+            self._generation = self._now()
+        kind = self._kind(size, pieces)
+        if kind in self._refused:
+            return None
+        step = self._steps.get(kind)
         if step is None:
-            step = self._make(size, pieces)
+            step = self._make(kind, pieces)
             if step is None:
                 return None
         else:
             step.fill(pieces)
+        if kind[1]:
+            self._sets.move_to_end(kind[1])
         logits = step.again()
         if self._placement is not None:
             self._placement.complain(size)
@@ -116,57 +136,117 @@ class Graphs:
             for row, piece in enumerate(pieces)
         ]
 
+    def _now(self) -> int:
+        return 0 if self._placement is None else self._placement.generation
+
     def _size(self, pieces: Sequence[Piece]) -> int | None:
         size = next((size for size in self._sizes if len(pieces) <= size), None)
-        if size is None or size in self._refused or self._record is None:
+        if size is None or self._record is None:
             return None
         if not self._layers:
             self._layers = tuple(sorted(pieces[0].slot.keys))
         ours = len(self._layers)
-        fits = (
-            len(piece.tokens) == 1 and piece.adapter is None and piece.read is None and len(piece.slot.keys) == ours
-            for piece in pieces
-        )
+        fits = (len(piece.tokens) == 1 and piece.read is None and len(piece.slot.keys) == ours for piece in pieces)
         return size if ours and all(fits) else None
 
-    def _forget(self) -> None:
+    def _kind(self, size: int, pieces: Sequence[Piece]) -> StepKind:
+        wanted = {piece.adapter for piece in pieces if piece.adapter is not None}
+        if not wanted:
+            return size, ()
+        known = [one for one in self._sets if wanted <= set(one) and (size, one) not in self._refused]
+        return size, min(known, key=len, default=ordered(wanted))
+
+    def forget(self, owner: Owner) -> None:
+        """An adapter was unloaded, and no request wants it any more."""
+        self._drop([one for one in self._sets if any(adapter.owner == owner for adapter in one)])
+        self._refused = {kind for kind in self._refused if not kind[1]}  # for whom there was no room there may be now
+        self._seen = Counter({kind: seen for kind, seen in self._seen.items() if not kind[1]})
+
+    def _clear(self) -> None:
         self._steps.clear()
         self._seen.clear()
         self._refused.clear()
+        self._drop(list(self._sets))
 
-    def _make(self, size: int, pieces: Sequence[Piece]) -> Step | None:
-        self._seen[size] += 1
-        if self._seen[size] < LEAST or self._record is None:
+    def _drop(self, sets: Sequence[Adapters]) -> None:
+        """Every step was waited for, so nothing is under way that would read what goes with a graph."""
+        for one in sets:
+            del self._sets[one]
+        self._steps = {kind: step for kind, step in self._steps.items() if not kind[1] or kind[1] in self._sets}
+        if self._placement is not None:
+            used = {layer.adapters for mixture in self._sets.values() for layer in mixture.layers.values()}
+            self._placement.retain(used)
+
+    def _bound(self) -> None:
+        while len(self._sets) > SETS or sum(one.bytes for one in self._sets.values()) > SET_BYTES:
+            self._drop([next(iter(self._sets))])
+
+    def _make(self, kind: StepKind, pieces: Sequence[Piece]) -> Step | None:
+        if len(self._seen) > COUNTED:
+            self._seen.clear()
+        self._seen[kind] += 1
+        if self._seen[kind] < LEAST:
             return None
+        while self._record is not None and kind not in self._refused:
+            try:
+                return self._capture(self._record, kind, pieces)
+            except (NoRoom, torch.cuda.OutOfMemoryError) as error:
+                self._make_room(kind, error)
+            except InputError as error:  # of this size and set: another one may be possible
+                self._refuse(kind, error)
+            except Exception as error:  # the step itself is still to be computed, and a server to go on
+                self._give_up(error)
+        return None
+
+    def _make_room(self, kind: StepKind, error: Exception) -> None:
+        """For a set of adapters another one goes; where there is none left, this one is too large."""
+        others = [one for one in self._sets if one != kind[1]]
+        if not kind[1]:
+            self._give_up(error)
+        elif others:
+            self._drop(others[:1])
+        else:
+            self._refuse(kind, error)
+
+    def _refuse(self, kind: StepKind, error: Exception) -> None:
+        size, adapters = kind
+        beside = f" with {', '.join(one.name or 'LoRA' for one in adapters)}" if adapters else ""
+        LOG.warning("batches of %d%s are decoded kernel by kernel: %s", size, beside, error)
+        self._refused.add(kind)
+        self._drop([])  # what was made for it
+
+    def _give_up(self, error: Exception) -> None:
+        LOG.warning("decoding goes kernel by kernel: %s: %s", type(error).__name__, error)
+        self._clear()
+        self._record = None
+
+    def _capture(self, record: Record, kind: StepKind, pieces: Sequence[Piece]) -> Step:
+        size, adapters = kind
+        mixture = self._sets.get(adapters) or (Mixture(adapters, self.device) if adapters else self._base)
+        if mixture.bytes > SET_BYTES:
+            raise InputError("CUDA graph", f"copies of {mixture.bytes} bytes for linear layers", f"{SET_BYTES} at most")
         pinned = self.device.type == "cuda"
         table = torch.zeros(table_lines(len(self._layers)), size, dtype=torch.int64, pin_memory=pinned)
         tokens = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         there = torch.zeros(table.shape, dtype=table.dtype, device=self.device)
-        compute = functools.partial(self._compute, table, there, tokens)
-        step = Step(table, there, tokens, compute)
+        compute = functools.partial(self._compute, mixture, table, there, tokens)
+        step = Step(table, there, tokens, mixture, compute)
         step.fill(pieces)
-        try:
-            with nullcontext() if self._placement is None else self._placement.rehearsal():
-                return self._steps.setdefault(size, replace(step, again=self._record(compute)))
-        except InputError as error:  # of this size: another one may be possible
-            LOG.warning("batches of %d are decoded kernel by kernel: %s", size, error)
-            self._refused.add(size)
-        except Exception as error:  # the step itself is still to be computed, and a server to go on
-            LOG.warning("decoding goes kernel by kernel: %s: %s", type(error).__name__, error)
-            self._forget()
-            self._record = None
-        return None
+        with nullcontext() if self._placement is None else self._placement.rehearsal():
+            step = self._steps[kind] = replace(step, again=record(compute))
+        if adapters:
+            self._sets[adapters] = mixture
+            self._bound()
+        return step
 
-    def _compute(self, table: Tensor, there: Tensor, tokens: Tensor) -> Tensor:
-        rows = table.shape[1]
+    def _compute(self, mixture: Mixture, table: Tensor, there: Tensor, tokens: Tensor) -> Tensor:
         there.copy_(table, non_blocking=True)
         words = {"input_ids": there[TOKEN][None], "position_ids": there[POSITION][None], "use_cache": False}
         with (
             torch.inference_mode(),
             attending(functools.partial(self._attend, there)),
             padded(there[ASKED] != 0),
-            linear_shares((), rows),
-            mixed({}),
+            mixture.applied(there[ADAPTER]),
         ):
             logits: Tensor = self._model(**words).logits[0]
             tokens.copy_(logits.argmax(-1), non_blocking=True)

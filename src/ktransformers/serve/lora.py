@@ -10,9 +10,10 @@ name again makes a new version, and requests under way keep the one that they be
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,16 +75,23 @@ class Share:
     last: int
 
 
-_active: ContextVar[tuple[Sequence[Share], int]] = ContextVar("shares", default=((), 0))
+Adding = Callable[[nn.Module, Tensor, Tensor], None]  # a linear layer, what entered it, what left it: to be added to
+
+_active: ContextVar[Adding | None] = ContextVar("adding", default=None)
 
 
 @contextmanager
-def linear_shares(shares: Sequence[Share], rows: int) -> Iterator[None]:
-    token = _active.set((shares, rows))
+def adding(add: Adding | None) -> Iterator[None]:
+    """Every linear layer's output goes through this; None: it stays as it is."""
+    token = _active.set(add)
     try:
         yield
     finally:
         _active.reset(token)
+
+
+def linear_shares(shares: Sequence[Share], rows: int) -> AbstractContextManager[None]:
+    return adding(functools.partial(_add_shares, shares, rows) if shares else None)
 
 
 def expert_shares(shares: Sequence[Share], rows: int) -> dict[nn.Module, MixedLora]:
@@ -215,15 +223,27 @@ def _packed(what: str, module: nn.Module, pairs: Mapping[str, Pair]) -> _core.Ad
 
 
 def _add(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """A forward hook: the adapters' share of a linear layer, into its output."""
-    shares, rows = _active.get()
-    shares = [share for share in shares if module in share.adapter.linears]
-    if not shares:
-        return
-    entered, left = inputs[0].reshape(-1, inputs[0].shape[-1]), output.view(-1, output.shape[-1])
+    """A forward hook: what adapters add to a linear layer, into its output."""
+    add = _active.get()
+    if add is not None:
+        add(module, inputs[0], output)
+
+
+def as_rows(module: nn.Module, entered: Tensor, left: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """What entered a linear layer and what left it, a row for each token of the batch."""
+    entered, left = entered.reshape(-1, entered.shape[-1]), left.view(-1, left.shape[-1])
     if entered.shape[0] != rows:
         given = f"{entered.shape[0]} rows in a batch of {rows}"
         raise InputError(type(module).__name__, given, "every token once", "LoRA on this layer cannot be served")
+    return entered, left
+
+
+def _add_shares(shares: Sequence[Share], rows: int, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+    """Each adapter's share of the rows."""
+    shares = [share for share in shares if module in share.adapter.linears]
+    if not shares:
+        return
+    entered, left = as_rows(module, inputs, output, rows)
     for share in shares:
         part, linear = slice(share.first, share.last), share.adapter.linears[module]
         x, y = entered[part], left[part]

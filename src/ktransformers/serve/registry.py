@@ -94,4 +94,4 @@ class Registry:
         if made.experts:
             expected = "an adapter without experts: those of --kt-expert-lora-path are on for every request"
             raise InputError(f"{source}", "LoRA on experts", expected)
-        return replace(made, experts=self._always.experts)
+        return replace(made, experts=self._always.experts, factors=self._always.factors)

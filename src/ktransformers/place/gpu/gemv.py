@@ -7,6 +7,9 @@ block of gate and up, or of up alone; the second one for each token and half blo
 residents in the order of its slots: no atomic operation, the same bits every time. A program whose expert is no
 resident (`place[expert]` is -1) ends at once. The surprising decision: tokens that share an expert each read it; there
 are so few that the second reading comes from L2, or is far cheaper than the CPU beside it.
+
+LoRA is a table of addresses (`several.py`, `Terms`): one more kernel has a program for each (token, slot) and 16 ranks
+of A, and the two above add B's product where a token wants an adapter.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -23,6 +26,8 @@ from ktransformers.place.gpu import kernels
 from ktransformers.place.gpu.layout import Matrix
 
 PAIRS = 128  # along K that a program takes at a time; of a plain matrix as many single numbers
+
+Lora = tuple[Tensor, Tensor, int]  # of one matrix: adapters int32 [T], the table int64 [adapters, 3], the largest rank
 
 
 @triton.jit
@@ -82,12 +87,56 @@ def _dense(matrix, x, row, inside, columns, K: tl.constexpr):
 
 
 @triton.jit
+def _ranks(
+    x,  # [T, columns], or [T * k, columns] where EACH
+    ids,  # [T, k]
+    place,  # int32 [E]
+    adapters,  # int32 [T]
+    factors,  # int64 [adapters, 3]: where A and B lie, and their rank
+    inner,  # bf16 [T * k, RANKS]
+    experts,
+    top_k,
+    columns,
+    EACH: tl.constexpr,
+    RANKS: tl.constexpr,
+    Q: tl.constexpr,
+):
+    route, block = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(ids + route).to(tl.int64)
+    slot = tl.load(place + expert, mask=(expert >= 0) & (expert < experts), other=-1)
+    adapter = tl.load(adapters + route // top_k).to(tl.int64)
+    if (slot >= 0) & (adapter >= 0):
+        rank = tl.load(factors + 3 * adapter + 2).to(tl.int32)
+        r = block * 16 + tl.arange(0, 16)
+        if block * 16 < rank:
+            a = tl.load(factors + 3 * adapter).to(tl.pointer_type(tl.bfloat16)) + expert * rank * columns
+            row = (route if EACH else route // top_k).to(tl.int64)
+            found = _dense(a, x + row * columns, r, r < rank, columns, Q)
+            tl.store(inner + route * RANKS + r, found.to(tl.bfloat16))
+
+
+@triton.jit
+def _added(route, expert, top_k, adapters, factors, inner, row, inside, outputs, RANKS: tl.constexpr):
+    """What B makes of a row's ranks, for 16 outputs; zeros where the token has no adapter."""
+    adapter = tl.load(adapters + route // top_k).to(tl.int64)
+    rank = tl.load(factors + 3 * adapter + 2, mask=adapter >= 0, other=0).to(tl.int32)
+    found = tl.zeros((16,), tl.float32)
+    if rank > 0:
+        b = tl.load(factors + 3 * adapter + 1).to(tl.pointer_type(tl.bfloat16)) + expert * outputs * rank
+        found = _dense(b, inner + route * RANKS, row, inside, rank, RANKS)
+    return found
+
+
+@triton.jit
 def _first(
     hidden,  # [T, columns]
     ids,  # [T, k]
     place,  # int32 [E]
     words,  # bf16: the slots; where DENSE a matrix for each (token, slot)
     bias,  # float32 [E, outputs], or anything
+    adapters,  # int32 [T], or anything
+    factors,  # as above, or anything
+    inner,  # bf16 [T * k, RANKS], or anything
     out,  # bf16 [T * k, rows] where SILU, else float32 [T * k, outputs]
     experts,
     top_k,
@@ -100,6 +149,7 @@ def _first(
     PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    RANKS: tl.constexpr,  # 0: no LoRA
     Q: tl.constexpr,
 ):
     route, block = tl.program_id(0), tl.program_id(1)
@@ -123,6 +173,9 @@ def _first(
         if BIAS:
             one += tl.load(bias + expert * outputs + low, mask=inside, other=0.0)
             two += tl.load(bias + expert * outputs + high, mask=inside_too, other=0.0)
+        if RANKS:
+            one += _added(route, expert, top_k, adapters, factors, inner, low, inside, outputs, RANKS)
+            two += _added(route, expert, top_k, adapters, factors, inner, high, inside_too, outputs, RANKS)
         if SILU:
             tl.store(out + route * rows + low, (one * tl.sigmoid(one) * two).to(tl.bfloat16), mask=inside)
         else:
@@ -138,6 +191,9 @@ def _down(
     place,
     words,
     bias,
+    adapters,
+    factors,
+    inner,
     out,  # float32 [T, rows]
     experts,
     top_k,
@@ -148,6 +204,7 @@ def _down(
     block_words,
     DENSE: tl.constexpr,
     BIAS: tl.constexpr,
+    RANKS: tl.constexpr,
     Q: tl.constexpr,
 ):
     token, strip = tl.program_id(0), tl.program_id(1)
@@ -166,6 +223,8 @@ def _down(
                 y = _half(words + slot * expert_words + at, x, columns, pairs, Q)
             if BIAS:
                 y += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)
+            if RANKS:
+                y += _added(route, expert, top_k, adapters, factors, inner, row, row < rows, rows, RANKS)
             total += y * tl.load(weights + route).to(tl.float32)
     tl.store(out + token * rows + row, total, mask=row < rows)
 
@@ -198,8 +257,31 @@ def _decoded(packed: Tensor, ids: Tensor, place: Tensor, matrix: Matrix) -> Tens
     return out
 
 
+def _lora(
+    x: Tensor, ids: Tensor, place: Tensor, matrix: Matrix, lora: Lora | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """What A makes of the rows, as both kernels take it beside the table, and the ranks that it has room for."""
+    if lora is None:
+        return (place, place, place), 0
+    adapters, factors, rank = lora
+    ranks = max(16, triton.next_power_of_2(rank))
+    inner = torch.empty(ids.numel(), ranks, dtype=torch.bfloat16, device=x.device)
+    launch: Any = _ranks[(ids.numel(), ranks // 16)]
+    sizes = (place.shape[0], ids.shape[1], matrix.columns)
+    each = x.shape[0] == ids.numel()  # with one slot a token they are the same
+    launch(x, ids, place, adapters, factors, inner, *sizes, EACH=each, RANKS=ranks, Q=PAIRS)
+    return (adapters, factors, inner), ranks
+
+
 def first(
-    hidden: Tensor, ids: Tensor, place: Tensor, packed: Tensor, bias: Tensor | None, matrix: Matrix, silu: bool
+    hidden: Tensor,
+    ids: Tensor,
+    place: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    matrix: Matrix,
+    silu: bool,
+    lora: Lora | None = None,
 ) -> Tensor:
     """bf16 `[T * k, rows]` behind the gate where it is silu; else float32 `[T * k, out_rows]`, as the products are.
     Rows of experts that are not here are left as they were."""
@@ -207,19 +289,28 @@ def first(
     shape, dtype = ((routes, matrix.rows), torch.bfloat16) if silu else ((routes, matrix.out_rows), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=hidden.device)
     tensors, sizes, known = _weights(packed, ids, place, bias, matrix)
+    told, ranks = _lora(hidden, ids, place, matrix, lora)
     launch: Any = _first[(routes, matrix.blocks)]
-    launch(hidden, ids, place, *tensors, out, *sizes, PAIRED=matrix.paired, SILU=silu, **known)
+    launch(hidden, ids, place, *tensors, *told, out, *sizes, PAIRED=matrix.paired, SILU=silu, RANKS=ranks, **known)
     return out
 
 
 def down(
-    h: Tensor, ids: Tensor, weights: Tensor, place: Tensor, packed: Tensor, bias: Tensor | None, matrix: Matrix
+    h: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    place: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    matrix: Matrix,
+    lora: Lora | None = None,
 ) -> Tensor:
     """float32 `[T, rows]`: the weighted sum over the experts that are here."""
     out = torch.empty(ids.shape[0], matrix.rows, dtype=torch.float32, device=h.device)
     tensors, sizes, known = _weights(packed, ids, place, bias, matrix)
+    told, ranks = _lora(h, ids, place, matrix, lora)
     launch: Any = _down[(ids.shape[0], 2 * matrix.blocks)]
-    launch(h, ids, weights, place, *tensors, out, *sizes, **known)
+    launch(h, ids, weights, place, *tensors, *told, out, *sizes, RANKS=ranks, **known)
     return out
 
 

@@ -7,6 +7,9 @@ batch, a matrix for each (token, slot): so much memory that there is a bound. Ev
 with the same address of every bf16 weight: expert, block, pair along K, half, output, number of the pair. Gate and up
 stay in float32 up to the activation, which is rounded to bf16; outputs are weighted and added in float32. That is how
 the CPU rounds too.
+
+LoRA joins the same sums before they are rounded: `adapters` int32 `[T]` says which of `Terms`' a token wants, or -1.
+What A makes of a row is rounded to bf16, as on the CPU. A token without one has the bits that it would have alone.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from ktransformers.nn.reference import ACTIVATIONS
 from ktransformers.place.gpu.decode import decode_plain
 from ktransformers.place.gpu.layout import Geometry, Matrix
 from ktransformers.place.gpu.optional import triton_kernels
+from ktransformers.place.gpu.several import Pairs, Terms
 from ktransformers.place.gpu.side import Packed
 from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.gpu.steps import SILU
 
 DECODED_BYTES = 640 << 20  # of matrices at a time
+
+Lora = tuple[Tensor, Terms]  # adapters int32 [T], and theirs
 
 
 def runs_on(device: torch.device) -> bool:
@@ -50,23 +56,38 @@ def count(ids: Tensor, counts: Tensor) -> None:
     counts += torch.bincount(inside.reshape(-1), minlength=counts.shape[0]).to(counts.dtype)
 
 
-def forward(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def forward(
+    layer: Packed,
+    room: Slots,
+    place: Tensor,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    lora: Lora | None = None,
+) -> Tensor:
     """float32 `[T, H]`, what the residents add; contiguous `[T, H]`, `[T, k]`, `[T, k]` on the device of the slots.
     Tokens whose decoded matrices would take more than the bound come some at a time."""
     geometry, (first_bias, down_bias) = layer.geometry, layer.biases
     plain = geometry.first.plain and geometry.down.plain
     most = max(1, DECODED_BYTES // (ids.shape[1] * geometry.decoded_bytes))
     if not plain and hidden.shape[0] > most:
-        parts = zip(*(torch.split(tensor, most) for tensor in (hidden, ids, weights)), strict=True)
-        return torch.cat([forward(layer, room, place, *part) for part in parts])
+        starts = range(0, hidden.shape[0], most)
+        cuts = [slice(at, at + most) for at in starts]
+        loras = [None if lora is None else (lora[0][cut], lora[1]) for cut in cuts]
+        parts = [
+            forward(layer, room, place, hidden[cut], ids[cut], weights[cut], mine)
+            for cut, mine in zip(cuts, loras, strict=True)
+        ]
+        return torch.cat(parts)
     kernels = triton_kernels("gemv") if hidden.is_cuda else None
     if kernels is None:
-        return _plain(layer, room, place, hidden, ids, weights)
+        return _plain(layer, room, place, hidden, ids, weights, lora)
+    first_lora, down_lora = (None, None) if lora is None else (lora[1].told(lora[0], at) for at in ("first", "down"))
     fused = geometry.gated and layer.gate == SILU
-    h: Tensor = kernels.first(hidden, ids, place, room.first, first_bias, geometry.first, fused)
+    h: Tensor = kernels.first(hidden, ids, place, room.first, first_bias, geometry.first, fused, first_lora)
     if not fused:
         h = _activate(h, layer.gate, geometry.gated)
-    found: Tensor = kernels.down(h, ids, weights, place, room.down, down_bias, geometry.down)
+    found: Tensor = kernels.down(h, ids, weights, place, room.down, down_bias, geometry.down, down_lora)
     return found
 
 
@@ -91,7 +112,23 @@ def _matrix(packed: Tensor, matrix: Matrix) -> Tensor:
     return out
 
 
-def _plain(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _term(x: Tensor, pairs: Pairs, name: str, expert: int) -> Tensor | float:
+    pair = pairs.get(name)
+    if pair is None:
+        return 0.0
+    inner = (x.float() @ pair.a[expert].float().T).to(torch.bfloat16)
+    return inner.float() @ pair.b[expert].float().T
+
+
+def _plain(
+    layer: Packed,
+    room: Slots,
+    place: Tensor,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    lora: Lora | None,
+) -> Tensor:
     out = torch.zeros(hidden.shape, dtype=torch.float32)
     for token, choice in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])).tolist():
         expert = int(ids[token, choice])
@@ -103,7 +140,10 @@ def _plain(layer: Packed, room: Slots, place: Tensor, hidden: Tensor, ids: Tenso
             for packed, matrix in ((room.first, layer.geometry.first), (room.down, layer.geometry.down))
         )
         first_bias, down_bias = (0.0 if bias is None else bias[expert] for bias in layer.biases)
-        wide = hidden[token].bfloat16().float() @ first.T + first_bias
+        pairs: Pairs = {} if lora is None or lora[0][token] < 0 else lora[1].pairs[int(lora[0][token])]
+        x = hidden[token].bfloat16()
+        wide = x.float() @ first.T + first_bias + _term(x, pairs, "first", expert)
         h = _activate(wide[None], layer.gate, layer.geometry.gated)[0]
-        out[token] += weights[token, choice].float() * (h.float() @ down.T + down_bias)
+        y = h.float() @ down.T + down_bias + _term(h, pairs, "down", expert)
+        out[token] += weights[token, choice].float() * y
     return out

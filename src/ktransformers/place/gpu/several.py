@@ -3,12 +3,14 @@
 Rows lie sorted by expert and inside an expert by adapter, those without one last. The base product runs once over all
 rows of an expert; LoRA's products run over the finer pieces, one matrix for each (expert, adapter), zeros for the rows
 without. Ranks are filled up to the largest of the batch. Pairs of every (layer, adapter) that was asked for stay on the
-device as long as a budget of bytes allows; what has gone is brought again when it is wanted.
+device as long as a budget of bytes allows; what has gone is brought again when it is wanted. A CUDA graph knows pairs
+by their addresses: what it reads is held, within the same budget, and `Terms` has the addresses (`routes.py`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ktransformers.errors import InputError
 from ktransformers.nn.factors import Factors
 from ktransformers.nn.mixed import MixedLora
 from ktransformers.place.gpu.compute import GroupLora, Pair
@@ -26,6 +29,10 @@ SHELF_BYTES = 2 << 30
 SHELF_SHARE = 0.05  # of a GPU's memory, where that is less
 
 Pairs = dict[str, Pair]
+
+
+class NoRoom(InputError):
+    """Of adapters that a graph would hold: with fewer of them it may be possible."""
 
 
 def shelf_bytes(device: torch.device) -> int:
@@ -38,8 +45,9 @@ class Shelf:
     """Pairs of adapters on the device, the longest unused given up first. An adapter never changes."""
 
     def __init__(self, device: torch.device, budget: int) -> None:
-        self._device, self._left = device, budget
+        self._device, self._budget, self._left = device, budget, budget
         self._known: OrderedDict[int, tuple[Factors, Pairs, int]] = OrderedDict()  # factors are kept: ids stay theirs
+        self._held: Counter[int] = Counter()  # how many rely on where they lie
 
     def of(self, factors: Factors, wide: int) -> Pairs:
         """Of all experts of the layer that the factors belong to; `wide`: outputs of gate and up together."""
@@ -51,22 +59,79 @@ class Shelf:
         size = sum(tensor.numel() * tensor.element_size() for pair in pairs.values() for tensor in (pair.a, pair.b))
         self._known[id(factors)] = (factors, pairs, size)
         self._left -= size
-        while self._left < 0 and len(self._known) > 1:
-            self._left += self._known.popitem(last=False)[1][2]
+        for other in list(self._known)[:-1]:
+            if self._left >= 0:
+                break
+            if not self._held[other]:
+                self._left += self._known.pop(other)[2]
         return pairs
+
+    def hold(self, factors: Factors, wide: int) -> Pairs:
+        """As `of`; they stay where they are until they are released as often as they were held."""
+        pairs = self.of(factors, wide)
+        self._held[id(factors)] += 1
+        held = sum(size for at, (_, _, size) in self._known.items() if self._held[at])
+        if held > self._budget:
+            self.release(factors)
+            remedy = "fewer adapters at once, or smaller ranks"
+            raise NoRoom("CUDA graph", f"adapters of {held} bytes beside residents", f"{self._budget} at most", remedy)
+        return pairs
+
+    def release(self, factors: Factors) -> None:
+        self._held[id(factors)] -= 1
+        if not self._held[id(factors)]:
+            del self._held[id(factors)]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """LoRA of a layer's experts by several adapters, for whoever looks it up by numbers on the device."""
+
+    tables: dict[str, Tensor]  # by "first" and "down": int64 [adapters, 3], where A and B lie and their rank; 0: none
+    ranks: dict[str, int]  # the largest
+    pairs: tuple[Pairs, ...]  # of each adapter; held
+    factors: tuple[Factors, ...]
+
+    @classmethod
+    def hold(cls, shelf: Shelf, factors: Sequence[Factors], wide: int, device: torch.device) -> Terms:
+        held: list[Pairs] = []
+        try:
+            for one in factors:
+                held.append(shelf.hold(one, wide))
+        except BaseException:
+            for one in factors[: len(held)]:
+                shelf.release(one)
+            raise
+        found = {name: [_whereabouts(pairs.get(name)) for pairs in held] for name in ("first", "down")}
+        tables = {name: torch.tensor(rows, dtype=torch.int64, device=device) for name, rows in found.items()}
+        ranks = {name: max(rank for _, _, rank in rows) for name, rows in found.items()}
+        return cls(tables, ranks, tuple(held), tuple(factors))
+
+    def told(self, adapters: Tensor, name: str) -> tuple[Tensor, Tensor, int] | None:
+        """As `gemv.py` takes them; None: no adapter has this matrix."""
+        return (adapters, self.tables[name], self.ranks[name]) if self.ranks[name] else None
+
+    def release(self, shelf: Shelf) -> None:
+        for one in self.factors:
+            shelf.release(one)
+
+
+def _whereabouts(pair: Pair | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if pair is None else (pair.a.data_ptr(), pair.b.data_ptr(), pair.a.shape[1])
 
 
 @dataclass(frozen=True)
 class Several:
-    """The adapters of one batch and who wants which: `rows` int32 [T] in host memory, a place in `lora` or -1."""
+    """The adapters of one batch and who wants which."""
 
     lora: MixedLora
-    slots: Tensor  # int32 [T] on the device: the same, with -1 as the number behind the last
+    device: torch.device
 
-    @classmethod
-    def of(cls, lora: MixedLora, device: torch.device) -> Several:
-        slots = torch.where(lora.rows < 0, len(lora.adapters), lora.rows).to(torch.int32)
-        return cls(lora, slots.to(device, non_blocking=True))
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """int32 [T] on the device: places in `lora`, with -1 as the number behind the last."""
+        slots = torch.where(self.lora.rows < 0, len(self.lora.adapters), self.lora.rows).to(torch.int32)
+        return slots.to(self.device, non_blocking=True)
 
     @property
     def each(self) -> int:

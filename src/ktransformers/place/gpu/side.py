@@ -71,7 +71,7 @@ class Side:
         self.device, self.slots = device, slots
         self.residents: dict[int, Slots] = {}  # by layer: slots of their own that are filled once
         self._lora = DeviceFactors(device)
-        self._shelf = Shelf(device, shelf_bytes(device))
+        self.shelf = Shelf(device, shelf_bytes(device))
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self.making = False  # the last pass was of a kind that will be recorded, or was just then
         self._recorder = Recorder(device)
@@ -180,7 +180,7 @@ class Side:
             decoded = self._decoded(layer, group, slots, experts[mine])
             lora = chosen(pairs, experts[mine], ends[mine]) if pairs else None
             if several is not None:
-                lora = several.chosen(self._shelf, layer.geometry.first.out_rows, experts[mine], keys[rows], first)
+                lora = several.chosen(self.shelf, layer.geometry.first.out_rows, experts[mine], keys[rows], first)
             first = mine.stop
             yield weighed, decoded, lora, thin, order[rows]
 

@@ -1,0 +1,207 @@
+"""A few tokens with adapters as a graph takes them: rows on the device say who wants which, the CPU has packed factors,
+residents find theirs by addresses. Against the CPU's own store, as in test_few.py. Triton's kernels run here in its
+interpreter where that is asked for (TRITON_INTERPRET=1), which cuts bf16 off instead of rounding it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ktransformers.errors import InputError
+from ktransformers.nn import ExpertStore
+from ktransformers.nn.factors import Factors, packed
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.mixed import MixedLora
+from ktransformers.place.few import _places
+from ktransformers.place.gpu import routes
+from ktransformers.place.gpu.several import Several, Shelf, Terms
+from ktransformers.place.gpu.side import Batch
+from ktransformers.place.passes import ServedStore
+from tests.place.test_few import CLOSE, batch, expected
+from tests.place.test_gpu_engine import SMALL, devices, error, make_store
+from tests.place.test_passes import ADAPTERS, served
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RESIDENTS = pytest.mark.parametrize("residents", [(), (1, 4), tuple(range(8))], ids=["none", "some", "all"])
+
+
+def wanting(store: ExpertStore, given: Batch, rows: list[int], which: list[Factors] | None = None) -> Batch:
+    which = ADAPTERS if which is None else which
+    where = given.hidden.device
+    numbers = torch.tensor(rows, dtype=torch.int32, device=where)
+    return replace(given, several=Several(MixedLora(numbers, [packed(store, one) for one in which], which), where))
+
+
+def on_cpu(store: ExpertStore, given: Batch) -> Tensor:
+    assert given.several is not None
+    lora = given.several.lora
+    inputs = (given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
+    return store.forward(*inputs, adapter=lora.rows.cpu(), adapters=lora.adapters)
+
+
+def rehearsed(store: ExpertStore, device: str, residents: tuple[int, ...]) -> ServedStore:
+    place = served(store, device, "resident", residents=residents)
+    place.engine.few.rehearsing = True
+    return place
+
+
+@devices
+@RESIDENTS
+@pytest.mark.parametrize("biased", [False, True])
+def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
+    """Other ranks, other matrices, other scales, rows without any, from call to call another mixture; a row without an
+    adapter has the bits that it has where nobody wants one."""
+    store = make_store(SMALL, biased=biased)
+    place = rehearsed(store, device, residents)
+    for rows in ([0, -1, 1, 2, 0], [2, 2, -1, 1, -1], [-1] * 5):
+        given = wanting(store, batch(SMALL, 5, device), rows)
+        got, want = place.engine.infer(place.layer, given), on_cpu(store, given)
+        assert not place.layer.last, "somebody asked"
+        assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
+        bare = place.engine.infer(place.layer, replace(given, several=None))
+        alone = torch.tensor(rows) < 0
+        assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
+        assert alone.all() or error(bare.cpu()[~alone], want[~alone]) > 0.05, "the adapters do something"
+
+
+@devices
+@pytest.mark.parametrize("spec", ["int4:32", "nvfp4"])
+def test_formats(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also some tokens at a time."""
+    store = make_store(SMALL, spec)
+    place = rehearsed(store, device, (1, 4, 6))
+    given = wanting(store, batch(SMALL, 5, device), [0, 1, -1, 2, 1])
+    got = place.engine.infer(place.layer, given)
+    assert error(got, on_cpu(store, given)) < CLOSE
+    monkeypatch.setattr(routes, "DECODED_BYTES", 4 * place.layer.packed.geometry.decoded_bytes)
+    assert torch.equal(place.engine.infer(place.layer, given), got)
+
+
+@devices
+def test_a_gate_that_no_kernel_has(device: str) -> None:
+    plain = make_store(SMALL)
+    e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
+    store = ExpertStore(e, h, i, activation="gelu")
+    store.pack(**{name: torch.stack([plain.decode(name, at) for at in range(e)]) for name in ("gate", "up", "down")})
+    place = rehearsed(store, device, (0, 2, 3))
+    place.layer.packed = replace(place.layer.packed, gate=Gate("gelu"))
+    given = wanting(store, batch(SMALL, 4, device), [1, 0, -1, 2])
+    assert error(place.engine.infer(place.layer, given), on_cpu(store, given)) < CLOSE
+
+
+@devices
+def test_who_is_taken(device: str) -> None:
+    """Outside of graphs nothing has changed; in them rows have to be where replays find others."""
+    store = make_store(SMALL)
+    place = served(store, device, "resident", residents=(1,))
+    few, layer = place.engine.few, place.layer.packed
+    given = wanting(store, batch(SMALL, 2, device), [0, -1])
+    assert not few.takes(layer, given, "resident")
+    few.rehearsing = True
+    assert few.takes(layer, given, "resident")
+    with pytest.raises(InputError, match="LoRA on experts"):
+        few.takes(layer, replace(given, several=None, factors=ADAPTERS[0]), "resident")
+    if device != "cpu":
+        assert given.several is not None
+        host = replace(given.several.lora, rows=given.several.lora.rows.cpu())
+        with pytest.raises(InputError, match="the host knows"):
+            few.takes(layer, replace(given, several=Several(host, torch.device(device))), "resident")
+
+
+@devices
+@pytest.mark.parametrize("residents", [(), (1, 4)], ids=["none", "some"])
+def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
+    """Calls of other adapters than the used ones go with all that they held; the others compute as before."""
+    store = make_store(SMALL)
+    place = rehearsed(store, device, residents)
+    few, shelf = place.engine.few, place.engine.side.shelf
+    both = wanting(store, batch(SMALL, 3, device), [0, 1, -1], ADAPTERS[:2])
+    last = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[2]])
+    first = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[0]])
+    wanted = [place.engine.infer(place.layer, one).clone() for one in (both, last, first)]
+    place.engine.infer(place.layer, replace(both, several=None))
+    assert len(few._ready) == 4 and len(few._buffers) == 1
+    few._captured[0] = [(ready, store) for ready in few._ready.values()]
+    assert first.several is not None
+    used = tuple(first.several.lora.adapters)
+    few.retain({used})
+    assert {key[2] for key in few._ready} == {(), used} and len(few._captured[0]) == 2
+    held = [id(ADAPTERS[0])] if residents else []
+    assert list(shelf._held) == held and [key[1] for key in few._terms] == ([used] if residents else [])
+    again = [place.engine.infer(place.layer, one) for one in (both, last, first)]
+    assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+
+
+def test_what_is_held_stays_and_has_a_bound() -> None:
+    wide, device = 2 * SMALL.intermediate, torch.device("cpu")
+    size = sum(2 * (pair.a.numel() + pair.b.numel()) for pair in Shelf(device, 1 << 30).of(ADAPTERS[0], wide).values())
+    shelf = Shelf(device, size)
+    first = shelf.hold(ADAPTERS[0], wide)
+    shelf.of(ADAPTERS[1], wide)
+    shelf.of(ADAPTERS[2], wide)
+    assert shelf.of(ADAPTERS[0], wide) is first
+    with pytest.raises(InputError, match=f"{size} at most"):
+        Terms.hold(shelf, ADAPTERS[:2], wide, device)
+    shelf.release(ADAPTERS[0])
+    Terms.hold(shelf, ADAPTERS[2:], wide, device)
+    assert shelf.of(ADAPTERS[0], wide) is not first, "let go of, and the longest unused"
+
+
+def test_a_set_without_room_leaves_nothing_held() -> None:
+    store = make_store(SMALL)
+    place = rehearsed(store, "cpu", (1, 4))
+    place.engine.side.shelf = shelf = Shelf(torch.device("cpu"), 1)
+    with pytest.raises(InputError, match="beside residents"):
+        place.engine.infer(place.layer, wanting(store, batch(SMALL, 2, "cpu"), [0, 1]))
+    assert not shelf._held and not place.engine.few._terms
+    given = batch(SMALL, 2, "cpu")
+    assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
+@pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu")])
+def test_kernels_in_the_interpreter(gate: Gate) -> None:
+    gemv = pytest.importorskip("ktransformers.place.gpu.gemv")
+    store = make_store(SMALL, biased=True)
+    place = served(store, "cpu", "resident", residents=(1, 4, 5))
+    layer, room, device = replace(place.layer.packed, gate=gate), place.engine.side.residents[0], torch.device("cpu")
+    wide = [*ADAPTERS[:2], _of_rank(40)]
+    terms = Terms.hold(Shelf(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
+    given, where = batch(SMALL, 5, "cpu"), _places(layer, room)
+    rows = torch.tensor([0, -1, 1, 2, 2], dtype=torch.int32)
+    inputs = (given.hidden, given.ids, given.weights)
+
+    def computed(lora: routes.Lora | None) -> Tensor:
+        first, down = (None if lora is None else terms.told(lora[0], name) for name in ("first", "down"))
+        fused = gate.activation == "silu"
+        h = gemv.first(*inputs[:2], where, room.first, layer.biases[0], layer.geometry.first, fused, first)
+        h = h if fused else routes._activate(h, gate, True)
+        found: Tensor = gemv.down(h, *inputs[1:], where, room.down, layer.biases[1], layer.geometry.down, down)
+        return found
+
+    got, bare = computed((rows, terms)), computed(None)
+    want = routes._plain(layer, room, where, *inputs, (rows, terms))
+    assert error(got, want) < 0.02 < 0.1 < error(bare, want)
+    assert torch.equal(got[1], bare[1])
+
+
+def _of_rank(rank: int) -> Factors:
+    made = torch.Generator().manual_seed(rank)
+    e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
+    tensors = (torch.randn(e, rank, i, generator=made) / 9, torch.randn(e, h, rank, generator=made) / 9)
+    return Factors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
+
+
+def test_rows_come_from_the_batch() -> None:
+    """By the door that a model takes."""
+    store = make_store(SMALL)
+    place = rehearsed(store, "cpu", (1, 4))
+    given = wanting(store, batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
+    assert given.several is not None
+    got = place.several(given.hidden, given.ids, given.weights, given.several.lora)
+    assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last
