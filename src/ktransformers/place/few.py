@@ -307,6 +307,8 @@ class Few:
             change()
             return
         _synchronize(self.device)
+        held.skip.zero_()  # if the change fails, nobody is resident
+        held.place.fill_(-1)
         change()
         place = _places(layer, held.room)
         held.place.copy_(place)

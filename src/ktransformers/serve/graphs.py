@@ -43,6 +43,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.operator import placed_for
 from ktransformers.nn.padding import padded
 from ktransformers.place.few import MOST
+from ktransformers.place.gpu.capture import capture
 from ktransformers.place.gpu.several import NoRoom
 from ktransformers.place.placement import Placement
 from ktransformers.serve import decode
@@ -277,16 +278,14 @@ class Capture:
                 with _waiting_refused():
                     compute()
             graph, pool = torch.cuda.CUDAGraph(), None if self._last is None else self._last.pool()
-            # Other threads load adapters meanwhile: what they do is no business of this capture.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                logits = compute()
-            current.wait_stream(stream)
+            found: list[Tensor] = []
+            capture(graph, lambda: found.append(compute()), self._device, pool, stream)
         self._last = graph
 
         def again() -> Tensor:
             graph.replay()
             torch.cuda.current_stream(self._device).synchronize()
-            return logits
+            return found[0]
 
         return again
 

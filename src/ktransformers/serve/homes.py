@@ -131,6 +131,9 @@ def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say, g
     if placement is None and wish.wants_gpu:
         say("no GPU: all experts are computed on the CPU, exactly")
     if placement is None and graphs and wish.policy == "cpu" and homes is None:
-        return Placed(wish, homes, attach(model, policy="resident", streams=False), None, graphs, bare=True)
+        bare = attach(model, policy="resident", streams=False)
+        if bare is None or not bare.left or wish.kt_record_experts is None:
+            return Placed(wish, homes, bare, None, graphs, bare=True)
+        bare.detach()  # layers that an engine leaves alone are to be counted, too
     recorder = Recorder(model) if placement is None and wish.kt_record_experts is not None else None
     return Placed(wish, homes, placement, recorder, graphs)

@@ -137,8 +137,9 @@ class Places:
             raise InputError(f"{source}: {first}", "a whole tensor", "LoRA factors alone", remedy)
         linears = {self._linear(source, one.name): one for one in adapter.modules}
         experts = {self._layer(source, one.root): one for one in adapter.experts}
+        given = {module: (one.name, one.read()) for module, one in linears.items()}
         with LOADING:
-            bound = {module: self._factors(source, one.name, module, one.read()) for module, one in linears.items()}
+            bound = {module: self._factors(source, name, module, pair) for module, (name, pair) in given.items()}
         packed: dict[nn.Module, _core.Adapter] = {}
         factors: dict[nn.Module, Factors] = {}
         for module, one in experts.items():
