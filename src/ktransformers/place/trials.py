@@ -31,6 +31,7 @@ WAYS = (WHOLE, "both", "cpu", "stream", "resident", QUEUED)  # in the order in w
 # Of `split`. Residents are computed where they lie in every way but `cpu`.
 POLICY = {"both": "auto", "cpu": "cpu", "stream": "stream", "resident": "resident", WHOLE: "stream", QUEUED: "resident"}
 ENOUGH = 8  # layers that a pure way was timed over before it is judged; a mixture has to find its measure first
+LONGER = 2  # times as many where a layer takes less than BRIEF
 MARGIN, MIXED = 0.03, 0.05  # by which a way must be faster than the one it replaces; a mixture
 REACH = 1.6  # a pure way that costs say takes longer than that times the other is not tried
 BRIEF = 3e-3  # seconds of a layer, unless they say that it takes less than that: costs cannot tell such apart
@@ -134,7 +135,9 @@ class Trial:
             record.layers += layers
 
     def _needed(self, way: str) -> int:
-        return ENOUGH if way != "both" and way != self.best else 2 * ENOUGH
+        """Brief layers vary more than others: a thread that slept, a host function that came late."""
+        enough = ENOUGH * (LONGER if 0 < self.records[way].seconds < BRIEF else 1)
+        return enough if way != "both" and way != self.best else 2 * enough
 
     def _beats(self, way: str) -> bool:
         """A mixture yields to a pure way that is not slower."""
