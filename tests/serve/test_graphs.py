@@ -165,9 +165,12 @@ def test_residents_change(placed: tuple[Bench, Placement], recorder: Recorder, b
     for _ in range(5):
         engine.step()
     assert recorder.recorded == 1, "in the same room"
+    few = placement.engines[0].few
+    few._captured[0] = [(ready, placement.layers[0].store) for ready in few._ready.values()]  # as a capture does
     placement.place_residents(count=3)
     here.run(engine)
     assert recorder.recorded == 2, "captured anew"
+    assert not few._captured, "the room before is nobody's any more"
     assert heard.finish == "length" and graphs.replayed == 29 - 2 * (LEAST - 1)
     alone = bench.alone(text(8, 10), max_tokens=30)
     assert torch.allclose(torch.tensor(heard.logprobs[:1]), torch.tensor(alone.logprobs[:1]), atol=0.05)

@@ -291,6 +291,11 @@ class Few:
         for where in [where for where in self._terms if goes(where[1])]:
             self._terms.pop(where).release(self.side.shelf)
 
+    def forget_graphs(self) -> None:
+        """Nobody replays what was captured so far: rooms of residents that are gone, and stores, need not be kept."""
+        _synchronize(self.device)
+        self._captured.clear()
+
     def _bind(self, layer: Packed) -> Residents | None:
         room = self.side.residents.get(layer.index)
         if room is None:

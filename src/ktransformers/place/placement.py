@@ -215,6 +215,11 @@ class Placement:
         for engine in self.engines:
             engine.few.retain(used)
 
+    def forget_graphs(self) -> None:
+        """Nobody replays a graph that was captured so far."""
+        for engine in self.engines:
+            engine.few.forget_graphs()
+
     def detach(self) -> None:
         for layer in self.layers:
             place_store(layer.store, None)

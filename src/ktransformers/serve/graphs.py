@@ -168,6 +168,8 @@ class Graphs:
         self._seen.clear()
         self._refused.clear()
         self._drop(list(self._sets))
+        if self._placement is not None:
+            self._placement.forget_graphs()
 
     def _drop(self, sets: Sequence[Adapters]) -> None:
         """Every step was waited for, so nothing is under way that would read what goes with a graph."""
