@@ -13,19 +13,16 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.place import profile, with_gpus
 from ktransformers.place.wish import Wish, read_wish
 from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VALUES, Launch, parse
-from ktransformers.serve.launch import bind, device_of, make_plan, open_service, with_environment
+from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve
 from ktransformers.serve.training import TrainingLog, Watch
 from tests.forked import python
@@ -366,31 +363,6 @@ def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
     assert make_plan(forced, target, print, plans.append) is plans[1]
     fits = make_plan(parse([str(model_directory)]), target, print, plans.append)
     assert fits is not None and fits.best is not None and fits.best.work.context == 512  # type: ignore[union-attr]
-
-
-def test_a_gpu_that_nothing_fits_on_is_left_out_and_it_is_said(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the plan has chosen is where the server is; who asks for the GPU is refused instead."""
-    monkeypatch.delenv("KT_PLACE", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    machine, target = replace(profile("amx16-h200"), memory=10**11), resolve(str(model_directory))
-
-    def planned(gpu: str, *words: str) -> tuple[Launch, Any, list[str]]:
-        monkeypatch.setattr("ktransformers.place.calibrate.this_machine", lambda: with_gpus(machine, gpu))
-        launch, said = parse([str(model_directory), *words]), []
-        return launch, make_plan(launch, target, said.append, lambda plan: None), said
-
-    launch, plan, said = planned("80GB")
-    assert (device_of(launch, plan), plan.nearest.choice.gpus, said) == ("cuda", 1, [])
-    launch, plan, said = planned("500MB")
-    assert (device_of(launch, plan), plan.nearest.choice.gpus, plan.machine.gpus) == ("cpu", 0, ())
-    assert len(said) == 1 and "everything on the CPU" in said[0] and "gpu0 lacks" in said[0]
-    for words in (["--device", "cuda"], ["--kt-num-gpu-experts", "1"], ["--tp", "2"]):
-        with pytest.raises(InputError, match="gpu0 lacks"):
-            planned("500MB", *words)
-    launch, plan, said = planned("500MB", "--device", "cpu")
-    assert (device_of(launch, plan), said) == ("cpu", [])
 
 
 def test_the_page_lists_every_flag() -> None:
