@@ -55,8 +55,8 @@ class Step:
         import torch
 
         from ktransformers.nn.gate import Gate
-        from ktransformers.place.gpu.slots import Slots
-        from ktransformers.place.passes import ServedStore, ThresholdEngine
+        from ktransformers.place.gpu.expert_cache import Slots
+        from ktransformers.place.placed_store import ServedStore, ThresholdEngine
         from ktransformers.place.placement import geometry_of, new_layer
 
         self.shape, self.stores, sizes = shape, stores, geometry_of(stores[0])
@@ -71,7 +71,7 @@ class Step:
 
     def settle(self, share: float) -> None:
         """The first experts of every layer are its residents."""
-        from ktransformers.place.gpu.slots import Slots
+        from ktransformers.place.gpu.expert_cache import Slots
 
         count = round(share * self.shape.experts)
         for placed in self.layers:

@@ -17,7 +17,7 @@ from typing import Any
 
 from e2e_models import Recipe
 
-from ktransformers.place.formats import format_of, packed_expert_bytes
+from ktransformers.plan.formats import format_of, packed_expert_bytes
 
 MEGABYTES = 256 << 20
 SIDE = 8192  # of the GPU's product

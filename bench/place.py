@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from ktransformers.nn import ExpertStore
-    from ktransformers.place.passes import ServedStore, ThresholdEngine
+    from ktransformers.place.placed_store import ServedStore, ThresholdEngine
 
 LAYERS = 4
 BATCHES = 24  # of few tokens, so that the routing differs from step to step
@@ -88,9 +88,9 @@ def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
 
 def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[ServedStore]:
     from ktransformers.nn.gate import Gate
-    from ktransformers.place.gpu.measure import costs_of
-    from ktransformers.place.gpu.slots import Slots
-    from ktransformers.place.passes import ServedStore, ThresholdEngine
+    from ktransformers.place.gpu.expert_cache import Slots
+    from ktransformers.place.gpu.layer_costs import costs_of
+    from ktransformers.place.placed_store import ServedStore, ThresholdEngine
     from ktransformers.place.placement import LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
@@ -113,7 +113,7 @@ def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: tor
 def load_of(shape: Shape, tokens: int, device: torch.device) -> Load:
     import torch
 
-    from ktransformers.place.few import MOST
+    from ktransformers.place.host_callback import MOST
 
     generator = torch.Generator().manual_seed(tokens)
 
@@ -129,8 +129,8 @@ def load_of(shape: Shape, tokens: int, device: torch.device) -> Load:
 def lora_of(shape: Shape) -> Any:
     import torch
 
-    from ktransformers.nn.factors import factors_of
     from ktransformers.nn.lora import ExpertLora, Factor
+    from ktransformers.nn.lora_factors import factors_of
 
     def random(*sizes: int) -> torch.Tensor:
         return (torch.randn(*sizes) / sizes[-1] ** 0.5).pin_memory().requires_grad_()
@@ -168,7 +168,7 @@ def forget(layers: list[ServedStore]) -> None:
 
 
 def rates(layers: list[ServedStore]) -> dict[str, float]:
-    from ktransformers.place.gpu.measure import link_rate, memory_rate
+    from ktransformers.place.gpu.layer_costs import link_rate, memory_rate
 
     first = layers[0]
     return {

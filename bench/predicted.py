@@ -24,10 +24,10 @@ from typing import Any
 from e2e_models import Recipe, recipes
 from timing import Table, print_last_line, save
 
-from ktransformers.place import Choice, Machine, Training, profile
-from ktransformers.place.cost import time_of
-from ktransformers.place.memory import memory_of
-from ktransformers.place.shape import of_config
+from ktransformers.plan import Choice, Machine, Training, profile
+from ktransformers.plan.memory import memory_of
+from ktransformers.plan.model_shape import of_config
+from ktransformers.plan.step_time import time_of
 
 GIB = 1 << 30
 TIME_BAR, MEMORY_BAR = 0.25, 0.10

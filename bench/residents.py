@@ -80,7 +80,7 @@ def chosen(layers: list[Any], strategy: str, share: float, routing: Routing) -> 
 
 def place(layers: list[Any], residents: list[tuple[int, ...]], registered: Any) -> None:
     """Fills the residents of every layer anew; what was measured with others is forgotten."""
-    from ktransformers.place.gpu.slots import Slots
+    from ktransformers.place.gpu.expert_cache import Slots
 
     engine = layers[0].engine
     for placed, experts in zip(layers, residents, strict=True):

@@ -56,8 +56,8 @@ class InProcess:
         self._clock = ExpertClock(service.engine.forward.model)
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        from ktransformers.serve.sampling import Sampling
-        from ktransformers.serve.sequence import Ask, Event, Sequence
+        from ktransformers.serve.engine.sampling import Sampling
+        from ktransformers.serve.engine.sequence import Ask, Event, Sequence
 
         engine, registry = self._service.engine, self._service.registry
         times: list[list[float]] = [[] for _ in prompts]
@@ -152,7 +152,7 @@ def open_ours(
     if args.engine:
         yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)))
         return
-    from ktransformers.serve.prove_server import in_process
+    from ktransformers.prove.server import in_process
 
     with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
         yield OverHttp(url, "base", service.engine.forward.model)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
-WARM = ["torch", "ktransformers.nn", "ktransformers.nn.convert", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+WARM = ["torch", "ktransformers.nn", "ktransformers.quant.convert", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
 WARM += ["ktransformers.train.run", "ktransformers.train.trainers", "trl.trainer.sft_trainer"]
 SERVER.set_forkserver_preload(WARM)  # what is not installed is left out
 

@@ -17,7 +17,7 @@ from ktransformers.cli.main import app
 from ktransformers.cli.quant import duration, format_word, parse_layers
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.nn.receipt import WINDOW, read_receipt, read_text, windows
+from ktransformers.quant.receipt import WINDOW, read_receipt, read_text, windows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -134,7 +134,7 @@ def test_calibration_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: p
 
     text = tmp_path / "text.txt"
     text.write_text("words")
-    monkeypatch.setattr("ktransformers.nn.receipt.memory", lambda: Memory(1 << 30, 1 << 20, "never"))
+    monkeypatch.setattr("ktransformers.quant.receipt.memory", lambda: Memory(1 << 30, 1 << 20, "never"))
     shown = kt(source, "--format", "int8", "-o", tmp_path / "out", "--calib", text)
     assert "no calibration: calib: given 0.0 GB of free memory" in shown
     assert read_receipt(tmp_path / "out").skipped is not None

@@ -1,4 +1,4 @@
-"""Kernels in Triton, where there is Triton: each of their modules has a twin in torch for everybody else."""
+"""Modules written in Triton, imported where Triton is installed; each has a fallback in torch for other machines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from types import ModuleType
 
 
 @functools.cache
-def triton_kernels(name: str, folder: str = "place.gpu") -> ModuleType | None:
-    """The module of this folder; None without Triton."""
+def import_triton_module(name: str) -> ModuleType | None:
+    """The module of ours with this full name; None where Triton is missing. Any other import error is a defect and is
+    raised: it would switch the GPU path off without a word."""
     try:
-        return importlib.import_module(f"ktransformers.{folder}.{name}")
-    except ImportError:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
         return None

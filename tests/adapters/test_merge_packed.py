@@ -22,8 +22,8 @@ from ktransformers.checkpoint.encoded import decode, encode
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.convert import convert
-from ktransformers.nn.convertplan import make_plan, wanted
+from ktransformers.quant.convert import convert
+from ktransformers.quant.plan import make_plan, wanted
 from tests.checkpoint.conversions import as_fp8
 from tests.checkpoint.releases import write_gguf
 from tests.nn.families import build, save

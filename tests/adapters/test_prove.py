@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from ktransformers.adapters import prove_record
+from ktransformers.adapters import proof_record
+from ktransformers.adapters.comparison import Measured, difference
 from ktransformers.adapters.content import open_content
-from ktransformers.adapters.prove import Measured, difference
 from ktransformers.errors import KTError
 from tests.nn.families import build, save
 
@@ -94,7 +94,7 @@ def test_training_reads_its_adapter_back(trained: tuple[Path, list[str]]) -> Non
     said = [note for note in trained[1] if note.startswith("reloaded:")]
     assert len(said) == 1 and "24 tensors trained, saved and read back" in said[0]
     assert "3 held-out rows are the same to the bit" in said[0]
-    record = prove_record.read_record(trained[0])
+    record = proof_record.read_record(trained[0])
     assert record is not None and record.held_out and len(record.rows) == 3 and record.dtype == "float32"
     assert difference(record.adapter, record.base).mean > 0.1
     assert "model.layers.1.mlp.experts" in record.adapter.marks and len(record.adapter.marks) == 10
@@ -137,11 +137,11 @@ def test_a_dropped_tensor_without_a_manifest(output: Path) -> None:
 def test_without_a_manifest_the_numbers_name_the_layer(
     output: Path, edit: Callable[[dict[str, torch.Tensor]], None], culprit: str
 ) -> None:
-    from ktransformers.serve.prove import against_record, check_tensors, trainer_graph
+    from ktransformers.prove.run import against_record, check_tensors, trainer_graph
     from ktransformers.serve.target import resolve
 
     change(output, edit, manifest=False)
-    record, base = prove_record.read_record(output), json.loads((output / "adapter_config.json").read_text())
+    record, base = proof_record.read_record(output), json.loads((output / "adapter_config.json").read_text())
     assert record is not None
     folder, content = Path(base["base_model_name_or_path"]), open_content(output)
     assert check_tensors(content, str(folder))[0].passed is None
@@ -151,7 +151,7 @@ def test_without_a_manifest_the_numbers_name_the_layer(
 
 
 def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.serve.forward.expert_shares", lambda shares, rows: {})
+    monkeypatch.setattr("ktransformers.serve.engine.forward.expert_shares", lambda shares, rows: {})
     done = run(output)
     assert done.exit_code == 1 and "not proven: model.layers.0.mlp.experts" in done.stderr
     lines = [line for line in done.stdout.splitlines() if "DIFFERENT" in line]
@@ -160,8 +160,8 @@ def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.Mon
 
 def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
     """It has the base alone: the adapter is loaded for the proof and unloaded afterwards."""
+    from ktransformers.prove.server import in_process
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.prove_server import in_process
     from ktransformers.serve.target import Target, resolve
 
     target = resolve(str(trained[0]))
@@ -176,8 +176,8 @@ def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
 
 def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained on int8 experts beside the base: the proof and the server find them, and stock PEFT is not asked."""
-    from ktransformers.nn.convert import convert
-    from ktransformers.nn.convertplan import make_plan, wanted
+    from ktransformers.quant.convert import convert
+    from ktransformers.quant.plan import make_plan, wanted
     from tests.train.conftest import Quiet, recipe
     from tests.train.runs import run as train
 
@@ -196,7 +196,7 @@ def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, l
 
 def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained in float32: the graph says what was recorded and what stock PEFT says; bf16 is the server's alone."""
-    from ktransformers.serve.prove import against_record, trainer_graph
+    from ktransformers.prove.run import against_record, trainer_graph
     from ktransformers.serve.target import resolve
     from tests.train.conftest import Quiet, recipe
     from tests.train.runs import run as train
@@ -209,7 +209,7 @@ def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_p
     for what in ("as trained", "server, adapter", "server, base", "stock PEFT"):
         assert checks[what]["passed"] and checks[what]["difference"]["max"] < 2e-5, what
     assert "trained with experts in f32, served in bf16: max 0.00" in checks["server, adapter"]["said"]
-    record, target = prove_record.read_record(output), resolve(str(output))
+    record, target = proof_record.read_record(output), resolve(str(output))
     assert record is not None and target.precision == "f32"
 
     def as_trained(precision: str) -> Any:
@@ -230,14 +230,14 @@ def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], ou
 
     base = json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"]
     model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), str(output), is_trainable=True)
-    made = prove_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
-    assert prove_record.check_reload(model, output, made).difference.none
+    made = proof_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
+    assert proof_record.check_reload(model, output, made).difference.none
     change(output, changed_value)
     with pytest.raises(KTError, match=r"^model\.layers\.1\.mlp\.experts: .* is not what was trained"):
-        prove_record.check_reload(model, output, made)
+        proof_record.check_reload(model, output, made)
     change(output, dropped)
     with pytest.raises(KTError, match=rf"^{EXPERTS}: trained, and not read back"):
-        prove_record.check_reload(model, output, made)
+        proof_record.check_reload(model, output, made)
 
 
 def test_noise_lets_single_tokens_pass_and_not_more() -> None:

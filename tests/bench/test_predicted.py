@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.place import profile
+from ktransformers.plan import profile
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktransformers.checkpoint.encoded import Encoded, encode
-from ktransformers.nn.convert import Converted, convert
-from ktransformers.nn.convertplan import make_plan, wanted
 from ktransformers.nn.experts import new_store
+from ktransformers.quant.convert import Converted, convert
+from ktransformers.quant.plan import make_plan, wanted
 
 # Columns that every format can take: multiples of 256 for the K formats would make nothing tiny.
 SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64}

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktransformers.checkpoint.packed import MANIFEST, content_hash
 from ktransformers.errors import InputError
-from ktransformers.nn import convert as run
 from ktransformers.nn import load_model
 from ktransformers.nn.store import LAYOUT_VERSION
+from ktransformers.quant import convert as run
 from tests.forked import Forked, python
 
 from .conversions import contents, edit, logits, pack, repack, tiny
@@ -45,8 +45,8 @@ KILLED = """
 import json, os, random, signal, sys, time
 import torch
 from pathlib import Path
-from ktransformers.nn.convert import convert
-from ktransformers.nn.convertplan import make_plan, wanted
+from ktransformers.quant.convert import convert
+from ktransformers.quant.plan import make_plan, wanted
 source, out, generator, seen = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(7), []
 def attempt(slow):
     child = os.fork()
@@ -274,8 +274,8 @@ MEMORY = """
 import sys, threading
 import torch
 from pathlib import Path
-import ktransformers.nn.convert as run
-from ktransformers.nn.convertplan import make_plan, wanted
+import ktransformers.quant.convert as run
+from ktransformers.quant.plan import make_plan, wanted
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))

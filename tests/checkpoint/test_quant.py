@@ -19,8 +19,8 @@ from ktransformers.checkpoint.recode import KEEP, recode
 from ktransformers.checkpoint.verify import verify
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.nn.convertplan import estimate, make_plan, wanted
-from ktransformers.nn.receipt import read_receipt
+from ktransformers.quant.plan import estimate, make_plan, wanted
+from ktransformers.quant.receipt import read_receipt
 
 from .conversions import as_fp8, contents, edit, expert_modules_with_stores, logits, pack, repack, tiny
 from .releases import kt_parts, write_gguf, write_kt_tree

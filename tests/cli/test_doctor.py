@@ -9,7 +9,7 @@ from typing import Any
 from ktransformers.cli import checks
 from ktransformers.cli.checks import GB, Cuda, Disk, Finding
 from ktransformers.cli.doctor import numa
-from ktransformers.library import Entry
+from ktransformers.model_registry import Entry
 from ktransformers.system import Gpu, Memory
 from tests.cli.conftest import Call
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers import library
+from ktransformers import model_registry
 from ktransformers.checkpoint import hub as client
 from ktransformers.checkpoint.verify import Verified, beside, verify
 from ktransformers.errors import KTError
@@ -54,7 +54,7 @@ def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: 
         online = kt("model", "verify", "tiny-moe", "--hub", "--json").json
         assert online["whole"] and online["hashed"] == 6
     place = Path(done["path"])
-    assert library.resolve("someone/tiny-moe") == library.resolve("tiny-moe") == str(place)
+    assert model_registry.resolve("someone/tiny-moe") == model_registry.resolve("tiny-moe") == str(place)
     checked = kt("model", "verify", "tiny-moe", "--json").json  # the hashes are noted: no hub is needed
     assert (checked["whole"], checked["hashed"], checked["unknown"]) == (True, 6, 0)
     shard = place / "model-00002-of-00002.safetensors"
@@ -163,7 +163,7 @@ def test_refusals_before_anything_is_fetched(kt: Call, tmp_path: Path, monkeypat
         hub.files = model_files()
         monkeypatch.setattr(client.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
         assert "--local-dir" in kt("model", "download", hub.repo).error
-    assert hub.asked == [] and library.entries() == []
+    assert hub.asked == [] and model_registry.entries() == []
 
 
 def test_modelscope(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_modelscope(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     done = kt("model", "download", "a/b", "--revision", "v1", "--json").json
     assert done["path"] == calls[0]["local_dir"] == str(tmp_path / "models" / "b")
     assert calls[0]["revision"] == "v1" and "*.bin" in calls[0]["ignore_patterns"] and done["check"]["whole"]
-    assert library.get("b").source == "modelscope"
+    assert model_registry.get("b").source == "modelscope"
     assert "no such model" in kt("model", "download", "a/none").error
 
 

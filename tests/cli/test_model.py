@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers import library
+from ktransformers import model_registry
 from ktransformers.errors import InputError
 from tests.cli.conftest import Call, write_model
 
@@ -26,7 +26,7 @@ def test_add_list_info_edit_remove(kt: Call, tmp_path: Path) -> None:
     assert found["findings"] == []
     edited = kt("model", "edit", "Tiny-MoE", "--name", "t", "--repo", "me/t", "--json").json
     assert (edited["name"], edited["repo"], edited["path"]) == ("t", "me/t", str(place))
-    assert library.resolve("ME/T") == library.resolve("t") == str(place)
+    assert model_registry.resolve("ME/T") == model_registry.resolve("t") == str(place)
     assert kt("model", "rm", "t", "--json").json == {"removed": "t", "path": str(place), "deleted": False}
     assert (place / "config.json").is_file() and kt("model", "list", "--json").json == []
 
@@ -38,7 +38,7 @@ def test_a_name_that_is_taken(kt: Call, tmp_path: Path) -> None:
     assert refused.code == 1 and "--name" in refused.error and str(first) in refused.error
     assert kt("model", "add", str(second), "--name", "no/slash").code == 1
     assert kt("model", "add", str(second), "--name", "m2").code == 0
-    assert [entry.name for entry in library.entries()] == ["m", "m2"]
+    assert [entry.name for entry in model_registry.entries()] == ["m", "m2"]
     assert "config.json" in kt("model", "add", str(tmp_path)).error
 
 
@@ -46,9 +46,9 @@ def test_files_are_deleted_only_with_consent(kt: Call, tmp_path: Path) -> None:
     place = write_model(tmp_path / "m")
     kt("model", "add", str(place))
     refused = kt("model", "rm", "m", "--files")
-    assert refused.code == 1 and "--yes" in refused.error and place.is_dir() and library.entries()
+    assert refused.code == 1 and "--yes" in refused.error and place.is_dir() and model_registry.entries()
     assert kt("model", "rm", "m", "--files", "--yes").code == 0
-    assert not place.exists() and library.entries() == []
+    assert not place.exists() and model_registry.entries() == []
 
 
 def test_a_model_that_is_gone(kt: Call, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_model_that_is_gone(kt: Call, tmp_path: Path) -> None:
     kt("model", "add", str(place))
     place.rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"m, registered at .*gone.*kt model rm m"):
-        library.resolve("m")
+        model_registry.resolve("m")
     assert "gone" in kt("model", "list").out
     assert kt("model", "refresh", "--json").json == {"removed": ["m"]}
     assert kt("model", "refresh", "--json").json == {"removed": []}
@@ -66,12 +66,12 @@ def test_folders_of_models(kt: Call, tmp_path: Path) -> None:
     place = write_model(tmp_path / "models" / "owner" / "deep-moe")
     write_model(tmp_path / "models" / "flat-moe")
     write_model(tmp_path / "models" / ".trash" / "old")
-    assert library.resolve("deep-moe") == "deep-moe"
+    assert model_registry.resolve("deep-moe") == "deep-moe"
     assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]
     assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]  # once
-    assert library.resolve("Deep-MoE") == str(place)
+    assert model_registry.resolve("Deep-MoE") == str(place)
     assert [one["name"] for one in kt("model", "list", "--json").json] == ["deep-moe", "flat-moe"]
-    assert library.complete("de") == ["deep-moe"]
+    assert model_registry.complete("de") == ["deep-moe"]
     assert kt("model", "path-remove", str(tmp_path / "models"), "--json").json == []
     assert kt("model", "path-remove", str(tmp_path / "models")).code == 1
     assert "exists" in kt("model", "path-add", str(tmp_path / "nowhere")).error
@@ -87,11 +87,11 @@ def test_scan(kt: Call, tmp_path: Path) -> None:
     for part in (1, 2):
         (root / f"big-0000{part}-of-00002.gguf").write_bytes(b"GGUF")
     assert "5 found" not in kt("model", "scan", str(root), "--dry-run").out
-    assert library.entries() == []
+    assert model_registry.entries() == []
     done = kt("model", "scan", str(root), "--json").json
     assert {one["name"] for one in done["added"]} == {"Name", "moe", "b-moe", "big"} and len(done["found"]) == 4
-    assert library.find("owner/name") is not None  # the cache's folder says which id it is
-    assert library.facts(library.get("big").path).bytes == 8
+    assert model_registry.find("owner/name") is not None  # the cache's folder says which id it is
+    assert model_registry.facts(model_registry.get("big").path).bytes == 8
     assert kt("model", "scan", str(root), "--json").json["added"] == []
     assert kt("model", "scan", str(root), "--min-size", "1", "--json").json["found"] == []
     assert "path-add" in kt("model", "scan").error
@@ -100,25 +100,25 @@ def test_scan(kt: Call, tmp_path: Path) -> None:
 def test_what_exists_wins_over_a_name(kt: Call, tmp_path: Path) -> None:
     kt("model", "add", str(write_model(tmp_path / "disk" / "m")))
     (tmp_path / "m").mkdir()
-    assert library.resolve("m") == "m"
-    assert library.resolve("owner/unknown") == "owner/unknown" and library.resolve("") == ""
+    assert model_registry.resolve("m") == "m"
+    assert model_registry.resolve("owner/unknown") == "owner/unknown" and model_registry.resolve("") == ""
 
 
 def test_two_commands_at_once_lose_nothing(kt: Call, tmp_path: Path) -> None:
     places = [write_model(tmp_path / "disk" / f"m{number}") for number in range(8)]
-    threads = [threading.Thread(target=library.add, args=(place,)) for place in places]
+    threads = [threading.Thread(target=model_registry.add, args=(place,)) for place in places]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [entry.path for entry in library.entries()] == places
+    assert [entry.path for entry in model_registry.entries()] == places
 
 
 def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
-    file = library.registry_file()
+    file = model_registry.registry_file()
     file.parent.mkdir(parents=True)
     file.write_text("{")
-    assert "damaged" in kt("model", "list").error and library.complete("m") == []
+    assert "damaged" in kt("model", "list").error and model_registry.complete("m") == []
     file.write_text(json.dumps({"version": 99, "models": []}))
     assert "version 99" in kt("model", "list").error
 
@@ -142,7 +142,7 @@ def test_verbs_find_models_by_name(kt: Call, tmp_path: Path) -> None:
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == "someone/neko"  # and, where there is one, that others find too
     assert locate_model(settings.model, download=False) == place
-    assert library.written_down("a/b") == "a/b" and library.written_down("unknown") == "unknown"
+    assert model_registry.written_down("a/b") == "a/b" and model_registry.written_down("unknown") == "unknown"
     refused = kt("eval", "neko", "--task", "persona", "--engine", "nonsense")
     assert "nonsense" in refused.error
     assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(place)

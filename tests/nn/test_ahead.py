@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ktransformers.nn.ahead import Ahead
-from ktransformers.nn.factors import Factors, is_packed, pack_again, packed
+from ktransformers.nn.lora_factors import Factors, is_packed, pack_again, packed
+from ktransformers.nn.lora_prefetch import Ahead
 from ktransformers.nn.store import ExpertStore
 
 EXPERTS, HIDDEN, WIDE, RANK = 4, 32, 64, 4

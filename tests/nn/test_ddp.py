@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ktransformers.nn import attach
-from ktransformers.nn.adapter import lora_parameters
 from ktransformers.nn.distributed import PREFIXES
-from ktransformers.nn.ghost import Ghost
+from ktransformers.nn.peft_lora import lora_parameters
+from ktransformers.nn.placeholder import Ghost
 from tests.forked import Forked
 
 from .families import build

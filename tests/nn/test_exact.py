@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ktransformers.nn import attach, load_model
-from ktransformers.nn.factors import factors_of, gradients_like, packed
 from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.nn.lora_factors import factors_of, gradients_like, packed
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import Dropout
 

@@ -21,7 +21,7 @@ from ktransformers.nn import ExpertStore, attach, reference
 from ktransformers.nn.contract import expert_modules, read_contract
 from ktransformers.nn.experts import experts_forward, pack_module
 from ktransformers.nn.gate import Gate, probe_activation, probe_gate
-from ktransformers.nn.ghost import Ghost
+from ktransformers.nn.placeholder import Ghost
 
 from .families import build, tokens
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ktransformers.nn import attach, lora_parameters
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.ghost import Ghost
+from ktransformers.nn.placeholder import Ghost
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

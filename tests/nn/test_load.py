@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, KTConfig, load_model
-from ktransformers.nn.ghost import Ghost
+from ktransformers.nn.placeholder import Ghost
 from tests.forked import python
 
 from .families import COMMON, FAMILIES, build, round_weights, save, tokens

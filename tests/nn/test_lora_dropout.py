@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ktransformers.nn.factors import factors_of, gradients_like, packed
 from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.nn.lora_factors import factors_of, gradients_like, packed
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import Dropout
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, reference
-from ktransformers.nn.factors import factors_of, packed
 from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.nn.lora_factors import factors_of, packed
 from ktransformers.nn.operator import apply_experts, experts, handle_of
 
 from .test_operator import EXPERTS, Case, relative

@@ -23,10 +23,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from ktransformers.errors import InputError
 from ktransformers.nn import attach, load_model
 from ktransformers.nn import experts as experts_module
-from ktransformers.nn.adapter import lora_parameters
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.experts import select
-from ktransformers.nn.ghost import Ghost
+from ktransformers.nn.peft_lora import lora_parameters
+from ktransformers.nn.placeholder import Ghost
 
 from .families import build, save, tokens
 

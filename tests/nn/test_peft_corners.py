@@ -15,8 +15,8 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.nn import experts as experts_module
 from ktransformers.nn import set_lora_dropout
-from ktransformers.nn.adapter import lora_parameters
 from ktransformers.nn.lora import ExpertLora
+from ktransformers.nn.peft_lora import lora_parameters
 
 from .families import tokens
 from .test_peft import MODULES, TARGETS, _calm, adapt, logits, packed  # noqa: F401 (warnings are caught here too)

@@ -12,9 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from ktransformers.nn import attach, load_model, lora_parameters
-from ktransformers.nn.adapter import _staying
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.ghost import Ghost
+from ktransformers.nn.peft_lora import _staying
+from ktransformers.nn.placeholder import Ghost
 
 from .families import build, save, tokens
 

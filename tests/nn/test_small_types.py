@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.nn import load_model
-from ktransformers.place.formats import format_of
+from ktransformers.plan.formats import format_of
 
 from .families import build, save, tokens
 from .test_formats import EXACT, logits, stores

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from ktransformers.place import Choice, ModelShape, Serving, Training, open_shape, profile, shipped
-from ktransformers.place.memory import memory_of
+from ktransformers.plan import Choice, ModelShape, Serving, Training, open_shape, profile, shipped
+from ktransformers.plan.memory import memory_of
 
 WORKS = {"train": Training(tokens=512, tokens_per_step=8192, sequence=512, rank=8), "serve": Serving()}
 HEAD = ("model", "work", "GPU", "host, bf16", "host, int8", "host, int4", "published GPU + host")

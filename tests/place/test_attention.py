@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from ktransformers.place.gpu import attention, calls
-from ktransformers.place.gpu.attention import LOST, Attention, Tapes, record_attention
+from ktransformers.nn.attention_graphs import replay, signature
+from ktransformers.nn.attention_graphs.replay import LOST, Attention, Tapes, record_attention
 from tests.nn.families import VOCABULARY, build
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_masks(how: str, replayed: list[str]) -> None:
 @pytest.mark.parametrize("padded", [0, 6])
 def test_pieces(padded: int, replayed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than a graph has room for, the last piece short; all of it is one kind of call."""
-    monkeypatch.setattr(calls, "PIECE", 128)
+    monkeypatch.setattr(signature, "PIECE", 128)
     stock, model = make(), make()
     found = record_attention(model, [CPU])
     for step, count in enumerate((5, 2, 3, 7, 4)):
@@ -296,12 +296,12 @@ def test_weights_that_somebody_watches(replayed: list[str]) -> None:
 def test_large_batches_and_many_kinds(replayed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stock, model = make(), make()
     (one, _) = record_attention(model, [CPU])
-    monkeypatch.setattr(attention, "TOKENS", 100)
+    monkeypatch.setattr(replay, "TOKENS", 100)
     for step in range(4):
         compare(model, stock, batch(step))
     assert not replayed
-    monkeypatch.setattr(attention, "TOKENS", 4096)
-    monkeypatch.setattr(attention, "MOST", 1)
+    monkeypatch.setattr(replay, "TOKENS", 4096)
+    monkeypatch.setattr(replay, "MOST", 1)
     for step in range(4):
         compare(model, stock, batch(step))
         compare(model, stock, batch(step, 70))

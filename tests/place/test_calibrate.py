@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.place import Serving, make_plan, open_shape
-from ktransformers.place import calibrate as module
-from ktransformers.place.machine import EXPERTS_SECONDS, LAYER_SECONDS, PYTHON_SECONDS
+from ktransformers.plan import Serving, make_plan, open_shape
+from ktransformers.plan import calibrate as module
+from ktransformers.plan.machine import EXPERTS_SECONDS, LAYER_SECONDS, PYTHON_SECONDS
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers.errors import InputError
-from ktransformers.place.gpu.decode import decode, decode_plain
+from ktransformers.place.gpu.dequantize import decode, decode_plain
 from ktransformers.place.gpu.layout import Matrix, format_of, geometry
 
 from .packing import Coded, bf16_bits, pack

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.nn.factors import Factors, factors_of
 from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.place.gpu import factors as module
-from ktransformers.place.gpu.factors import DeviceFactors
+from ktransformers.nn.lora_factors import Factors, factors_of
+from ktransformers.place.gpu import device_lora as module
+from ktransformers.place.gpu.device_lora import DeviceFactors
 
 
 def layer(seed: int) -> Factors:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ktransformers import _core
-from ktransformers.place.gpu.driver import rows_of
-from ktransformers.place.gpu.slots import runs
+from ktransformers.place.gpu.cuda_driver import rows_of
+from ktransformers.place.gpu.expert_cache import runs
 
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 

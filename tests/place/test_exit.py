@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 from tests.place.test_gpu_engine import SMALL, inputs, make_store, placed
 from tests.place.test_residents import tiny
-from ktransformers.nn.factors import factors_of
+from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
 

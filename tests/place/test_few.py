@@ -16,12 +16,12 @@ from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT
-from ktransformers.place.few import MOST, Few, Residents
-from ktransformers.place.gpu import routes
-from ktransformers.place.gpu.decode import decode_plain
+from ktransformers.place.gpu import resident_decode
+from ktransformers.place.gpu.dequantize import decode_plain
+from ktransformers.place.gpu.executor import Batch, Packed
+from ktransformers.place.gpu.expert_cache import Slots
 from ktransformers.place.gpu.layout import Matrix, format_of
-from ktransformers.place.gpu.side import Batch, Packed
-from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.host_callback import MOST, Few, Residents
 from ktransformers.place.placement import geometry_of
 from tests.place.test_gpu_engine import SMALL, Size, devices, error, make_store
 from tests.place.test_passes import ADAPTERS, served
@@ -53,7 +53,7 @@ def test_addresses_are_those_of_the_layout(rows: int, columns: int, paired: bool
     numbers = torch.arange(matrix.expert_bytes // 2, dtype=torch.int16)  # bits that decoding must not change
     want = torch.empty(matrix.out_rows, columns, dtype=torch.bfloat16)
     decode_plain(numbers.view(torch.uint8), matrix, want)
-    assert torch.equal(numbers[routes.address(matrix)], want.view(torch.int16))
+    assert torch.equal(numbers[resident_decode.address(matrix)], want.view(torch.int16))
 
 
 @devices
@@ -151,7 +151,7 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
     got, want = place.engine.infer(place.layer, given), expected(store, given)
     assert not place.layer.last, "somebody asked"
     assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
-    monkeypatch.setattr(routes, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
+    monkeypatch.setattr(resident_decode, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
     assert not place.engine.few.takes(place.layer.packed, given, "resident"), "too large, or faster when asked"
     assert place.engine.few.takes(place.layer.packed, batch(SMALL, 4, device), "resident")
     place.engine.few.rehearsing = True

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.factors import Factors, packed
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.mixed import MixedLora
-from ktransformers.place.few import _places
-from ktransformers.place.gpu import routes
-from ktransformers.place.gpu.several import Several, Shelf, Terms
-from ktransformers.place.gpu.side import Batch
-from ktransformers.place.passes import ServedStore
+from ktransformers.nn.lora_factors import Factors, packed
+from ktransformers.nn.mixed_lora import MixedLora
+from ktransformers.place.gpu import resident_decode
+from ktransformers.place.gpu.executor import Batch
+from ktransformers.place.gpu.multi_lora import Several, Shelf, Terms
+from ktransformers.place.host_callback import _places
+from ktransformers.place.placed_store import ServedStore
 from tests.place.test_few import CLOSE, batch, expected
 from tests.place.test_gpu_engine import SMALL, devices, error, make_store
 from tests.place.test_passes import ADAPTERS, served
@@ -78,7 +78,7 @@ def test_formats(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     given = wanting(store, batch(SMALL, 5, device), [0, 1, -1, 2, 1])
     got = place.engine.infer(place.layer, given)
     assert error(got, on_cpu(store, given)) < CLOSE
-    monkeypatch.setattr(routes, "DECODED_BYTES", 4 * place.layer.packed.geometry.decoded_bytes)
+    monkeypatch.setattr(resident_decode, "DECODED_BYTES", 4 * place.layer.packed.geometry.decoded_bytes)
     assert torch.equal(place.engine.infer(place.layer, given), got)
 
 
@@ -166,7 +166,7 @@ def test_a_set_without_room_leaves_nothing_held() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
 @pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu")])
 def test_kernels_in_the_interpreter(gate: Gate) -> None:
-    gemv = pytest.importorskip("ktransformers.place.gpu.gemv")
+    gemv = pytest.importorskip("ktransformers.place.gpu.resident_decode_triton")
     store = make_store(SMALL, biased=True)
     place = served(store, "cpu", "resident", residents=(1, 4, 5))
     layer, room, device = replace(place.layer.packed, gate=gate), place.engine.side.residents[0], torch.device("cpu")
@@ -176,16 +176,16 @@ def test_kernels_in_the_interpreter(gate: Gate) -> None:
     rows = torch.tensor([0, -1, 1, 2, 2], dtype=torch.int32)
     inputs = (given.hidden, given.ids, given.weights)
 
-    def computed(lora: routes.Lora | None) -> Tensor:
+    def computed(lora: resident_decode.Lora | None) -> Tensor:
         first, down = (None if lora is None else terms.told(lora[0], name) for name in ("first", "down"))
         fused = gate.activation == "silu"
         h = gemv.first(*inputs[:2], where, room.first, layer.biases[0], layer.geometry.first, fused, first)
-        h = h if fused else routes._activate(h, gate, True)
+        h = h if fused else resident_decode._activate(h, gate, True)
         found: Tensor = gemv.down(h, *inputs[1:], where, room.down, layer.biases[1], layer.geometry.down, down)
         return found
 
     got, bare = computed((rows, terms)), computed(None)
-    want = routes._plain(layer, room, where, *inputs, (rows, terms))
+    want = resident_decode._plain(layer, room, where, *inputs, (rows, terms))
     assert error(got, want) < 0.02 < 0.1 < error(bare, want)
     assert torch.equal(got[1], bare[1])
 

@@ -16,10 +16,10 @@ from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
 from ktransformers.place import engine as engine_module
 from ktransformers.place import trials as module
-from ktransformers.place.few import MOST
-from ktransformers.place.gpu.side import Batch
-from ktransformers.place.gpu.slots import Slots
-from ktransformers.place.passes import ServedStore, ThresholdEngine
+from ktransformers.place.gpu.executor import Batch
+from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.host_callback import MOST
+from ktransformers.place.placed_store import ServedStore, ThresholdEngine
 from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.place.trials import BRIEF, EVERY, WARM, Trial, Trials
 from tests.place.test_few import CLOSE, batch, empty, expected

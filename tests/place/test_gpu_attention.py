@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.place.gpu.attention import record_attention
+from ktransformers.nn.attention_graphs.replay import record_attention
 from tests.place.test_attention import FAMILIES, batch, compare, make, watch
 
 pytestmark = pytest.mark.gpu

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.factors import Factors
 from ktransformers.nn.gate import Gate
+from ktransformers.nn.lora_factors import Factors
 from ktransformers.nn.reference import ACTIVATIONS
 from ktransformers.nn.store import Dropout
-from ktransformers.place.gpu.compute import Decoded, GroupLora, Rows, backward, forward
-from ktransformers.place.gpu.factors import lay, seats
-from ktransformers.place.gpu.steps import Thinning
+from ktransformers.place.gpu.device_lora import lay, seats
+from ktransformers.place.gpu.epilogue import Thinning
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupLora, Rows, backward, forward
 
 E, H, I, T, K, R = 5, 64, 48, 37, 2, 4  # noqa: E741
 TOLERANCE = 0.01

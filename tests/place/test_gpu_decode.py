@@ -9,7 +9,7 @@ from checkpoint.blocks import HALVES, random_blocks
 
 from ktransformers.checkpoint.encoded import Encoded, encode
 from ktransformers.nn import ExpertStore
-from ktransformers.place.gpu.decode import decode
+from ktransformers.place.gpu.dequantize import decode
 from ktransformers.place.gpu.layout import geometry
 
 E, H, I = 3, 512, 256  # noqa: E741

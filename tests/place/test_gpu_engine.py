@@ -21,17 +21,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ktransformers.checkpoint.encoded import encode
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.checkpointing import retain_experts
-from ktransformers.nn.factors import factors_of
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.engine import Engine
+from ktransformers.place.gpu.expert_cache import Slots
 from ktransformers.place.gpu.pinned import Registered
-from ktransformers.place.gpu.slots import Slots
 from ktransformers.place.placement import geometry_of, new_layer
-from ktransformers.place.split import Costs
+from ktransformers.plan.split import Costs
 
 TOLERANCE = 0.01
 # Everything costs the same: the split is somewhere in the middle.

@@ -15,9 +15,9 @@ from transformers import StaticCache
 
 from ktransformers.errors import InputError
 from ktransformers.place import attach
-from ktransformers.place.gpu.side import Batch
-from ktransformers.place.gpu.slots import Slots
-from ktransformers.place.passes import ServedStore
+from ktransformers.place.gpu.executor import Batch
+from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.placed_store import ServedStore
 from tests.place.test_few import CLOSE, batch, expected
 from tests.place.test_few_lora import on_cpu, wanting
 from tests.place.test_gpu_engine import QWEN, SMALL, Size, error, make_store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.place.gpu.pull import Puller
+from ktransformers.place.gpu.zero_copy import Puller
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.factors import Factors, packed
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.mixed import MixedLora, mixed
+from ktransformers.nn.lora_factors import Factors, packed
+from ktransformers.nn.mixed_lora import MixedLora, mixed
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
-from ktransformers.place.gpu.several import Shelf
-from ktransformers.place.gpu.slots import Slots
-from ktransformers.place.passes import ServedStore, ThresholdEngine, select
+from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.gpu.multi_lora import Shelf
+from ktransformers.place.placed_store import ServedStore, ThresholdEngine, select
 from ktransformers.place.placement import geometry_of, new_layer
-from ktransformers.place.record import Recorder
+from ktransformers.place.routing_counts import Recorder
 from tests.place.test_gpu_engine import EVEN, SMALL, TOLERANCE, devices, error, inputs, make_store
 from tests.place.test_residents import tiny
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktransformers.errors import InputError
-from ktransformers.place import (
+from ktransformers.place.options import POLICIES, UNASKED
+from ktransformers.plan import (
     Choice,
     ModelShape,
     Serving,
@@ -25,13 +26,12 @@ from ktransformers.place import (
     with_gpus,
     with_memory,
 )
-from ktransformers.place.cost import layer_seconds, time_of
-from ktransformers.place.machine import parse_bytes
-from ktransformers.place.memory import loss_bytes, memory_of
-from ktransformers.place.meter import Meter, anonymous_bytes, compare
-from ktransformers.place.plan import evaluate
-from ktransformers.place.wish import POLICIES, UNASKED
-from ktransformers.place.work import expert_bytes
+from ktransformers.plan.machine import parse_bytes
+from ktransformers.plan.memory import loss_bytes, memory_of
+from ktransformers.plan.meter import Meter, anonymous_bytes, compare
+from ktransformers.plan.planner import evaluate
+from ktransformers.plan.step_time import layer_seconds, time_of
+from ktransformers.plan.workload import expert_bytes
 
 QWEN = open_shape("qwen3-30b-a3b")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.nn.factors import factors_of
 from ktransformers.nn.gate import Gate
+from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.place.autograd import PlacedStore
-from ktransformers.place.gpu import compute, recorded, side
-from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
-from ktransformers.place.gpu.factors import DeviceFactors, Gradients, empty_like_factors
+from ktransformers.place.gpu import executor, expert_graphs, grouped_mlp
+from ktransformers.place.gpu.device_lora import DeviceFactors, Gradients, empty_like_factors
+from ktransformers.place.gpu.executor import Batch, Packed, Side
+from ktransformers.place.gpu.expert_cache import Slots, Source
+from ktransformers.place.gpu.expert_graphs import Desk, Recorder, Recording, Seated, Work, numbers_of, size_of
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.layout import geometry
-from ktransformers.place.gpu.recorded import Desk, Recorder, Recording, Seated, Work, numbers_of, size_of
-from ktransformers.place.gpu.side import Batch, Packed, Side
-from ktransformers.place.gpu.slots import Slots, Source
 from ktransformers.place.placement import geometry_of, new_layer
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
 
@@ -57,7 +57,7 @@ def test_what_is_recorded() -> None:
     for turn in range(3):
         found = {recorder.wants(("a",), layer) for layer in (4, 5, 6)}
         assert found == {turn == 2}
-    recorder._known = {(number,): None for number in range(recorded.MOST)}  # type: ignore[misc]
+    recorder._known = {(number,): None for number in range(expert_graphs.MOST)}  # type: ignore[misc]
     assert not recorder.wants(("a",), 4) and recorder.wants((0,), 4)
 
 
@@ -104,13 +104,13 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     )
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
     numbers = torch.from_numpy(numbers_of(size.experts, [Seated(slots, wanted, [0, 1, 2])], slots))
-    recorded._pass(Recording(*NO_GRAPHS, desk, numbers, dict(pairs), laid), work, room, learns)()
+    expert_graphs._pass(Recording(*NO_GRAPHS, desk, numbers, dict(pairs), laid), work, room, learns)()
 
     if learns is None:
-        compute.forward(hidden, rows, few, gate, want, lora)
+        grouped_mlp.forward(hidden, rows, few, gate, want, lora)
         torch.testing.assert_close(desk.out[: size.tokens], want)
         return
-    grad_rows, grads = compute.backward(given.grad, hidden, rows, few, gate, want, lora, None, learns)
+    grad_rows, grads = grouped_mlp.backward(given.grad, hidden, rows, few, gate, want, lora, None, learns)
     torch.testing.assert_close(desk.out[: size.tokens], want)
     expected_weights = torch.zeros(ids.numel()).index_copy_(0, rows_at, grad_rows)
     torch.testing.assert_close(desk.grad_weights[: size.tokens].view(-1), expected_weights)
@@ -125,15 +125,15 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything is recorded at its first call; what was replayed."""
     replayed: list[str] = []
-    monkeypatch.setattr(recorded, "SEEN", 0)
+    monkeypatch.setattr(expert_graphs, "SEEN", 0)
     for name in ("forward", "backward"):
-        inner = getattr(recorded.Recorder, name)
+        inner = getattr(expert_graphs.Recorder, name)
 
-        def noted(self: recorded.Recorder, *args: object, inner: object = inner, name: str = name) -> object:
+        def noted(self: expert_graphs.Recorder, *args: object, inner: object = inner, name: str = name) -> object:
             replayed.append(name)
             return inner(self, *args)  # type: ignore[operator]
 
-        monkeypatch.setattr(recorded.Recorder, name, noted)
+        monkeypatch.setattr(expert_graphs.Recorder, name, noted)
     return replayed
 
 
@@ -238,8 +238,8 @@ def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
     place = placed(store, "cuda:0", "stream", LARGER.experts)
     run(place, given, True, Dropout(0.4, 7))
-    monkeypatch.setattr(side, "ROOM_BYTES", 0)
-    monkeypatch.setattr(side, "GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr(executor, "ROOM_BYTES", 0)
+    monkeypatch.setattr(executor, "GROUP_BYTES", 1 << 20)
     run(place, given, True)
     assert not at_once
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_recorded(error: RuntimeError, at_once: list[str], monkey
     def full(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(recorded.Recorder, "_record", full)
+    monkeypatch.setattr(expert_graphs.Recorder, "_record", full)
     for _ in range(2):
         compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward"]

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place import attach
+from ktransformers.place.device_map import Homes, find_stack, scatter, spread
 from ktransformers.place.placement import device_of
 from ktransformers.place.rules import devices_of, first_rules, homes_by, read_rules
-from ktransformers.place.spread import Homes, find_stack, scatter, spread
 from tests.place.test_residents import tiny
 
 # KTransformers' guide, "Multi-GPU", for six layers instead of sixty.

@@ -25,7 +25,7 @@ from ktransformers.place import engine as module
 from ktransformers.place.choose import Layer
 from ktransformers.place.engine import Engine
 from ktransformers.place.phase import PHASES
-from ktransformers.place.split import Costs
+from ktransformers.plan.split import Costs
 
 EXPERTS, LAYERS, TOP_K = 128, 8, 8
 LIMIT, TIMED = 10, 8  # steps until it must have settled, and that are timed then

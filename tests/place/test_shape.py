@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.formats import FORMATS, counted_as, packed_expert_bytes, packed_lora_bytes
-from ktransformers.place.machine import profile
-from ktransformers.place.memory import attention_lora_numbers, expert_lora_numbers, keep_bytes
-from ktransformers.place.shape import of_config, open_shape, shipped
+from ktransformers.plan.formats import FORMATS, counted_as, packed_expert_bytes, packed_lora_bytes
+from ktransformers.plan.machine import profile
+from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, keep_bytes
+from ktransformers.plan.model_shape import of_config, open_shape, shipped
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import find_targets, trained_numbers
 from tests.checkpoint.releases import KINDS

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ktransformers.errors import InputError
-from ktransformers.place import Choice, Training, make_plan, open_shape, profile
-from ktransformers.place.cost import time_of
-from ktransformers.place.machine import with_gpus
-from ktransformers.place.memory import ENGINE, memory_of, recorded, slot_count
-from ktransformers.place.sides import (
+from ktransformers.place.options import POLICIES, Wish
+from ktransformers.plan import Choice, Training, make_plan, open_shape, profile
+from ktransformers.plan.expert_time import (
     ALL,
     NEARLY_ALL,
     NOTHING,
@@ -23,8 +21,10 @@ from ktransformers.place.sides import (
     placed_seconds,
     touched_experts,
 )
-from ktransformers.place.split import split
-from ktransformers.place.wish import POLICIES, Wish
+from ktransformers.plan.machine import with_gpus
+from ktransformers.plan.memory import ENGINE, memory_of, recorded, slot_count
+from ktransformers.plan.split import split
+from ktransformers.plan.step_time import time_of
 
 QWEN = open_shape("qwen3-30b-a3b")
 MACHINE = profile("amx16-h200")
@@ -36,13 +36,13 @@ def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> floa
 
 def test_sizes_are_the_engines() -> None:
     from ktransformers.place import choose, placement, trials
-    from ktransformers.place.gpu import factors, measure, side
-    from ktransformers.place.sides import CROSSING
+    from ktransformers.place.gpu import device_lora, executor, layer_costs
+    from ktransformers.plan.expert_time import CROSSING
 
     assert (ENGINE.slot_layers, ENGINE.slot_share) == (placement.LAYERS, placement.SHARE)
-    assert (ENGINE.group_bytes, ENGINE.group_rows) == (side.GROUP_BYTES, side.GROUP_ROWS)
-    assert (ENGINE.room_bytes, CROSSING) == (side.ROOM_BYTES, measure.CROSSING)
-    assert ENGINE.factor_bytes == factors.KEPT_BYTES
+    assert (ENGINE.group_bytes, ENGINE.group_rows) == (executor.GROUP_BYTES, executor.GROUP_ROWS)
+    assert (ENGINE.room_bytes, CROSSING) == (executor.ROOM_BYTES, layer_costs.CROSSING)
+    assert ENGINE.factor_bytes == device_lora.KEPT_BYTES
     assert (NEARLY_ALL, REACH) == (choose.NEARLY_ALL, trials.REACH)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktransformers.place.split import GAIN, Costs, Split, seconds, split
+from ktransformers.plan.split import GAIN, Costs, Split, seconds, split
 
 times = st.floats(1e-6, 1e-2)
 

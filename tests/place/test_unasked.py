@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.nn.factors import factors_of
+from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.autograd import PlacedStore
-from ktransformers.place.gpu.side import Batch, Packed, Side
+from ktransformers.place.gpu.executor import Batch, Packed, Side
 from ktransformers.place.trials import Trial, size_of
 from tests.place.test_gpu_engine import SMALL, compare, expected, inputs, make_store, placed
 

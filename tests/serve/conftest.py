@@ -115,8 +115,8 @@ class Bench:
         from transformers import AutoTokenizer
 
         from ktransformers.nn import load_model
-        from ktransformers.serve.forward import Forward
-        from ktransformers.serve.lora import Places
+        from ktransformers.serve.engine.forward import Forward
+        from ktransformers.serve.engine.lora import Places
 
         self.directory = directory
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
@@ -127,14 +127,14 @@ class Bench:
         self.residents = {name: self.places.open(path, name, 1, str(directory)) for name, path in adapters.items()}
 
     def engine(self, **limits: int) -> Any:
-        from ktransformers.serve.engine import Engine, Limits
+        from ktransformers.serve.engine.engine import Engine, Limits
 
         given = {"running": 8, "queued": 64, "chunk": 64, "tokens": 4096, "context": 512} | limits
         return Engine(self.forward, Limits(**given))
 
     def sequence(self, prompt: list[int], adapter: str | None = None, **asked: Any) -> tuple[Any, Heard]:
-        from ktransformers.serve.sampling import Sampling
-        from ktransformers.serve.sequence import Ask, Sequence
+        from ktransformers.serve.engine.sampling import Sampling
+        from ktransformers.serve.engine.sequence import Ask, Sequence
 
         asked = {"max_tokens": 8, "sampling": Sampling(temperature=0), "logprobs": 2} | asked
         ask = Ask(tuple(prompt), adapter=self.residents[adapter] if adapter else None, **asked)
@@ -184,8 +184,8 @@ def listening(app: Any) -> Iterator[str]:
 
 
 def service_of(bench: Bench, adapters: dict[str, Path], timeout: float | None = 120, **limits: int) -> Any:
-    from ktransformers.serve.registry import Registry
-    from ktransformers.serve.service import Service
+    from ktransformers.serve.http.registry import Registry
+    from ktransformers.serve.http.service import Service
 
     engine = bench.engine(**limits)
     registry = Registry("tiny", bench.places, str(bench.directory), engine.forget)
@@ -198,7 +198,7 @@ def service_of(bench: Bench, adapters: dict[str, Path], timeout: float | None = 
 def served(bench: Bench, adapters: dict[str, Path]) -> Iterator[Served]:
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
-    from ktransformers.serve.api import create_app
+    from ktransformers.serve.http.api import create_app
 
     service = service_of(bench, adapters)
     with listening(create_app(service)) as url:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place import attach
-from ktransformers.place.gpu.several import Shelf
+from ktransformers.place.gpu.multi_lora import Shelf
 from ktransformers.place.placement import Placement
-from ktransformers.serve import graphs as graphs_module
-from ktransformers.serve.forward import Forward, Piece
-from ktransformers.serve.graphs import LEAST, SETS, Graphs
-from ktransformers.serve.lora import Linear, Places, Resident
-from ktransformers.serve.mixture import Mixture
-from ktransformers.serve.slots import Slot
+from ktransformers.serve.engine.forward import Forward, Piece
+from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.lora import Linear, Places, Resident
+from ktransformers.serve.graphs.adapter_set import Mixture
+from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, Graphs
+from ktransformers.serve.graphs.decode_graphs import decode_graphs as graphs_module
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text
 from tests.serve.test_graphs import Recorder, graphs_of

@@ -100,7 +100,7 @@ def test_the_template_gets_its_variables(client: Any, served: Served) -> None:
 
 
 def test_developer_is_system_and_parts_are_text(served: Served) -> None:
-    from ktransformers.serve.protocol import ChatRequest
+    from ktransformers.serve.http.protocol import ChatRequest
 
     def prompt(*messages: dict[str, Any]) -> tuple[int, ...]:
         asked = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *ASKED], "max_tokens": 1})
@@ -270,7 +270,7 @@ def test_who_leaves_is_taken_out(served: Served) -> None:
 
 
 def test_a_full_queue_a_key_and_a_timeout(bench: Bench, adapters: dict[str, Path]) -> None:
-    from ktransformers.serve.api import create_app
+    from ktransformers.serve.http.api import create_app
 
     service = service_of(bench, adapters, timeout=0.4, running=1, queued=1)
     with listening(create_app(service, api_key="secret")) as url:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ktransformers.errors import InputError
-from ktransformers.place import profile, with_gpus
+from ktransformers.plan import profile, with_gpus
 from ktransformers.serve.flags import Launch, parse
 from ktransformers.serve.launch import device_of, make_plan
 from ktransformers.serve.target import resolve
@@ -25,7 +25,7 @@ def test_a_gpu_that_nothing_fits_on_is_left_out_and_it_is_said(
     machine, target = replace(profile("amx16-h200"), memory=10**11), resolve(str(model_directory))
 
     def planned(gpu: str, *words: str) -> tuple[Launch, Any, list[str]]:
-        monkeypatch.setattr("ktransformers.place.calibrate.this_machine", lambda: with_gpus(machine, gpu))
+        monkeypatch.setattr("ktransformers.plan.calibrate.this_machine", lambda: with_gpus(machine, gpu))
         launch, said = parse([str(model_directory), *words]), []
         return launch, make_plan(launch, target, said.append, lambda plan: None), said
 

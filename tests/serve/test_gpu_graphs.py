@@ -15,13 +15,13 @@ from torch import nn
 
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
+from ktransformers.serve.engine.forward import Piece
+from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.forward import Piece
-from ktransformers.serve.graphs import LEAST, Compute, Graphs, why_not
+from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, Graphs, why_not
+from ktransformers.serve.http.metrics import render
 from ktransformers.serve.launch import open_service
-from ktransformers.serve.metrics import render
-from ktransformers.serve.sampling import Score
-from ktransformers.serve.slots import Slot
 from ktransformers.serve.target import Target
 from tests.serve.conftest import Bench, Heard
 from tests.serve.test_engine import text

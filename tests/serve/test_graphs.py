@@ -17,10 +17,10 @@ from ktransformers.nn.experts import pack_module, select
 from ktransformers.nn.padding import padded, without_padding
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.forward import Forward, Piece
-from ktransformers.serve.graphs import LEAST, Compute, Graphs, why_not
-from ktransformers.serve.sampling import Sampling
-from ktransformers.serve.slots import Slot
+from ktransformers.serve.engine.forward import Forward, Piece
+from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, Graphs, why_not
 from tests.nn.families import build
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text

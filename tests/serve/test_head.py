@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.place import Choice, Serving, make_plan, open_shape, profile, with_gpus
-from ktransformers.place.memory import SCORED_ROWS, memory_of
-from ktransformers.serve import forecast, head
-from ktransformers.serve.forward import Forward, Piece, open_forward
-from ktransformers.serve.slots import Slot
+from ktransformers.plan import Choice, Serving, make_plan, open_shape, profile, with_gpus
+from ktransformers.plan.memory import SCORED_ROWS, memory_of
+from ktransformers.serve import forecast
+from ktransformers.serve.engine import head
+from ktransformers.serve.engine.forward import Forward, Piece, open_forward
+from ktransformers.serve.engine.kv_cache import Slot
 from tests.nn.families import build
 from tests.serve.conftest import Bench, service_of
 

@@ -14,12 +14,12 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.fulfil import in_words, place, settle_residents
+from ktransformers.place.apply import in_words, place, settle_residents
+from ktransformers.place.options import Wish
 from ktransformers.place.residents import load_counts
-from ktransformers.place.wish import Wish
 from ktransformers.serve.flags import parse
-from ktransformers.serve.homes import Placed, wish_of
 from ktransformers.serve.launch import open_service
+from ktransformers.serve.placement import Placed, wish_of
 from ktransformers.serve.target import Target, resolve
 from tests.serve.conftest import Bench, Served
 

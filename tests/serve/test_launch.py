@@ -20,11 +20,11 @@ import pytest
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.place.wish import Wish, read_wish
+from ktransformers.place.options import Wish, read_wish
 from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VALUES, Launch, parse
+from ktransformers.serve.http.training import TrainingLog, Watch
 from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve
-from ktransformers.serve.training import TrainingLog, Watch
 from tests.forked import python
 from tests.serve.conftest import Bench, Served
 
@@ -215,7 +215,7 @@ def test_checkpoints_are_served_as_they_come_and_go(served: Served, adapters: di
 def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
     """The split that earlier guides define: experts on for the base's name, attention by request."""
     from ktransformers.adapters import convert
-    from ktransformers.serve.registry import Registry
+    from ktransformers.serve.http.registry import Registry
 
     expert, rest = tmp_path / "expert", tmp_path / "rest"
     convert(
@@ -325,9 +325,9 @@ def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
 def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--prefault and --lock reach the mapping; where nothing is mapped, it is said that they mean nothing."""
     from ktransformers.nn import packed
-    from ktransformers.nn.convert import convert
-    from ktransformers.nn.convertplan import make_plan as plan_conversion
-    from ktransformers.nn.convertplan import wanted
+    from ktransformers.quant.convert import convert
+    from ktransformers.quant.plan import make_plan as plan_conversion
+    from ktransformers.quant.plan import wanted
 
     out = tmp_path / "packed"
     convert(plan_conversion(model_directory, wanted("bf16"), 2), out)

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(BINARY is None, reason="no Ch
 
 def test_two_columns_and_a_curve(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
-    from ktransformers.serve.api import create_app
-    from ktransformers.serve.training import TrainingLog
+    from ktransformers.serve.http.api import create_app
+    from ktransformers.serve.http.training import TrainingLog
 
     lines = [{"current_steps": step, "total_steps": 9, "loss": 4 - step / 4} for step in range(1, 9)]
     lines.append({"current_steps": 8, "total_steps": 9, "eval_loss": 2.5})

@@ -15,14 +15,14 @@ import torch
 
 from ktransformers.adapters import Pair, in_memory
 from ktransformers.errors import InputError
-from ktransformers.serve.engine import Engine, Limits
-from ktransformers.serve.forward import Alone, Forward, Piece, most_likely, open_forward
-from ktransformers.serve.head import collect
-from ktransformers.serve.lora import Places
-from ktransformers.serve.sampling import Sampling, choose, generator, scores
-from ktransformers.serve.sequence import Ask, Sequence
-from ktransformers.serve.slots import Slot, Slots
-from ktransformers.serve.text import Text
+from ktransformers.serve.engine.detokenizer import Text
+from ktransformers.serve.engine.engine import Engine, Limits
+from ktransformers.serve.engine.forward import Alone, Forward, Piece, most_likely, open_forward
+from ktransformers.serve.engine.head import collect
+from ktransformers.serve.engine.kv_cache import Slot, Slots
+from ktransformers.serve.engine.lora import Places
+from ktransformers.serve.engine.sampling import Sampling, choose, generator, scores
+from ktransformers.serve.engine.sequence import Ask, Sequence
 from tests.nn.families import FAMILIES, build
 from tests.serve.conftest import Bench, Heard
 
@@ -266,7 +266,7 @@ def test_a_changed_adapter_is_not_served(bench: Bench, adapters: dict[str, Path]
 
 def test_a_name_is_loaded_once_by_two_who_come_together(bench: Bench, adapters: dict[str, Path]) -> None:
     """The second is told so, although nobody had the name when it came."""
-    from ktransformers.serve.registry import Registry
+    from ktransformers.serve.http.registry import Registry
 
     registry = Registry("tiny", bench.places, str(bench.directory), lambda owner: None)
     barrier = threading.Barrier(2, timeout=60)

@@ -111,7 +111,7 @@ class Client(threading.Thread):
 @pytest.mark.soak
 def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
     pytest.importorskip("fastapi")
-    from ktransformers.serve.api import create_app
+    from ktransformers.serve.http.api import create_app
 
     seconds = float(os.environ.get("KT_SOAK_SECONDS", "60"))
     service = service_of(bench, adapters, timeout=STUCK, running=8, queued=24, tokens=2048)

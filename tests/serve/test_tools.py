@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.serve.tools import CallsApart, ToolCall, read_calls
+from ktransformers.serve.http.tools import CallsApart, ToolCall, read_calls
 from tests.serve.conftest import Served
 
 TOOL = {
@@ -60,9 +60,9 @@ def test_text_before_a_call_goes_on_and_the_call_is_kept(size: int) -> None:
 
 
 def test_without_the_package_json_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.serve import grammar
-    from ktransformers.serve.protocol import ChatRequest
-    from ktransformers.serve.service import ApiError
+    from ktransformers.serve.http import grammar
+    from ktransformers.serve.http.protocol import ChatRequest
+    from ktransformers.serve.http.service import ApiError
 
     monkeypatch.setattr(grammar, "PACKAGE", "no_such_package")
     asked = {"model": "tiny", "messages": ASKED, "response_format": {"type": "json_object"}}
@@ -130,7 +130,7 @@ class TestConstrained:
 
 
 def test_the_template_is_told_of_tools(served: Served) -> None:
-    from ktransformers.serve.protocol import ChatRequest
+    from ktransformers.serve.http.protocol import ChatRequest
 
     asked = {"model": "tiny", "messages": ASKED, "max_tokens": 4}
     service = served.service

@@ -16,8 +16,8 @@ from ktransformers.nn import load_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.serve.flags import parse
-from ktransformers.serve.homes import wish_of
 from ktransformers.serve.launch import open_service
+from ktransformers.serve.placement import wish_of
 from ktransformers.serve.target import resolve
 from ktransformers.train.keys import OFF
 

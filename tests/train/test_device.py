@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ktransformers.errors import InputError
-from ktransformers.place import Machine, profile, refuse, with_gpus
+from ktransformers.plan import Machine, profile, refuse, with_gpus
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import Settings
@@ -33,7 +33,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def size(word: str, memory: int = 10**11) -> Machine:
         machine = replace(with_gpus(profile("amx16-h200"), word), memory=memory)
-        monkeypatch.setattr("ktransformers.place.calibrate.this_machine", lambda: machine)
+        monkeypatch.setattr("ktransformers.plan.calibrate.this_machine", lambda: machine)
         return machine
 
     return size

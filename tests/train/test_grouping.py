@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
 from ktransformers.errors import InputError
-from ktransformers.place import open_shape, profile, with_gpus
+from ktransformers.plan import open_shape, profile, with_gpus
 from ktransformers.train import grouping
 from ktransformers.train.forecast import Site
 from ktransformers.train.grouping import FILE, Rows, Trial, choose, decide, fastest
@@ -161,7 +161,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which a tiny model's passes cost nothing but their launches, whatever this one is."""
     machine = with_gpus(profile("amx16-h200"), "none")
     cpu = replace(machine.cpu, dense_flops=1e15, dense_flops_f32=1e15, tile_flops=1e15, read_bytes=1e13)
-    monkeypatch.setattr("ktransformers.place.calibrate.this_machine", lambda: replace(machine, cpu=cpu))
+    monkeypatch.setattr("ktransformers.plan.calibrate.this_machine", lambda: replace(machine, cpu=cpu))
 
 
 def losses(watcher: Quiet) -> list[float]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ktransformers.errors import InputError
-from ktransformers.place import attach, fulfil
+from ktransformers.place import apply, attach
 from ktransformers.place.residents import load_counts
-from ktransformers.train.homes import Placing, Renewal, wish_of
+from ktransformers.train.placement import Placing, Renewal, wish_of
 from ktransformers.train.resolve import read_settings
 
 from .conftest import Quiet, recipe
@@ -51,7 +51,7 @@ def test_a_run_on_the_engine(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     more |= {"kt_enable_dynamic_expert_update": True, "kt_expert_update_steps": 2}
     for at, keys in enumerate(({}, more)):
         if keys:
-            monkeypatch.setattr(fulfil, "attach", lambda model, **given: attach(model, **(given | {"device": "cpu"})))
+            monkeypatch.setattr(apply, "attach", lambda model, **given: attach(model, **(given | {"device": "cpu"})))
         watcher = Quiet()
         run(recipe(tiny, tmp_path / str(at), learning_rate=1e-2, **keys), watcher)
         losses.append([step.values["loss"] for step in watcher.steps if "loss" in step.values])

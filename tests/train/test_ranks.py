@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.nn import cores
+from ktransformers.nn import rank_cores
 from tests.checkpoint.conversions import pack
 from tests.nn.families import build, save
 
@@ -84,7 +84,7 @@ def test_ranks_share_one_packed_copy_and_the_cores(tmp_path: Path) -> None:
         assert found["share"] < 0.55 * found["whole"]
         assert found["threads"] <= max(1, len(found["mask"]))
     first, second = (set(found["mask"]) for found in ranks)
-    if len({cores.first_sibling(cpu) for cpu in mine}) > 1:
+    if len({rank_cores.first_sibling(cpu) for cpu in mine}) > 1:
         assert first | second == mine and not first & second
         assert abs(len(first) - len(second)) <= 2
         assert not set(ranks[0]["cpus"]) & set(ranks[1]["cpus"]) - {-1}
@@ -102,24 +102,24 @@ def test_ranks_share_one_packed_copy_and_the_cores(tmp_path: Path) -> None:
 def test_parts_are_whole_cores(
     siblings: dict[int, int], ranks: int, expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "first_sibling", siblings.__getitem__)
-    assert [cores.part(siblings, rank, ranks) for rank in range(ranks)] == expected
+    monkeypatch.setattr(rank_cores, "first_sibling", siblings.__getitem__)
+    assert [rank_cores.part(siblings, rank, ranks) for rank in range(ranks)] == expected
 
 
 def test_who_is_alone_or_bound_already_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[object] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda *words: moved.append(words))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    cores.share_cores()
+    rank_cores.share_cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0} if process == os.getpid() else {0, 1})
-    cores.share_cores()
+    rank_cores.share_cores()
     assert moved == []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setattr(cores, "first_sibling", lambda cpu: cpu)
+    monkeypatch.setattr(rank_cores, "first_sibling", lambda cpu: cpu)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    cores.share_cores()
+    rank_cores.share_cores()
     assert moved and {words[1] for words in moved} == {frozenset({1})}  # type: ignore[index]
     monkeypatch.setenv("LOCAL_RANK", "first")
-    with pytest.raises(cores.InputError, match="LOCAL_RANK"):
-        cores.share_cores()
+    with pytest.raises(rank_cores.InputError, match="LOCAL_RANK"):
+        rank_cores.share_cores()

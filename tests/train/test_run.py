@@ -219,9 +219,9 @@ def test_output_directories_are_not_overwritten_by_accident(finished: tuple[Path
 
 
 def test_experts_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
-    from ktransformers.nn.convert import convert
-    from ktransformers.nn.convertplan import make_plan as plan_conversion
-    from ktransformers.nn.convertplan import wanted
+    from ktransformers.quant.convert import convert
+    from ktransformers.quant.plan import make_plan as plan_conversion
+    from ktransformers.quant.plan import wanted
 
     packed = tmp_path / "int8"
     convert(plan_conversion(tiny, wanted("int8"), 2), packed)

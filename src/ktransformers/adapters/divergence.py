@@ -23,7 +23,7 @@ from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
 from ktransformers.adapters.dialects import detect
 from ktransformers.errors import InputError
-from ktransformers.nn.receipt import Calibration, read_text, windows
+from ktransformers.quant.receipt import Calibration, read_text, windows
 from ktransformers.system import bf16_is_fast, memory
 
 TEXT = "calibration.txt"  # carried along: prose, a dialogue, a recipe, figures and code

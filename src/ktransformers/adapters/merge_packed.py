@@ -1,12 +1,11 @@
 """Folds an adapter into a model whose experts have few bits, or shall have: out comes a packed directory, as of `kt
 quant`, whose experts were encoded once from the sum in float32.
 
-Layers pass one by one (`nn/convert.py`): memory is that of one layer's factors and of an expert for each thread, and a
-run that was killed goes on. The result grows in a hidden directory beside its place. Before it gets its name, its
+Layers pass one by one (`quant/convert.py`): memory is that of one layer's factors and of an expert for each thread, and
+a run that was killed goes on. The result grows in a hidden directory beside its place. Before it gets its name, its
 distributions are compared with those of the base with the adapter (`divergence.py`); where they are further apart than
-the limit, it is removed and nothing is left. The limit, 0.1 nats a token, is what costs about a tenth of perplexity:
-of a model of 135 million parameters int8 makes 0.0017 and passes, int4 in groups of 32 makes 0.17 and does not.
-"""
+the limit, it is removed and nothing is left. The limit, 0.1 nats a token, is what costs about a tenth of perplexity: of
+a model of 135 million parameters int8 makes 0.0017 and passes, int4 in groups of 32 makes 0.17 and does not."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ from ktransformers.checkpoint.recode import check_target as check_format
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
-from ktransformers.nn.convert import Progress, convert
-from ktransformers.nn.convertplan import Plan, plan_of, wanted
 from ktransformers.nn.load import read_told
-from ktransformers.nn.origin import Origin
-from ktransformers.nn.receipt import Receipt, write_receipt
+from ktransformers.quant.convert import Progress, convert
+from ktransformers.quant.origin import Origin
+from ktransformers.quant.plan import Plan, plan_of, wanted
+from ktransformers.quant.receipt import Receipt, write_receipt
 
 RECORD = "kt_merge.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ktransformers import library
+from ktransformers import model_registry
 from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, Words, place
 from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.shards import INDEX
@@ -128,7 +128,7 @@ def find_facts(name: str | None) -> ModelFacts | None:
     """Of a local directory, or of a hub name whose config.json is in the cache; None where there is neither."""
     if not name:
         return None
-    name = library.resolve(name)
+    name = model_registry.resolve(name)
     file: Path | str | None = Path(name) / "config.json"
     if Path(name).is_dir() or name.startswith((".", "/", "~")):
         if not Path(file or "").is_file():

@@ -1,4 +1,4 @@
-"""A checkpoint with an adapter folded into it, as something that `nn/convert.py` can turn into a packed directory.
+"""A checkpoint with an adapter folded into it, as something that `quant/convert.py` can turn into a packed directory.
 
 Layers of experts give one expert at a time, `[1, N, K]` in float32 where it has LoRA, W + scaling * B A; what has none
 is handed on as it was released. Of all other tensors those that the adapter names are folded when they are read. The
@@ -23,9 +23,9 @@ from ktransformers.checkpoint.recode import Weight, experts_of, numbers
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
-from ktransformers.nn.origin import Origin, OriginLayer, skeleton
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.prepare import in_stock_terms, read_config, take_quantisation
+from ktransformers.quant.origin import Origin, OriginLayer, skeleton
 
 TILE = 16  # rows of a tile
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.prove import Difference, Measured, adapted_modules, difference, first_apart, measure
+from ktransformers.adapters.comparison import Difference, Measured, adapted_modules, difference, first_apart, measure
 from ktransformers.errors import InputError, KTError
 
 FILE = "kt_proof.safetensors"

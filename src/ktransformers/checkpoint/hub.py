@@ -25,7 +25,7 @@ from typing import Any
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.files import sync, write_json
-from ktransformers.library import Known
+from ktransformers.model_registry import Known
 
 PARTIAL = ".kt-partial"
 RECORD = ".kt-files.json"  # hashes of the files that were fetched into a folder

@@ -18,7 +18,7 @@ from typing import Any
 from ktransformers.checkpoint.hub import PARTIAL, hash_is_wrong
 from ktransformers.checkpoint.shards import INDEX, SINGLE
 from ktransformers.errors import InputError
-from ktransformers.library import Known, split_parts
+from ktransformers.model_registry import Known, split_parts
 
 BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),

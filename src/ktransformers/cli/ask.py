@@ -58,7 +58,7 @@ def for_model(given: str | None, quiet: bool = False) -> str:
     """A model of this machine where none was named."""
     if given:
         return given
-    from ktransformers.library import all_models
+    from ktransformers.model_registry import all_models
 
     names = [entry.name for entry in all_models()]
     return for_choice("MODEL", None, names, "a model: a folder, a name of `kt model list`, or a hub id", quiet)

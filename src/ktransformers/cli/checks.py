@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ktransformers import library, system
+    from ktransformers import model_registry, system
     from ktransformers._core import Machine, VariantInfo
 
 GB = 2**30
@@ -265,7 +265,7 @@ def file_system(path: Path, mounts: str) -> str:
     return kind
 
 
-def models(entries: Sequence[library.Entry]) -> list[Finding]:
+def models(entries: Sequence[model_registry.Entry]) -> list[Finding]:
     gone = [entry.name for entry in entries if not entry.exists]
     if not gone:
         return []

@@ -145,13 +145,13 @@ def own_requirements(name: str) -> list[str]:
 
 
 def ask_library(report: Report) -> None:
-    from ktransformers import library, settings
+    from ktransformers import model_registry, settings
     from ktransformers.cli import checks
     from ktransformers.errors import InputError
 
     try:
         settings.read()
-        entries = library.entries()
+        entries = model_registry.entries()
     except InputError as error:
         report.findings.append(Finding("warning", "settings", str(error), "`kt config reset`, or edit the file"))
         return

@@ -20,7 +20,7 @@ from ktransformers.errors import InputError
 if TYPE_CHECKING:
     from ktransformers.checkpoint.hub import Downloaded, Progress
     from ktransformers.checkpoint.verify import Verified
-    from ktransformers.library import Entry
+    from ktransformers.model_registry import Entry
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 SOURCES = ("huggingface", "modelscope")
@@ -58,7 +58,7 @@ def download(
     as_json: Json = False,
 ) -> None:
     """Fetch a model and give it a name; run it again, and it goes on where it stopped."""
-    from ktransformers import library, settings
+    from ktransformers import model_registry, settings
 
     wanted = ask.for_text("REPO", repo, "hub id (OWNER/NAME)", "a hub id such as allenai/OLMoE-1B-7B-0125", as_json)
     if wanted.count("/") != 1 or not all(wanted.split("/")):
@@ -82,7 +82,7 @@ def download(
     if found is None:
         return
     listing = found.listing
-    entry = library.add(
+    entry = model_registry.add(
         found.model, name or given, replace_same=True, source=hub, repo=wanted, revision=listing.revision,
         files=dict(listing.files),
     )  # fmt: skip
@@ -150,10 +150,10 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check that a model is whole: headers, index, sizes, hashes."""
-    from ktransformers import library
+    from ktransformers import model_registry
     from ktransformers.checkpoint.verify import verify as check
 
-    entries = [entry_of(model)] if model else library.entries()
+    entries = [entry_of(model)] if model else model_registry.entries()
     if not entries:
         raise InputError("MODEL", "nothing, and no model is registered", "a name or a path")
     results: list[Verified] = []

@@ -100,7 +100,7 @@ def evaluate(
             )
         runs = _remote(targets[0], served_model, wanted, base, tokenizer, key, batch_size)
     else:
-        from ktransformers.library import resolve
+        from ktransformers.model_registry import resolve
 
         options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
         runs = _local(Path(resolve(targets[0])), wanted, base, experts, options)

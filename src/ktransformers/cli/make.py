@@ -117,7 +117,7 @@ def upcycle(
     as_json: Json = False,
 ) -> None:
     """Turn a dense model into a Mixture of Experts that computes the same, without training."""
-    from ktransformers.library import resolve
+    from ktransformers.model_registry import resolve
 
     recipe = recipe_of(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
     build(Path(resolve(source)), out, recipe, as_json)

@@ -60,8 +60,8 @@ def merge(
     from ktransformers.adapters.divergence import MAX_KL, TOKENS, calibration_text, measure_divergence
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
-    from ktransformers.library import resolve
-    from ktransformers.nn.convertplan import wanted
+    from ktransformers.model_registry import resolve
+    from ktransformers.quant.plan import wanted
 
     base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or TOKENS
     if calib is not None and not calib.is_file():

@@ -1,8 +1,7 @@
 """`kt model`: the models of this machine by name, and what is done to a model's directory before anything is loaded.
 
-`prepare` lets other programs open it. The registry behind the names is ktransformers.library; removing a name deletes
-no file unless `--files` asks for it.
-"""
+`prepare` lets other programs open it. The registry behind the names is ktransformers.model_registry; removing a name
+deletes no file unless `--files` asks for it."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
-    from ktransformers.library import Entry
+    from ktransformers.model_registry import Entry
 
 model = typer.Typer(name="model", help="The models of this machine.", no_args_is_help=True)
 
 
 def names(incomplete: str) -> list[str]:
     """For shells."""
-    from ktransformers.library import complete
+    from ktransformers.model_registry import complete
 
     return complete(incomplete)
 
@@ -42,7 +41,7 @@ def group() -> None:
 
 def document(entry: Entry) -> dict[str, Any]:
     """An entry with the facts of its files; the hashes of its files stay in the registry."""
-    from ktransformers.library import facts
+    from ktransformers.model_registry import facts
 
     found = entry.to_json()
     found["files"] = len(entry.files)
@@ -72,7 +71,7 @@ def list_models(
     as_json: Json = False,
 ) -> None:
     """List the models that go by a name here."""
-    from ktransformers.library import all_models
+    from ktransformers.model_registry import all_models
 
     found = [document(entry) for entry in all_models()]
     found = [one for one in found if not moe or one.get("experts")]
@@ -94,7 +93,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Give a model on this disk a name."""
-    from ktransformers.library import add as register
+    from ktransformers.model_registry import add as register
 
     origin: dict[str, Any] = {"source": "huggingface", "repo": repo} if repo else {}
     if hashes:
@@ -105,7 +104,7 @@ def add(
 def _measured(path: Path) -> dict[str, Any]:
     import hashlib
 
-    from ktransformers.library import Known, split_parts
+    from ktransformers.model_registry import Known, split_parts
 
     files = split_parts(path) if path.is_file() else [file for file in sorted(path.glob("*")) if file.is_file()]
     found = {}
@@ -134,16 +133,18 @@ def scan(
     as_json: Json = False,
 ) -> None:
     """Look for models below folders and give them names."""
-    from ktransformers import library
+    from ktransformers import model_registry
 
-    places = folders or library.search_folders()
+    places = folders or model_registry.search_folders()
     if not places:
         raise InputError("folders", "none", "a folder to look into", "`kt model path-add DIR` sets one for good")
     missing = [str(place) for place in places if not place.expanduser().is_dir()]
     if missing:
         raise InputError("folders", ", ".join(missing), "folders that exist")
-    paths = [path for place in places for path in library.scan(place.expanduser(), max_depth, int(min_size * 1e9))]
-    made = [] if dry_run else library.register_scanned(paths)
+    paths = [
+        path for place in places for path in model_registry.scan(place.expanduser(), max_depth, int(min_size * 1e9))
+    ]
+    made = [] if dry_run else model_registry.register_scanned(paths)
     if as_json:
         print(json.dumps({"found": [str(path) for path in paths], "added": [document(one) for one in made]}, indent=2))
         return
@@ -184,7 +185,7 @@ def info(name: Name, as_json: Json = False) -> None:
 
 def _shape(path: Path) -> dict[str, Any] | None:
     """Of a Mixture of Experts; None of anything else."""
-    from ktransformers.place import open_shape
+    from ktransformers.plan import open_shape
 
     try:
         shape = open_shape(str(path))
@@ -196,7 +197,7 @@ def _shape(path: Path) -> dict[str, Any] | None:
 
 def entry_of(given: str) -> Entry:
     """A model by name, or by path without one."""
-    from ktransformers.library import Entry, default_name, find, is_model
+    from ktransformers.model_registry import Entry, default_name, find, is_model
 
     path = Path(given).expanduser()
     if is_model(path):
@@ -216,14 +217,14 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Forget a model's name; its files stay unless --files says otherwise."""
-    from ktransformers import library
+    from ktransformers import model_registry
 
-    entry = library.get(name)
+    entry = model_registry.get(name)
     if files and entry.exists:
-        size = gigabytes(library.facts(entry.path).bytes)
+        size = gigabytes(model_registry.facts(entry.path).bytes)
         ask.for_consent(f"delete {entry.path} ({size})?", yes, quiet=as_json)
         _delete(entry.path)
-    library.remove(entry.name)
+    model_registry.remove(entry.name)
     if as_json:
         print(json.dumps({"removed": entry.name, "path": str(entry.path), "deleted": files}))
     else:
@@ -234,7 +235,7 @@ def _delete(path: Path) -> None:
     """A model's folder, or the parts of a GGUF; never a link's target."""
     import shutil
 
-    from ktransformers.library import split_parts
+    from ktransformers.model_registry import split_parts
 
     if path.is_symlink():
         path.unlink()
@@ -254,28 +255,28 @@ def edit(
     as_json: Json = False,
 ) -> None:
     """Change what is noted of a model."""
-    from ktransformers import library
+    from ktransformers import model_registry
 
     changes: dict[str, Any] = {} if new_name is None else {"name": new_name}
     changes |= {} if path is None else {"path": path.expanduser().absolute()}
     changes |= {} if repo is None else {"repo": repo, "source": "huggingface"}
     if not changes:
         raise InputError("options", "none", "--name, --path or --repo")
-    print_entry(library.edit(name, **changes), as_json)
+    print_entry(model_registry.edit(name, **changes), as_json)
 
 
 @model.command()
 def refresh(as_json: Json = False) -> None:
     """Forget the names of models that are gone from the disk."""
-    from ktransformers import library
+    from ktransformers import model_registry
 
-    gone = [library.remove(entry.name) for entry in library.entries() if not entry.exists]
+    gone = [model_registry.remove(entry.name) for entry in model_registry.entries() if not entry.exists]
     if as_json:
         print(json.dumps({"removed": [entry.name for entry in gone]}))
         return
     for entry in gone:
         print(f"{entry.name} is forgotten; {entry.path} is gone")
-    print(f"{len(library.entries())} models are registered")
+    print(f"{len(model_registry.entries())} models are registered")
 
 
 @model.command("path-list")
@@ -316,9 +317,9 @@ def path_remove(
 
 
 def print_paths(as_json: bool) -> None:
-    from ktransformers import library
+    from ktransformers import model_registry
 
-    found = [str(folder) for folder in library.search_folders()]
+    found = [str(folder) for folder in model_registry.search_folders()]
     if as_json:
         print(json.dumps(found))
     else:
@@ -335,7 +336,7 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write a directory of links that any program opens with packed experts."""
-    from ktransformers.library import resolve
+    from ktransformers.model_registry import resolve
     from ktransformers.nn.prepare import prepare as write
 
     found = write(resolve(source), out, experts)

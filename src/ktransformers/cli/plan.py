@@ -1,6 +1,6 @@
 """`kt plan`: what a model takes on a machine, before anything is loaded.
 
-Everything is decided in ktransformers.place; here it becomes a table, or one JSON document. Without `--train` and
+Everything is decided in ktransformers.plan; here it becomes a table, or one JSON document. Without `--train` and
 `--serve` both are shown, with the defaults of each.
 """
 
@@ -17,7 +17,7 @@ from ktransformers.cli import ask
 from ktransformers.cli.sizes import gigabytes
 
 if TYPE_CHECKING:
-    from ktransformers.place import Candidate, Machine, ModelShape, Plan
+    from ktransformers.plan import Candidate, Machine, ModelShape, Plan
 
 HOMES = {
     "cpu": "on the CPU",
@@ -112,7 +112,7 @@ def _train_plan(
     policies: tuple[str, ...],
 ) -> Plan:
     """Of a file of `kt train`, with as many tokens at once as it would choose if all rows were of full length."""
-    from ktransformers.place import make_plan
+    from ktransformers.plan import make_plan
     from ktransformers.train.arguments import dtype_of
     from ktransformers.train.forecast import Site, work_of
     from ktransformers.train.grouping import decide, grouped
@@ -129,8 +129,8 @@ def _train_plan(
 
 
 def _machine(name: str, gpu: str | None, ram: str | None, anew: bool) -> Machine:
-    from ktransformers.place import profile, with_gpus, with_memory
-    from ktransformers.place.calibrate import this_machine
+    from ktransformers.plan import profile, with_gpus, with_memory
+    from ktransformers.plan.calibrate import this_machine
 
     machine = this_machine(anew=anew) if name == "this" else profile(name)
     machine = machine if gpu is None else with_gpus(machine, gpu)
@@ -161,10 +161,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what a model takes: memory by place, time, and the best plan that fits."""
-    from ktransformers.library import resolve
-    from ktransformers.place import Serving, Training, make_plan, open_shape, profiles
-    from ktransformers.place.describe import plan_document
-    from ktransformers.place.wish import POLICIES
+    from ktransformers.model_registry import resolve
+    from ktransformers.plan import Serving, Training, make_plan, open_shape, profiles
+    from ktransformers.plan.document import plan_document
+    from ktransformers.plan.workload import POLICIES
 
     if machine == "list":
         if as_json:

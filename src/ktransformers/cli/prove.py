@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ktransformers.serve.prove import Check, Proof
+    from ktransformers.prove.run import Check, Proof
 
 WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
 
@@ -47,8 +47,8 @@ def prove(
     """Prove that the served adapter computes what was trained, and the base what it always did."""
     import transformers
 
-    from ktransformers.serve.prove import Failed
-    from ktransformers.serve.prove import prove as run
+    from ktransformers.prove.run import Failed
+    from ktransformers.prove.run import prove as run
 
     bars: Any = transformers.logging
     bars.disable_progress_bar()

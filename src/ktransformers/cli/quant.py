@@ -22,9 +22,9 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
-    from ktransformers.nn.convert import Converted
-    from ktransformers.nn.convertplan import Plan
-    from ktransformers.nn.receipt import Receipt
+    from ktransformers.quant.convert import Converted
+    from ktransformers.quant.plan import Plan
+    from ktransformers.quant.receipt import Receipt
 
 OLD_FORMATS = {"moe_int8": "int8", "moe_int4": "int4"}
 
@@ -109,7 +109,7 @@ def table(receipt: Receipt) -> list[str]:
 
 def calibrated(converted: Converted, plan: Plan, text: Path, tokens: int) -> Receipt:
     """With the text read, or with the reason why that was not possible."""
-    from ktransformers.nn.receipt import calibrate, write_receipt
+    from ktransformers.quant.receipt import calibrate, write_receipt
 
     origin = plan.origin
     try:
@@ -177,9 +177,9 @@ def run_quant(
         raise InputError("threads", threads, "1 or more")
     if calib is not None and not calib.is_file():
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
-    from ktransformers.nn.convert import convert
-    from ktransformers.nn.convertplan import estimate, make_plan, wanted
-    from ktransformers.nn.receipt import TOKENS
+    from ktransformers.quant.convert import convert
+    from ktransformers.quant.plan import estimate, make_plan, wanted
+    from ktransformers.quant.receipt import TOKENS
 
     asked = wanted(format_word(word), group, None if down is None else format_word(down))
     plan = make_plan(source, asked, threads, experts)
@@ -250,7 +250,7 @@ def quant(
     yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False,
 ) -> None:
     """Convert a checkpoint into a packed directory: experts in kernel layout, opened without reading."""
-    from ktransformers.library import resolve
+    from ktransformers.model_registry import resolve
 
     source = model or input_path
     if not source or (model and input_path):

@@ -83,9 +83,9 @@ def _answer(
     temperature: float | None,
     as_json: bool,
 ) -> None:
-    from ktransformers.serve.protocol import ChatRequest, CompletionRequest
-    from ktransformers.serve.sequence import Event, Sequence
-    from ktransformers.serve.service import Service
+    from ktransformers.serve.engine.sequence import Event, Sequence
+    from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
+    from ktransformers.serve.http.service import Service
 
     assert isinstance(service, Service)
     common = {"model": name, "max_tokens": max_tokens, "temperature": temperature}

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from ktransformers import library
+from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.files import write_text
 from ktransformers.loop import pace
@@ -92,7 +92,7 @@ def places_of(loop: Loop) -> Places:
 
 def _source(loop: Loop, run: Path) -> str:
     """The model before quantisation."""
-    return library.resolve(loop.model.path) if loop.model.path else str(run / "model")
+    return model_registry.resolve(loop.model.path) if loop.model.path else str(run / "model")
 
 
 def recipe_of(loop: Loop, places: Places) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ktransformers.nn.call import ExpertCall
+from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.store import ExpertStore
 
 if TYPE_CHECKING:
-    from ktransformers.nn.adapter import lora_parameters, set_lora_dropout
     from ktransformers.nn.distributed import average_expert_gradients
     from ktransformers.nn.load import load_model
+    from ktransformers.nn.peft_lora import lora_parameters, set_lora_dropout
     from ktransformers.nn.quantizer import KTConfig, attach
 
 __all__ = [
@@ -32,8 +32,8 @@ _HOME = {
     "load_model": "ktransformers.nn.load",
     "attach": "ktransformers.nn.quantizer",
     "KTConfig": "ktransformers.nn.quantizer",
-    "lora_parameters": "ktransformers.nn.adapter",
-    "set_lora_dropout": "ktransformers.nn.adapter",
+    "lora_parameters": "ktransformers.nn.peft_lora",
+    "set_lora_dropout": "ktransformers.nn.peft_lora",
     "average_expert_gradients": "ktransformers.nn.distributed",
 }
 

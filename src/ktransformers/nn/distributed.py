@@ -20,8 +20,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
-from ktransformers.nn.adapter import lora_parameters
-from ktransformers.nn.ghost import Ghost
+from ktransformers.nn.peft_lora import lora_parameters
+from ktransformers.nn.placeholder import Ghost
 
 # A module's name as DDP sees it, when it wraps the model itself and when it wraps PEFT's.
 PREFIXES = ("", "base_model.model.")

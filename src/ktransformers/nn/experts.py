@@ -22,13 +22,13 @@ from ktransformers import _core
 from ktransformers.checkpoint import Encoded, Piece
 from ktransformers.checkpoint.sources import LayerSource
 from ktransformers.errors import InputError
-from ktransformers.nn.adapter import read_lora
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import active_ddp, follow
-from ktransformers.nn.ghost import frozen_ghost
-from ktransformers.nn.mixed import mixed_lora
+from ktransformers.nn.mixed_lora import mixed_lora
 from ktransformers.nn.operator import apply_experts, placed_for
 from ktransformers.nn.padding import without_padding
+from ktransformers.nn.peft_lora import read_lora
+from ktransformers.nn.placeholder import frozen_ghost
 from ktransformers.nn.store import ExpertStore
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.errors import InputError
-from ktransformers.nn import lent
+from ktransformers.nn import buffer_pool
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.store import ExpertStore
 
@@ -177,7 +177,7 @@ def _new_adapter(store: ExpertStore, views: dict[str, Tensor]) -> _core.Adapter:
 
 def gradients_like(factors: Factors, pinned: bool = False) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
     """New tensors for the gradients, in the places of `factors.tensors`, and the same memory in the core's order."""
-    empty = functools.partial(torch.empty, pin_memory=True) if pinned else lent.empty
+    empty = functools.partial(torch.empty, pin_memory=True) if pinned else buffer_pool.empty
     made = [empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
     views = factors.halves(made)
     return made, tuple(views.get(role) for role in CORE_ROLES)
@@ -195,7 +195,7 @@ def turned(store: ExpertStore, factors: Factors, grads: Sequence[Tensor]) -> lis
     for tensor, grad in zip(factors.tensors, grads, strict=True):
         if experts_innermost(tensor):
             experts = tensor.shape[0]
-            laid = lent.empty((*tensor.shape[1:], experts), tensor.dtype)
+            laid = buffer_pool.empty((*tensor.shape[1:], experts), tensor.dtype)
             store.transpose(grad.view(experts, -1), laid.view(-1, experts))
             grad = laid.permute(2, 0, 1)
         found.append(grad)

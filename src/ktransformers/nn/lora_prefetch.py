@@ -2,7 +2,7 @@
 
 An optimiser changes every layer's factors, so a step packs each layer's anew, milliseconds that its experts would wait
 for. Where attention is on a GPU the CPU has nothing to do between two layers, and a thread of its own packs then. Who
-asks while it does waits for the end of it and packs nothing twice (`nn/factors.py`).
+asks while it does waits for the end of it and packs nothing twice (`nn/lora_factors.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from ktransformers.nn.factors import pack_again
+from ktransformers.nn.lora_factors import pack_again
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
 

@@ -4,10 +4,9 @@ experts which packed adapters there are and which one each row of the batch want
 `with mixed({module: MixedLora(rows, adapters)}):` holds for the calling thread while the model is called. Rows are
 int32 `[T]`, the place in `adapters` or -1, in the order of the hidden states that the experts get. A module that is not
 named computes its experts alone. Rows are in host memory, but for a pass that is captured in a CUDA graph: there they
-are on the device, read anew at every replay (`place/few.py`). Training knows nothing of this: PEFT's factors go their
-own way (`nn/adapter.py`). `factors` has the same adapters as tensors, for a device that computes experts itself;
-without them the CPU does.
-"""
+are on the device, read anew at every replay (`place/host_callback.py`). Training knows nothing of this: PEFT's factors
+go their own way (`nn/peft_lora.py`). `factors` has the same adapters as tensors, for a device that computes experts
+itself; without them the CPU does."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.factors import Factors
+from ktransformers.nn.lora_factors import Factors
 
 
 @dataclass(frozen=True)

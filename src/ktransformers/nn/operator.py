@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.ahead import Ahead
 from ktransformers.nn.checkpointing import computed
-from ktransformers.nn.factors import Factors, experts_innermost, factors_of, gradients_like, packed, turned
 from ktransformers.nn.lora import ExpertLora
-from ktransformers.nn.mixed import MixedLora
+from ktransformers.nn.lora_factors import Factors, experts_innermost, factors_of, gradients_like, packed, turned
+from ktransformers.nn.lora_prefetch import Ahead
+from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.store import Dropout, ExpertStore
 from ktransformers.nn.transfer import down, up
 

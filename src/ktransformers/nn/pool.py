@@ -11,7 +11,7 @@ import os
 import threading
 
 from ktransformers import _core, env
-from ktransformers.nn.cores import share_cores
+from ktransformers.nn.rank_cores import share_cores
 
 _lock = threading.Lock()
 _default: list[_core.Pool] = []  # at most one

@@ -19,9 +19,16 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.errors import InputError
-from ktransformers.nn import lent
-from ktransformers.nn.call import ExpertCall
-from ktransformers.nn.given import formats_of, halves_of_encoded, halves_of_tensor, matrices_of, refuse, vectors_of
+from ktransformers.nn import buffer_pool
+from ktransformers.nn.expert_call import ExpertCall
+from ktransformers.nn.pack_inputs import (
+    formats_of,
+    halves_of_encoded,
+    halves_of_tensor,
+    matrices_of,
+    refuse,
+    vectors_of,
+)
 from ktransformers.nn.pool import default_pool
 
 # Of the order of bytes in `ExpertStore.memory`; docs/formats.md describes it.
@@ -301,7 +308,7 @@ class ExpertStore:
 
     def new_keep(self, tokens: int, top_k: int) -> Tensor:
         """Memory for gate and up of every (token, slot); its contents belong to the core."""
-        return lent.empty((self.keep_bytes(tokens, top_k),), torch.uint8)
+        return buffer_pool.empty((self.keep_bytes(tokens, top_k),), torch.uint8)
 
     def keep_bytes(self, tokens: int, top_k: int) -> int:
         return tokens * top_k * self._experts.keep_row_bytes
@@ -373,7 +380,7 @@ class ExpertStore:
         if not isinstance(hidden, Tensor):
             raise TypeError(f"hidden: given a {type(hidden).__name__}, expected a torch tensor")
         if out is None:
-            out = lent.result_like(hidden)
+            out = buffer_pool.result_like(hidden)
         elif out.shape != hidden.shape:
             raise InputError("out", f"shape {list(out.shape)}", f"the shape of hidden, {list(hidden.shape)}")
         if hidden.dim() == 2:

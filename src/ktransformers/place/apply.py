@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ktransformers.errors import InputError
+from ktransformers.place.device_map import Homes, find_stack, spread, visible
+from ktransformers.place.free_memory import free_bytes, resident_bytes
+from ktransformers.place.options import Wish
 from ktransformers.place.placement import Placement, attach
-from ktransformers.place.room import free_bytes, resident_bytes
 from ktransformers.place.rules import Rule, devices_of, homes_by, read_rules
-from ktransformers.place.spread import Homes, find_stack, spread, visible
-from ktransformers.place.wish import Wish
 
 WITH_RESIDENTS = ("auto", "resident")  # policies for which free memory is filled by itself
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ktransformers.nn.checkpointing import computed
-from ktransformers.nn.factors import Factors
+from ktransformers.nn.lora_factors import Factors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.choose import Layer
 from ktransformers.place.engine import Engine, Kept
-from ktransformers.place.gpu.factors import Leaving
-from ktransformers.place.gpu.side import Batch
+from ktransformers.place.gpu.device_lora import Leaving
+from ktransformers.place.gpu.executor import Batch
 
 _count = itertools.count(1)
 _known: weakref.WeakValueDictionary[int, PlacedStore] = weakref.WeakValueDictionary()

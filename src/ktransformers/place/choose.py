@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ktransformers.nn.factors import Factors, is_packed
+from ktransformers.nn.lora_factors import Factors, is_packed
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.corrections import Corrections
-from ktransformers.place.few import MOST
-from ktransformers.place.gpu.side import Batch, Packed, Side
+from ktransformers.place.gpu.executor import Batch, Packed, Side
+from ktransformers.place.host_callback import MOST
 from ktransformers.place.phase import PHASES, Phase
-from ktransformers.place.split import Costs, Split, split
 from ktransformers.place.trials import POLICY, QUEUED, WHOLE, Trials, size_of
+from ktransformers.plan.split import Costs, Split, split
 
 MANY = 4  # rows an expert on average: from here on the next batch wants the same experts
 NEARLY_ALL = 0.9  # of a layer's experts were wanted the last time: under `stream` all are sent for, unasked

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ktransformers.place.split import Costs, Split
 from ktransformers.place.trials import size_of
+from ktransformers.plan.split import Costs, Split
 
 SETTLE = 0.25  # weight of the newest measurement
 MOST = 8.0  # a correction, or one over it: costs may have been measured while others used the machine

@@ -27,21 +27,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.ahead import Ahead
-from ktransformers.nn.factors import gradients_like, is_packed, packed, turned
+from ktransformers.nn.lora_factors import gradients_like, is_packed, packed, turned
+from ktransformers.nn.lora_prefetch import Ahead
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.transfer import Descent, start_down
 from ktransformers.place.choose import Chooser, Layer
 from ktransformers.place.corrections import SETTLE
-from ktransformers.place.few import MOST, Few
-from ktransformers.place.gpu.factors import Leaving, start_to_host
-from ktransformers.place.gpu.pull import Puller
-from ktransformers.place.gpu.several import host_options
-from ktransformers.place.gpu.side import Batch, Side
-from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.gpu.device_lora import Leaving, start_to_host
+from ktransformers.place.gpu.executor import Batch, Side
+from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.gpu.multi_lora import host_options
+from ktransformers.place.gpu.zero_copy import Puller
+from ktransformers.place.host_callback import MOST, Few
 from ktransformers.place.phase import FEW, PHASES, Phase, phase_of
-from ktransformers.place.split import Split
 from ktransformers.place.trials import QUEUED, WHOLE, size_of
+from ktransformers.plan.split import Split
 
 Result = TypeVar("Result")
 

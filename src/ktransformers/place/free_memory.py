@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ktransformers.place.plan import GPU_SHARE, Candidate
+from ktransformers.plan.planner import GPU_SHARE, Candidate
 
 # Lines of the plan that a loaded model and its engine have taken already, or that `Placement.working_bytes` counts.
 THERE = ("weights", "context", "residents", "slots", "groups")

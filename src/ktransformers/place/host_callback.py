@@ -33,13 +33,13 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.errors import InputError
-from ktransformers.nn.call import ExpertCall
+from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.store import ExpertStore
-from ktransformers.place.gpu import routes
-from ktransformers.place.gpu.driver import call_on_host
-from ktransformers.place.gpu.several import Several, Terms
-from ktransformers.place.gpu.side import Batch, Packed, Side
-from ktransformers.place.gpu.slots import Slots
+from ktransformers.place.gpu import resident_decode
+from ktransformers.place.gpu.cuda_driver import call_on_host
+from ktransformers.place.gpu.executor import Batch, Packed, Side
+from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.gpu.multi_lora import Several, Terms
 
 MOST = 32  # tokens
 
@@ -116,9 +116,9 @@ class Few:
             reason = "experts that are streamed"
         elif not 0 < tokens <= MOST:
             reason = f"a batch of {tokens} tokens"
-        elif not routes.runs_on(self.device):
+        elif not resident_decode.runs_on(self.device):
             reason = "no Triton"
-        elif layer.index in self.side.residents and not routes.knows(
+        elif layer.index in self.side.residents and not resident_decode.knows(
             layer.geometry, 0 if capturing else batch.ids.numel(), self.device
         ):
             reason = f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
@@ -161,11 +161,11 @@ class Few:
         if residents is None:
             out = torch.empty_like(hidden)
             self._cpu(ready, given, out)
-            routes.count(ids, self._counts[layer.index])
+            resident_decode.count(ids, self._counts[layer.index])
             return out
         arrived = self._beside(ready, given) if self._cuda else None
-        routes.count(ids, self._counts[layer.index])
-        part = routes.forward(layer, residents.room, residents.place, hidden, ids, weights, lora)
+        resident_decode.count(ids, self._counts[layer.index])
+        part = resident_decode.forward(layer, residents.room, residents.place, hidden, ids, weights, lora)
         if arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(arrived)
         else:

@@ -1,6 +1,6 @@
 """What a user may ask of the placement engine: one field for each flag and YAML key, with the same words.
 
-`kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both hand the same `Wish` to `place/fulfil.py`. The
+`kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both hand the same `Wish` to `place/apply.py`. The
 words are those of the launch lines for SGLang with kt-kernel, with their meanings: a number of residents for each
 layer, or a share of all, which wins; a strategy that says which; a number of tokens from which on a batch is streamed
 to the GPU whole.
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers import env
 from ktransformers.errors import InputError
+from ktransformers.plan.workload import DEFAULT, POLICIES
 
 if TYPE_CHECKING:
-    from ktransformers.place.plan import Plan
+    from ktransformers.plan.planner import Plan
 
-POLICIES = ("auto", "cpu", "stream", "resident")
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
-DEFAULT = "cpu"  # of `attach` and of a plan, where nobody asks for anything
 UNASKED = ("auto", "cpu")  # of training and serving, with a GPU: the first that fits, the faster of two
 UPDATE_STEPS = 100
 

@@ -18,17 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.factors import Factors, packed
-from ktransformers.nn.mixed import MixedLora
+from ktransformers.nn.lora_factors import Factors, packed
+from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.nn.transfer import Descent, start_down, start_up
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.choose import Layer
 from ktransformers.place.engine import Engine, Kept, count
-from ktransformers.place.gpu.factors import Leaving
-from ktransformers.place.gpu.several import Several, host_options
-from ktransformers.place.gpu.side import Batch
+from ktransformers.place.gpu.device_lora import Leaving
+from ktransformers.place.gpu.executor import Batch
+from ktransformers.place.gpu.multi_lora import Several, host_options
 
 
 class ThresholdEngine(Engine):

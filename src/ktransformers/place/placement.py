@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ktransformers import _core, env, log
 from ktransformers.errors import InputError
+from ktransformers.nn.attention_graphs.replay import Attention, record_attention
 from ktransformers.nn.contract import Contract, expert_modules
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
@@ -29,17 +30,16 @@ from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents as chosen
 from ktransformers.place.choose import Layer
 from ktransformers.place.engine import Engine
-from ktransformers.place.gpu.attention import Attention, record_attention
+from ktransformers.place.free_memory import free_bytes
+from ktransformers.place.gpu.executor import AHEAD, Packed
+from ktransformers.place.gpu.expert_cache import Slots, Source
+from ktransformers.place.gpu.layer_costs import costs_of
 from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
-from ktransformers.place.gpu.measure import costs_of
 from ktransformers.place.gpu.pinned import MODES, Registered
-from ktransformers.place.gpu.routes import DECODED_BYTES
-from ktransformers.place.gpu.side import AHEAD, Packed
-from ktransformers.place.gpu.slots import Slots, Source
-from ktransformers.place.passes import Deferral, ServedStore, ThresholdEngine
-from ktransformers.place.room import free_bytes
-from ktransformers.place.split import Costs
-from ktransformers.place.wish import DEFAULT, POLICIES
+from ktransformers.place.gpu.resident_decode import DECODED_BYTES
+from ktransformers.place.placed_store import Deferral, ServedStore, ThresholdEngine
+from ktransformers.plan.split import Costs
+from ktransformers.plan.workload import DEFAULT, POLICIES
 
 _log = log.logger(__name__)
 NOMINAL = Costs(*[1e-6] * 9)  # of policies that do not ask

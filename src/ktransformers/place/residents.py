@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
-from ktransformers.place.wish import STRATEGIES
+from ktransformers.place.options import STRATEGIES
 
 SEED = 42
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.spread import Homes, Stack, find_stack, spread
+from ktransformers.place.device_map import Homes, Stack, find_stack, spread
 
 DEVICES = re.compile(r"cpu|meta|cuda(:\d+)?", re.IGNORECASE)
 NAME = "kt_optimize_rule"

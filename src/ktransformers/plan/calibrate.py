@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers import system
 from ktransformers.files import write_json
-from ktransformers.place.machine import Cpu, Gpu, Machine, gpu_rows
+from ktransformers.plan.machine import Cpu, Gpu, Machine, gpu_rows
 
 if TYPE_CHECKING:
     from ktransformers import _core
@@ -57,7 +57,7 @@ def calibrate(*, anew: bool = False) -> Rates:
     from ktransformers import _core
 
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # one of several; importing nn takes seconds
-        from ktransformers.nn.cores import share_cores
+        from ktransformers.nn.rank_cores import share_cores
 
         share_cores()
     machine, pool = _core.machine(), _core.Pool()

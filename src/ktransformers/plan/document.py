@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ktransformers.place.plan import Candidate, Plan
+from ktransformers.plan.planner import Candidate, Plan
 
 
 def candidate_document(candidate: Candidate) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ktransformers.place.formats import TILE_K, format_of, tiles
-from ktransformers.place.machine import BACKWARD, DECODE, SHARES, Machine
-from ktransformers.place.shape import ModelShape
-from ktransformers.place.split import Costs, split
-from ktransformers.place.work import Choice, Training, Work, expert_bytes
+from ktransformers.plan.formats import TILE_K, format_of, tiles
+from ktransformers.plan.machine import BACKWARD, DECODE, SHARES, Machine
+from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.split import Costs, split
+from ktransformers.plan.workload import Choice, Training, Work, expert_bytes
 
 SUM = Costs.sum
 # Of a GPU's paper rate that a layer with LoRA reaches in training, moving rows included: fitted to streamed steps of
@@ -28,7 +28,7 @@ GPU_SHARE = 0.5  # and in products of a few thousand rows without gradients; est
 SERVED_CALL = (
     0.9e-3  # handing experts to the GPU without LoRA: a streamed token in int4 beyond its bytes (bench/place.py)
 )
-CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes (place/gpu/measure.py)
+CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes (place/gpu/layer_costs.py)
 FORWARD = 3 / 7  # of what handing experts to the GPU takes in both directions
 AGAIN = 5 / 3  # backward on a GPU: gate and up once more, and as many products as forward
 QUIET = 0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and nobody waits for them

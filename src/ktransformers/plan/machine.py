@@ -79,7 +79,7 @@ class Gpu:
     flops: float  # dense bf16, f32 sums
     bandwidth: float  # bytes a second of its memory
     link: float  # bytes a second over PCIe, pinned, one direction
-    records: bool = False  # passes of experts (place/gpu/recorded.py): compute capability 9 and 10
+    records: bool = False  # passes of experts (place/gpu/expert_graphs.py): compute capability 9 and 10
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Profile(BaseModel):
 
 
 def _documents() -> dict[str, Any]:
-    folder = resources.files("ktransformers.place") / "profiles"
+    folder = resources.files("ktransformers.plan") / "profiles"
     entries = [entry for entry in folder.iterdir() if entry.name.endswith(".yaml")]
     return {entry.name.removesuffix(".yaml"): yaml.safe_load(entry.read_text()) for entry in entries}
 

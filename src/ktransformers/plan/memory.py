@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ktransformers.place.formats import TILE_K, packed_lora_bytes, tiles
-from ktransformers.place.machine import Machine
-from ktransformers.place.shape import ModelShape
-from ktransformers.place.sides import ALL, NOTHING, asked_of_cpu
-from ktransformers.place.work import PIECE, Choice, Serving, Training, Work, expert_bytes
+from ktransformers.plan.expert_time import ALL, NOTHING, asked_of_cpu
+from ktransformers.plan.formats import TILE_K, packed_lora_bytes, tiles
+from ktransformers.plan.machine import Machine
+from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.workload import PIECE, Choice, Serving, Training, Work, expert_bytes
 
 PROCESS = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
 CUDA_HOST = 1_500_000_000  # and what CUDA adds, its libraries' pages included: a model that lies on an H200, measured

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ktransformers.place.plan import Candidate
+from ktransformers.plan.planner import Candidate
 
 PERIOD = 0.005  # seconds between two samples
 

@@ -96,7 +96,7 @@ class ModelShape:
 
 def shipped() -> dict[str, dict[str, Any]]:
     """Short name -> document, of every model whose shapes are in the package."""
-    folder = resources.files("ktransformers.place") / "models"
+    folder = resources.files("ktransformers.plan") / "models"
     files = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda entry: entry.name)
     return {entry.name.removesuffix(".json"): json.loads(entry.read_text()) for entry in files}
 

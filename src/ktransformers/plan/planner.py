@@ -15,18 +15,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ktransformers.errors import InputError
-from ktransformers.place.cost import Time, time_of
-from ktransformers.place.formats import FORMATS, counted_as, format_of
-from ktransformers.place.machine import Machine
-from ktransformers.place.memory import Memory, memory_of
-from ktransformers.place.shape import ModelShape
-from ktransformers.place.wish import DEFAULT, POLICIES
-from ktransformers.place.work import Choice, Serving, Training, Work, expert_bytes
+from ktransformers.plan.formats import FORMATS, counted_as, format_of
+from ktransformers.plan.machine import Machine
+from ktransformers.plan.memory import Memory, memory_of
+from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.step_time import Time, time_of
+from ktransformers.plan.workload import DEFAULT, POLICIES, Choice, Serving, Training, Work, expert_bytes
 
 HOST_SHARE = 0.97  # of the free memory; the rest stays with the system
 GPU_SHARE = 0.95
 WAYS = 3
-WITH_RESIDENTS = ("auto", "resident")  # policies that fill what is free (place/fulfil.py)
+WITH_RESIDENTS = ("auto", "resident")  # policies that fill what is free (place/apply.py)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktransformers.place.formats import packed_lora_bytes
-from ktransformers.place.machine import Machine
-from ktransformers.place.memory import (
-    attention_lora_numbers,
-    expert_lora_numbers,
-    layer_bytes,
-    recorded,
-    slot_count,
-)
-from ktransformers.place.shape import ModelShape
-from ktransformers.place.sides import (
+from ktransformers.plan.expert_time import (
     GPU_SHARE,
     LORA_SHARE,
     PASSES,
@@ -31,7 +21,17 @@ from ktransformers.place.sides import (
     rest_of_layer,
     touched_experts,
 )
-from ktransformers.place.work import Choice, Serving, Training, Work
+from ktransformers.plan.formats import packed_lora_bytes
+from ktransformers.plan.machine import Machine
+from ktransformers.plan.memory import (
+    attention_lora_numbers,
+    expert_lora_numbers,
+    layer_bytes,
+    recorded,
+    slot_count,
+)
+from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.workload import Choice, Serving, Training, Work
 
 LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
 # Of Python's time for a layer in a training step with a GPU, what it takes without one, its experts' calls included:

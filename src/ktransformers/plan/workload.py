@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktransformers.errors import InputError
-from ktransformers.place.formats import format_of, packed_expert_bytes
-from ktransformers.place.shape import ModelShape
-from ktransformers.place.wish import POLICIES
+from ktransformers.plan.formats import format_of, packed_expert_bytes
+from ktransformers.plan.model_shape import ModelShape
 
-REPLAYED_TOKENS, REPLAYED_SEQUENCE, PIECE = 4096, 2048, 1024  # at most, of attention (place/gpu/attention.py, calls.py)
+POLICIES = ("auto", "cpu", "stream", "resident")  # of `kt_place`, `--kt-place` and KT_PLACE
+DEFAULT = "cpu"  # policy of `place.attach` and of a plan where none is given
+REPLAYED_TOKENS, REPLAYED_SEQUENCE, PIECE = 4096, 2048, 1024  # limits of nn/attention_graphs
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Training:
     touched: float = 1.0  # share of a layer's experts that one sequence's tokens go to; 1: routes are uniform
     labelled: float = 1.0  # share of the tokens that meet the vocabulary; 1: all, which is safe where data is not known
     loss_bytes: int | None = None  # on a GPU, at once; None: TRL's loss in tiles
-    graphs: bool = True  # attention on a GPU is replayed where it can be (place/gpu/attention.py)
+    graphs: bool = True  # attention on a GPU is replayed where it can be (nn/attention_graphs/replay.py)
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -92,7 +93,7 @@ class Choice:
     format: str = "bf16"
     gpus: int = 0  # that hold everything but the experts; 0: the CPU does
     residents: int = 0  # experts of each layer that have a copy on a GPU
-    policy: str = "cpu"  # where the others are computed (place/wish.py)
+    policy: str = "cpu"  # where the others are computed (place/options.py)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

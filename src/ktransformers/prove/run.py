@@ -1,6 +1,6 @@
 """`kt prove`: an adapter under the trainer's graph, under the server and under stock PEFT, on the same rows.
 
-The rows are those that training recorded (`adapters/prove_record.py`), else a few sentences. One model is in memory at
+The rows are those that training recorded (`adapters/proof_record.py`), else a few sentences. One model is in memory at
 a time: the trainer's graph (loaded as `kt train` does, the adapter attached by PEFT) is measured first, its noise floor
 with it; then the server answers over HTTP, base and adapter mixed in one batch; then stock transformers and PEFT where
 they fit. Each is a `Check`; the first that fails says which tensor or layer is the culprit. Nothing is printed here.
@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import system
-from ktransformers.adapters.content import Content, open_content
-from ktransformers.adapters.convert import read_adapter
-from ktransformers.adapters.dialects import detect
-from ktransformers.adapters.manifest import check_manifest, read_manifest
-from ktransformers.adapters.prove import (
+from ktransformers.adapters.comparison import (
     Difference,
     Floor,
     Measured,
@@ -34,13 +30,17 @@ from ktransformers.adapters.prove import (
     larger,
     measure,
 )
-from ktransformers.adapters.prove_record import Record, read_record
+from ktransformers.adapters.content import Content, open_content
+from ktransformers.adapters.convert import read_adapter
+from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.manifest import check_manifest, read_manifest
+from ktransformers.adapters.proof_record import Record, read_record
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.prepare import is_ours
+from ktransformers.prove.server import ask, bound_matrices, find_names, in_process, served_marks
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import Say, check_packages, dtype_of
-from ktransformers.serve.prove_server import ask, bound_matrices, find_names, in_process, served_marks
 from ktransformers.serve.target import Target, resolve
 
 TEXTS = (

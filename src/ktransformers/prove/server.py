@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.prove import Marks, marking
+from ktransformers.adapters.comparison import Marks, marking
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
@@ -31,7 +31,7 @@ def in_process(launch: Launch, target: Target, say: Say) -> Iterator[tuple[str, 
     """A server on a free port of this machine, and the service behind it."""
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
-    from ktransformers.serve.api import create_app
+    from ktransformers.serve.http.api import create_app
 
     door = bind("127.0.0.1", 0)
     service = open_service(launch, target, say)

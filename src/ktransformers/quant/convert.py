@@ -1,9 +1,8 @@
 """`kt quant`: any checkpoint into a packed directory, a layer at a time, in bounded memory and on all cores.
 
 Threads recode one matrix of one expert each; hardly more of them are under way than there are threads. Experts are
-packed, in their order, into a store of a few, whose bytes go to their place in the layer's file (`nn/layerfile.py`).
-Meanwhile the last file is synced, hashed and entered into the journal.
-"""
+packed, in their order, into a store of a few, whose bytes go to their place in the layer's file
+(`quant/layer_file.py`). Meanwhile the last file is synced, hashed and entered into the journal."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from ktransformers.checkpoint.rest import RestShard, divide
 from ktransformers.checkpoint.tensorfile import read_layout, sha256
 from ktransformers.errors import InputError
 from ktransformers.log import logger
-from ktransformers.nn.convertplan import LayerPlan, Plan, small_store
-from ktransformers.nn.directory import finish, is_made
-from ktransformers.nn.layerfile import LayerFile
-from ktransformers.nn.receipt import Receipt, receipt_of
 from ktransformers.nn.store import LAYOUT_VERSION
+from ktransformers.quant.directory import finish, is_made
+from ktransformers.quant.layer_file import LayerFile
+from ktransformers.quant.plan import LayerPlan, Plan, small_store
+from ktransformers.quant.receipt import Receipt, receipt_of
 
 STORE_BYTES = 256 << 20  # of the store that experts pass through
 AHEAD = 6  # matrices that may wait for their turn, beside one for each thread

@@ -28,10 +28,10 @@ from ktransformers.checkpoint.shards import INDEX
 from ktransformers.checkpoint.tensorfile import read_layout
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
-from ktransformers.nn.origin import Origin
 from ktransformers.nn.prepare import METHOD
-from ktransformers.nn.receipt import QUALITY, Receipt, read_receipt
 from ktransformers.nn.store import LAYOUT_VERSION
+from ktransformers.quant.origin import Origin
+from ktransformers.quant.receipt import QUALITY, Receipt, read_receipt
 
 
 def finish(

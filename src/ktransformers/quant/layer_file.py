@@ -14,8 +14,8 @@ from torch import Tensor
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import PackedLayer
 from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, lay_out
-from ktransformers.nn.convertplan import LayerPlan
 from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
+from ktransformers.quant.plan import LayerPlan
 
 
 class LayerFile:

@@ -19,8 +19,8 @@ from ktransformers.checkpoint.rest import tensor_bytes
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import Contract
 from ktransformers.nn.experts import new_store
-from ktransformers.nn.origin import Origin, OriginLayer
 from ktransformers.nn.store import ExpertStore
+from ktransformers.quant.origin import Origin, OriginLayer
 
 
 @dataclass(frozen=True)

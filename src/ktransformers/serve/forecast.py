@@ -1,6 +1,6 @@
 """What serving will take, said before anything is loaded, and held against what it took.
 
-The planner (`ktransformers.place`) knows shapes and rates and no server; here stands what a launch line means to it.
+The planner (`ktransformers.plan`) knows shapes and rates and no server; here stands what a launch line means to it.
 The cache is the surprising part: it takes what is free and gives way to nobody, so a plan that counted all requests at
 full length would refuse what runs well. Counted is the room that the line asks for, else room for one request; what is
 kept beyond that is decided after loading, from the memory that is then free.
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktransformers.errors import InputError
-from ktransformers.place import Comparison, Plan, Serving, make_plan, open_shape, with_gpus
-from ktransformers.place.meter import anonymous_bytes
-from ktransformers.place.wish import DEFAULT
+from ktransformers.plan import Comparison, Plan, Serving, make_plan, open_shape, with_gpus
+from ktransformers.plan.meter import anonymous_bytes
+from ktransformers.plan.workload import DEFAULT
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.service import Service
+from ktransformers.serve.http.service import Service
 
 ROOM = 4096  # tokens of a request, where the line says nothing and the model allows more
 
@@ -39,7 +39,7 @@ def forecast(
 ) -> tuple[Plan | None, str]:
     """For this machine, experts where the best of `policies` has them; a model whose config the planner cannot read is
     served all the same, and the note says why."""
-    from ktransformers.place.calibrate import this_machine
+    from ktransformers.plan.calibrate import this_machine
 
     try:
         shape = open_shape(str(directory))

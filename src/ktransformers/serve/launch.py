@@ -17,7 +17,7 @@ from typing import Any
 
 from ktransformers import env, settings, system
 from ktransformers.errors import InputError
-from ktransformers.place import Plan, refuse
+from ktransformers.plan import Plan, refuse
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve
 
@@ -65,7 +65,7 @@ def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | No
     has asked for it, everything is on the CPU (`device_of`)."""
     from transformers import AutoConfig
 
-    from ktransformers.place.wish import read_wish
+    from ktransformers.place.options import read_wish
     from ktransformers.serve.forecast import forecast
 
     longest, wish = _longest(AutoConfig.from_pretrained(target.model)), read_wish(launch.place, target.keys)
@@ -103,12 +103,12 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     """The service with its engine, not started yet."""
     from transformers import AutoTokenizer
 
-    from ktransformers.serve.engine import Engine, Limits
-    from ktransformers.serve.forward import open_forward
-    from ktransformers.serve.homes import cache_room, place_experts, spread_model, wants_several, wish_of
-    from ktransformers.serve.lora import Places
-    from ktransformers.serve.registry import Registry
-    from ktransformers.serve.service import Service
+    from ktransformers.serve.engine.engine import Engine, Limits
+    from ktransformers.serve.engine.forward import open_forward
+    from ktransformers.serve.engine.lora import Places
+    from ktransformers.serve.http.registry import Registry
+    from ktransformers.serve.http.service import Service
+    from ktransformers.serve.placement import cache_room, place_experts, spread_model, wants_several, wish_of
 
     device = device_of(launch, plan)
     dtype = dtype_of(launch.dtype, device)
@@ -146,7 +146,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
 
 def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     """What became of it."""
-    from ktransformers.serve.graphs import Graphs, why_not
+    from ktransformers.serve.graphs.decode_graphs import Graphs, why_not
 
     why = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
     if why:
@@ -214,8 +214,8 @@ def serve(launch: Launch, say: Say, show: Show) -> None:
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve import forecast
-    from ktransformers.serve.api import create_app
-    from ktransformers.serve.training import TrainingLog, Watch
+    from ktransformers.serve.http.api import create_app
+    from ktransformers.serve.http.training import TrainingLog, Watch
 
     service = open_service(launch, target, say, plan)
     watch = Watch(launch.watch, service.registry) if launch.watch else None

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from ktransformers.nn.w8a8 import use_w8a8
-from ktransformers.place import Plan
-from ktransformers.place.fulfil import (
+from ktransformers.place.apply import (
     find_homes,
     in_words,
     needs_spreading,
@@ -25,11 +24,12 @@ from ktransformers.place.fulfil import (
     room_for_residents,
     settle_residents,
 )
+from ktransformers.place.device_map import Homes, find_stack, scatter
+from ktransformers.place.free_memory import free_bytes, to_come
+from ktransformers.place.options import Wish, read_wish
 from ktransformers.place.placement import Placement, attach
-from ktransformers.place.record import Recorder
-from ktransformers.place.room import free_bytes, to_come
-from ktransformers.place.spread import Homes, find_stack, scatter
-from ktransformers.place.wish import Wish, read_wish
+from ktransformers.place.routing_counts import Recorder
+from ktransformers.plan import Plan
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktransformers import library
+from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError
 
@@ -62,7 +62,7 @@ def resolve(given: str) -> Target:
 
 def locate(given: str) -> Path:
     """The directory of a model, by path or by a name of this machine; one on the hub is fetched."""
-    path = Path(library.resolve(given)).expanduser()
+    path = Path(model_registry.resolve(given)).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")

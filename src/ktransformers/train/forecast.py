@@ -1,6 +1,6 @@
 """What a run will take, said before it starts: settings as the planner's work, and the plan for this machine.
 
-The planner (`ktransformers.place`) knows shapes and rates and no trainer; here stands what a key means to it. A batch
+The planner (`ktransformers.plan`) knows shapes and rates and no trainer; here stands what a key means to it. A batch
 is taken as full: as many rows of the longest length as the file allows. How many of its tokens have a label, and so
 meet the vocabulary, is counted in the rows; without rows all do. Of attention LoRA all of `lora_target: all` is counted
 even where only some of its modules are named, which is too much by a few megabytes.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.place import ModelShape, Plan, Training, make_plan, open_shape, with_gpus
-from ktransformers.place.machine import Machine
-from ktransformers.place.wish import read_wish
+from ktransformers.place.options import read_wish
+from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, with_gpus
+from ktransformers.plan.machine import Machine
 from ktransformers.train.arguments import device_of, dtype_of, packs, step_rows
 from ktransformers.train.batches import budget_parts
 from ktransformers.train.settings import Settings
@@ -124,7 +124,7 @@ class Site:
 
 def this_site(settings: Settings, directory: Path, words: dict[str, object]) -> Site:
     """The machine that this runs on; `words`: config.json."""
-    from ktransformers.place.calibrate import this_machine
+    from ktransformers.plan.calibrate import this_machine
 
     machine: Machine = this_machine()
     if device_of(settings).type == "cpu":

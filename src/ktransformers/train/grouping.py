@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.errors import InputError
-from ktransformers.place import Machine, Plan, Training
-from ktransformers.place.plan import evaluate
+from ktransformers.plan import Machine, Plan, Training
+from ktransformers.plan.planner import evaluate
 from ktransformers.train.arguments import packs, step_rows
 from ktransformers.train.forecast import Lengths, Passes, Site, cut_epoch, work_of
 from ktransformers.train.settings import Settings

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ktransformers import library
+from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.nn.adapter import expert_adapters, set_lora_dropout
 from ktransformers.nn.checkpointing import retain_experts
-from ktransformers.place.wish import read_wish
+from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
+from ktransformers.place.options import read_wish
 from ktransformers.train.resolve import isa_of
 from ktransformers.train.settings import LoraSettings, ModelSettings, Settings
 from ktransformers.train.targets import Targets
@@ -37,7 +37,7 @@ ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "f
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
     """The model's directory; None where it is on the hub and not to be fetched now."""
     given = settings.model_name_or_path
-    path = Path(library.resolve(given))
+    path = Path(model_registry.resolve(given))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model_name_or_path", f"{given}, a folder without config.json", "a model's folder")

@@ -13,9 +13,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters import prove_record
+from ktransformers.adapters import proof_record
 from ktransformers.adapters.manifest import FILE
-from ktransformers.adapters.prove_record import Reloaded, check_reload, write_record
+from ktransformers.adapters.proof_record import Reloaded, check_reload, write_record
 from ktransformers.train.data.prepare import Split
 from ktransformers.train.data.render import PairTokens
 from ktransformers.train.files import STAGING, move_files, saved, write_json, write_text
@@ -129,7 +129,7 @@ def begin_output(output: Path, *, anew: bool) -> None:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
-        for name in ("adapter_model.safetensors", prove_record.FILE, "trainer_log.jsonl"):
+        for name in ("adapter_model.safetensors", proof_record.FILE, "trainer_log.jsonl"):
             (output / name).unlink(missing_ok=True)
 
 
@@ -144,7 +144,7 @@ def finish_output(
     staging = output / STAGING
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     rows = [_ids(row) for row in split.evaluation or split.train]
-    made = prove_record.record(model, rows, held_out=bool(split.evaluation))
+    made = proof_record.record(model, rows, held_out=bool(split.evaluation))
     with saved(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -157,7 +157,7 @@ def finish_output(
         add_saved(manifest, staging / "adapter_model.safetensors")
         check_saved(manifest, model)
         reloaded = check_reload(model, staging, made)
-        write_record(staging / prove_record.FILE, made)
+        write_record(staging / proof_record.FILE, made)
         move_files(staging, output)
         _results(output, results)
         write_text(output / FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers import place
+from ktransformers import plan as planning
 from ktransformers.errors import InputError
-from ktransformers.place.describe import candidate_document
+from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, step_rows, trainer_arguments
 from ktransformers.train.data.prepare import Found, Split, pack, prepare, read_datasets
 from ktransformers.train.data.render import PairTokens, Renderer, Tokens, show
@@ -66,7 +66,7 @@ class Plan:
     data: DataPlan | None
     targets: Targets | None
     trained_numbers: int | None
-    forecast: place.Plan | None  # of memory and time
+    forecast: planning.Plan | None  # of memory and time
     grouping: Grouping | None  # None: without the model there is nothing to choose by
     notes: tuple[str, ...]
 
@@ -262,7 +262,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
 
 def _foresee(
     settings: Settings, checkpoint: Path | None, directory: Path, measured: Rows
-) -> tuple[Settings, Grouping, place.Plan | None, list[str]]:
+) -> tuple[Settings, Grouping, planning.Plan | None, list[str]]:
     """The settings with what is chosen here: where the run is, and how a step is cut; and what it takes so."""
     site, notes = try_site(settings, directory, read_config(directory))
     grouping = decide(settings, checkpoint, site, measured)

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from ktransformers import library
+from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
 from ktransformers.train.rules import read_rule
@@ -197,7 +197,7 @@ def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] =
     file = source if isinstance(source, Mapping) else read_yaml(source)
     flat = flatten(merge(file, read_words(words)))
     if isinstance(flat.get("model_name_or_path"), str):  # a name of this machine means nothing to who gets the adapter
-        flat["model_name_or_path"] = library.written_down(flat["model_name_or_path"])
+        flat["model_name_or_path"] = model_registry.written_down(flat["model_name_or_path"])
     taker = _Taker()
     for key, value in sorted(flat.items(), key=lambda item: item[0] in SPECIAL):  # explicit keys before mapped ones
         taker.take(key, value)

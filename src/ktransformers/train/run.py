@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktransformers.place import Comparison, Meter, compare, refuse
+from ktransformers.plan import Comparison, Meter, compare, refuse
 from ktransformers.system import uncollected
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
 from ktransformers.train.data.render import PairTokens
-from ktransformers.train.homes import Placing
 from ktransformers.train.manifest import (
     base_hash,
     check_gradients,
@@ -26,6 +25,7 @@ from ktransformers.train.manifest import (
 )
 from ktransformers.train.model import checkpoint_activations, finish_adapter, lora_config, open_model, read_config
 from ktransformers.train.output import begin_output, finish_output
+from ktransformers.train.placement import Placing
 from ktransformers.train.plan import Plan, Prepared, make_plan, sequences
 from ktransformers.train.preference import WITHOUT_REFERENCE
 from ktransformers.train.rows import attend_as_before, attend_by_rows

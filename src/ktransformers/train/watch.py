@@ -25,10 +25,10 @@ from transformers import TrainerCallback
 
 from ktransformers.errors import KTError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.adapter import expert_adapters
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.operator import is_placed
-from ktransformers.place.calibrate import raise_roofs, this_machine
+from ktransformers.nn.peft_lora import expert_adapters
+from ktransformers.plan.calibrate import raise_roofs, this_machine
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktransformers import log
-from ktransformers.place.gpu.calls import Call, Form, Key, draws, read, state_of, trained_by
-from ktransformers.place.gpu.capture import capture
-from ktransformers.place.gpu.tray import Gradients, Growing, Tray
+from ktransformers.nn.attention_graphs.signature import Call, Form, Key, draws, read, state_of, trained_by
+from ktransformers.nn.attention_graphs.static_inputs import Gradients, Growing, Tray
+from ktransformers.nn.cuda_graphs import capture
 
 NAME = "self_attn"
 SEEN = 2  # calls of a kind before one is recorded

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ktransformers.place.gpu.recorded import size_of
+from ktransformers.place.gpu.expert_graphs import size_of
 
 PIECE = 1024  # tokens: memory of a graph is a piece's, and a device has enough to do with them
 AXES = {"position_embeddings": (-2,), "attention_mask": (-2, -1), "position_ids": (-1,)}

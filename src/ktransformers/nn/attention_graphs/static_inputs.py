@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.place.gpu.calls import AXES, Call, Key
+from ktransformers.nn.attention_graphs.signature import AXES, Call, Key
 
 
 class Growing:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.place.gpu.grids import VALUES_IN_ROWS, rows_of_tiles
+from ktransformers.place.gpu.dequantize_grids import VALUES_IN_ROWS, rows_of_tiles
 from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, Format, Matrix, Strip
-from ktransformers.place.gpu.optional import triton_kernels
+from ktransformers.triton_modules import import_triton_module
+
+TRITON = "ktransformers.place.gpu.dequantize_triton"
 
 Fields = list[Tensor]  # float32 or integers, [..., 16, spans, count]
 DTYPES = {
@@ -34,7 +36,7 @@ def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: Matrix, 
     """`packed` uint8 `[slots, expert_bytes]`, `out` bf16 `[G, out_rows, K]`; `where` is `slots` as int32 `[G]` on the
     device, because asking it for them would wait. Triton's decoder also takes int64: bytes from the beginning of
     `packed` to experts that may lie outside of it."""
-    if packed.is_cuda and (kernels := triton_kernels("kernels")) is not None and kernels.knows(matrix):
+    if packed.is_cuda and (kernels := import_triton_module(TRITON)) is not None and kernels.knows(matrix):
         kernels.decode(packed, where, matrix, out)
         return
     for place, slot in enumerate(slots):  # one at a time: float32 in between is many times as large

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.place.gpu import blocks
-from ktransformers.place.gpu.blocks import LINE, NOWHERE
+from ktransformers.place.gpu import dequantize_gguf_triton
+from ktransformers.place.gpu.dequantize_gguf_triton import LINE, NOWHERE
 from ktransformers.place.gpu.layout import TILE_BYTES, Format, Matrix
 
 COLUMNS = 128  # of K that a program takes
@@ -143,7 +143,7 @@ def _kind(form: Format) -> tuple[Any, Any] | None:
 
 
 def knows(matrix: Matrix) -> bool:
-    return all(_kind(form) is not None or blocks.knows(form.spec) for form in matrix.formats)
+    return all(_kind(form) is not None or dequantize_gguf_triton.knows(form.spec) for form in matrix.formats)
 
 
 def unit_of(where: Tensor, matrix: Matrix) -> int:
@@ -159,7 +159,7 @@ def decode(packed: Tensor, where: Tensor, matrix: Matrix, out: Tensor) -> None:
         form = matrix.formats[half]
         kind = _kind(form)
         if kind is None:
-            blocks.decode_half(packed, where, unit_of(where, matrix), matrix, half, out)
+            dequantize_gguf_triton.decode_half(packed, where, unit_of(where, matrix), matrix, half, out)
             continue
         strip = matrix.strip(half)
         field = (form.fields or form.row)[0] if not matrix.plain else None

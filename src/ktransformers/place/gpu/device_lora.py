@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.nn.factors import Factors
+from ktransformers.nn.lora_factors import Factors
 from ktransformers.nn.transfer import Descent, start_down
-from ktransformers.place.gpu.compute import ALIGN, GroupLora, Pair
+from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, Pair
 
 KEPT_BYTES = 256 << 20  # of pairs that stay on the device, two layers at least
 

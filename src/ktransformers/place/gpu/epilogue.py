@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
-from ktransformers.place.gpu.optional import triton_kernels
+from ktransformers.triton_modules import import_triton_module
 
 SILU = Gate("silu")
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    return triton_kernels("fused") if device.type == "cuda" else None
+    return import_triton_module("ktransformers.place.gpu.epilogue_triton") if device.type == "cuda" else None
 
 
 def _halves(wide: Tensor, extra: Tensor | None, gated: bool) -> tuple[Tensor, ...]:

@@ -15,19 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.factors import Factors
 from ktransformers.nn.gate import Gate
+from ktransformers.nn.lora_factors import Factors
 from ktransformers.nn.store import Dropout
-from ktransformers.place.gpu import compute
-from ktransformers.place.gpu.compute import Decoded, GroupLora, Pair, Rows
-from ktransformers.place.gpu.decode import decode
-from ktransformers.place.gpu.factors import DeviceFactors, Gradients, chosen
+from ktransformers.place.gpu import grouped_mlp
+from ktransformers.place.gpu.dequantize import decode
+from ktransformers.place.gpu.device_lora import DeviceFactors, Gradients, chosen
+from ktransformers.place.gpu.epilogue import Thinning
+from ktransformers.place.gpu.expert_cache import Key, Slots, Source
+from ktransformers.place.gpu.expert_graphs import Key as Kind
+from ktransformers.place.gpu.expert_graphs import Recorder, Seated, Work, numbers_of, suits
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.layout import Geometry
-from ktransformers.place.gpu.recorded import Key as Kind
-from ktransformers.place.gpu.recorded import Recorder, Seated, Work, numbers_of, suits
-from ktransformers.place.gpu.several import Several, Shelf, shelf_bytes
-from ktransformers.place.gpu.slots import Key, Slots, Source
-from ktransformers.place.gpu.steps import Thinning
+from ktransformers.place.gpu.multi_lora import Several, Shelf, shelf_bytes
 
 GROUP_BYTES = 576 << 20  # of bf16 weights that are decoded at a time; a whole layer's
 ROOM_BYTES = 2 << 30  # where these, with the packed bytes in the slots, hold it
@@ -235,7 +235,7 @@ class Side:
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
-            compute.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
+            grouped_mlp.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
         self.close()
         return out
 
@@ -263,7 +263,7 @@ class Side:
         numbers = self._numbers(layer, groups)
         gradients = Gradients(batch.factors)
         for rows, weights, lora, thin, places in self._walk(layer, batch, groups, numbers):
-            grad_rows, grads = compute.backward(
+            grad_rows, grads = grouped_mlp.backward(
                 grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, thin, learns
             )
             grad_weights.index_copy_(0, places, grad_rows)

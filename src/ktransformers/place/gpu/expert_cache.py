@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.place.gpu.driver import Run, copy_to_device
+from ktransformers.place.gpu.cuda_driver import Run, copy_to_device
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.pinned import Registered, Stages
 

@@ -24,21 +24,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import log
-from ktransformers.nn.factors import Factors
+from ktransformers.nn.cuda_graphs import capture
+from ktransformers.nn.lora_factors import Factors
 from ktransformers.nn.transfer import side_streams
-from ktransformers.place.gpu import compute
-from ktransformers.place.gpu.capture import capture
-from ktransformers.place.gpu.compute import ALIGN, Decoded, GroupLora, Pair, Rows
-from ktransformers.place.gpu.decode import decode
-from ktransformers.place.gpu.factors import empty_like_factors, parts_of
+from ktransformers.place.gpu import grouped_mlp
+from ktransformers.place.gpu.dequantize import decode
+from ktransformers.place.gpu.device_lora import empty_like_factors, parts_of
+from ktransformers.place.gpu.epilogue import SILU
+from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.gpu.grouped_mlp import ALIGN, Decoded, GroupLora, Pair, Rows
 from ktransformers.place.gpu.layout import NOWHERE
-from ktransformers.place.gpu.optional import triton_kernels
-from ktransformers.place.gpu.pull import Puller
-from ktransformers.place.gpu.slots import Slots
-from ktransformers.place.gpu.steps import SILU
+from ktransformers.place.gpu.zero_copy import Puller
+from ktransformers.triton_modules import import_triton_module
 
 if TYPE_CHECKING:
-    from ktransformers.place.gpu.side import Batch, Packed
+    from ktransformers.place.gpu.executor import Batch, Packed
 
 STEP = 64  # tokens; from 1024 on an eighth of the batch or less
 SEEN = 2  # passes over the layers before one like them is recorded: a size that comes once is not worth it
@@ -149,7 +149,7 @@ def _capable(device: torch.device) -> bool:
 
 def suits(layer: Packed, batch: Batch) -> bool:
     """Whether everything that such a pass asks for can be recorded."""
-    geometry, kernels = layer.geometry, triton_kernels("kernels")
+    geometry, kernels = layer.geometry, import_triton_module("ktransformers.place.gpu.dequantize_triton")
     return (
         batch.hidden.is_cuda
         and kernels is not None
@@ -339,9 +339,9 @@ def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Cal
         lora = GroupLora(rows.ends, pairs.get("first"), pairs.get("down")) if pairs else None
         out = desk.out[:tokens].zero_()
         if learns is None:
-            compute.forward(desk.hidden[:tokens], rows, decoded, gate, out, lora)
+            grouped_mlp.forward(desk.hidden[:tokens], rows, decoded, gate, out, lora)
             return
-        grad_rows, grads = compute.backward(
+        grad_rows, grads = grouped_mlp.backward(
             desk.rising[:tokens], desk.hidden[:tokens], rows, decoded, gate, out, lora, None, learns
         )
         assert rows.live is not None

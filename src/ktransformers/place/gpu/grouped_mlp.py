@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ktransformers.nn.gate import Gate
-from ktransformers.place.gpu import steps
-from ktransformers.place.gpu.steps import Thinning
+from ktransformers.place.gpu import epilogue
+from ktransformers.place.gpu.epilogue import Thinning
 
 ALIGN = 8  # bf16 numbers in 16 bytes: what the grouped product wants of strides
 
@@ -132,14 +132,14 @@ def forward(
     """Adds to `out`, float32 [T, H]."""
     x = hidden.index_select(0, rows.token).to(torch.bfloat16)
     wide, extra, _, _ = _wide(x, weights, rows.ends, lora, thin)
-    h = steps.activate(wide, extra, gate, weights.gated)
+    h = epilogue.activate(wide, extra, gate, weights.gated)
     y = product(h, weights.down.transpose(1, 2), rows.ends)
     extra = _bias(weights.down_bias, rows.ends, x.shape[0])
     if lora is not None and lora.down is not None:
         inner = product(_thin(thin, h, 2), lora.down.a.transpose(1, 2), lora.ends)
         added = product(inner, lora.down.b.transpose(1, 2), lora.ends)
         extra = added if extra is None else extra + added
-    steps.scatter(y, extra, rows.token, rows.weight, out, rows.live)
+    epilogue.scatter(y, extra, rows.token, rows.weight, out, rows.live)
 
 
 def backward(
@@ -162,7 +162,7 @@ def backward(
     if lora is not None and lora.down is not None:
         low = product(rising, lora.down.b, lora.ends)
         more = _thin(thin, product(low, lora.down.a, lora.ends), 2)
-    h, grad_wide, grad_weight = steps.activate_back(wide, extra, grad_h, more, rows.weight, gate, weights.gated)
+    h, grad_wide, grad_weight = epilogue.activate_back(wide, extra, grad_h, more, rows.weight, gate, weights.gated)
     if (bias := _bias(weights.down_bias, rows.ends, x.shape[0])) is not None:
         grad_weight = grad_weight + torch.linalg.vecdot(rising.float(), bias)
     grad_x, more = product(grad_wide, weights.first, rows.ends), None
@@ -178,5 +178,5 @@ def backward(
         seen, weight = _thin(thin, h, 2), rows.weight[:, None]
         raised = (product(seen, lora.down.a.transpose(1, 2), lora.ends) * weight).to(torch.bfloat16)
         found["down"] = outer((low * weight).to(torch.bfloat16), seen, lora.ends), outer(rising, raised, lora.ends)
-    steps.scatter(grad_x, more, rows.token, None, grad_hidden, rows.live)
+    epilogue.scatter(grad_x, more, rows.token, None, grad_hidden, rows.live)
     return grad_weight, found

@@ -20,9 +20,9 @@ from ktransformers import _core
 from ktransformers.files import write_json
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.store import NO_DROPOUT, ExpertStore
-from ktransformers.place.calibrate import cache_file
-from ktransformers.place.gpu.side import Batch, Packed, Side
-from ktransformers.place.split import Costs
+from ktransformers.place.gpu.executor import Batch, Packed, Side
+from ktransformers.plan.calibrate import cache_file
+from ktransformers.plan.split import Costs
 
 VERSION = 3
 SMALL, LARGE = 8, 64  # tokens of the one batch, rows of an expert in the other

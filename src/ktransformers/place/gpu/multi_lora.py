@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ktransformers.errors import InputError
-from ktransformers.nn.factors import Factors
-from ktransformers.nn.mixed import MixedLora
-from ktransformers.place.gpu.compute import GroupLora, Pair
-from ktransformers.place.gpu.factors import lay, to_device
+from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.mixed_lora import MixedLora
+from ktransformers.place.gpu.device_lora import lay, to_device
+from ktransformers.place.gpu.grouped_mlp import GroupLora, Pair
 
 SHELF_BYTES = 2 << 30
 SHELF_SHARE = 0.05  # of a GPU's memory, where that is less

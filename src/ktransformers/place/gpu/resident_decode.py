@@ -19,13 +19,15 @@ from torch import Tensor
 
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
-from ktransformers.place.gpu.decode import decode_plain
+from ktransformers.place.gpu.dequantize import decode_plain
+from ktransformers.place.gpu.epilogue import SILU
+from ktransformers.place.gpu.executor import Packed
+from ktransformers.place.gpu.expert_cache import Slots
 from ktransformers.place.gpu.layout import Geometry, Matrix
-from ktransformers.place.gpu.optional import triton_kernels
-from ktransformers.place.gpu.several import Pairs, Terms
-from ktransformers.place.gpu.side import Packed
-from ktransformers.place.gpu.slots import Slots
-from ktransformers.place.gpu.steps import SILU
+from ktransformers.place.gpu.multi_lora import Pairs, Terms
+from ktransformers.triton_modules import import_triton_module
+
+TRITON = "ktransformers.place.gpu.resident_decode_triton"
 
 DECODED_BYTES = 640 << 20  # of matrices at a time
 
@@ -33,7 +35,7 @@ Lora = tuple[Tensor, Terms]  # adapters int32 [T], and theirs
 
 
 def runs_on(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and triton_kernels("gemv") is not None)
+    return device.type == "cpu" or (device.type == "cuda" and import_triton_module(TRITON) is not None)
 
 
 def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
@@ -43,13 +45,13 @@ def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
         return True
     if rows * geometry.decoded_bytes > DECODED_BYTES:
         return False
-    kernels = triton_kernels("gemv") if device.type == "cuda" else None
+    kernels = import_triton_module(TRITON) if device.type == "cuda" else None
     return kernels is None or all(kernels.kernels.knows(matrix) for matrix in (geometry.first, geometry.down))
 
 
 def count(ids: Tensor, counts: Tensor) -> None:
     """Adds the rows of each expert to int32 `[E]`; ids outside count nowhere."""
-    if ids.is_cuda and (kernels := triton_kernels("gemv")) is not None:
+    if ids.is_cuda and (kernels := import_triton_module(TRITON)) is not None:
         kernels.count(ids, counts)
         return
     inside = ids[(ids >= 0) & (ids < counts.shape[0])]
@@ -79,7 +81,7 @@ def forward(
             for cut, mine in zip(cuts, loras, strict=True)
         ]
         return torch.cat(parts)
-    kernels = triton_kernels("gemv") if hidden.is_cuda else None
+    kernels = import_triton_module(TRITON) if hidden.is_cuda else None
     if kernels is None:
         return _plain(layer, room, place, hidden, ids, weights, lora)
     first_lora, down_lora = (None, None) if lora is None else (lora[1].told(lora[0], at) for at in ("first", "down"))

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.place.gpu import kernels
+from ktransformers.place.gpu import dequantize_triton
 from ktransformers.place.gpu.layout import Matrix
 
 PAIRS = 128  # along K that a program takes at a time; of a plain matrix as many single numbers
@@ -253,7 +253,7 @@ def _decoded(packed: Tensor, ids: Tensor, place: Tensor, matrix: Matrix) -> Tens
     flat = ids.reshape(-1)
     slots = place[flat.clamp(0, experts - 1)].masked_fill((flat < 0) | (flat >= experts), -1)
     out = torch.empty(flat.shape[0], matrix.out_rows, matrix.columns, dtype=torch.bfloat16, device=packed.device)
-    kernels.decode(packed, slots, matrix, out)
+    dequantize_triton.decode(packed, slots, matrix, out)
     return out
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ktransformers.nn.transfer import pinned, start_up
-from ktransformers.place.gpu.factors import dims_in_memory
-from ktransformers.place.gpu.steps import kernels_for
+from ktransformers.place.gpu.device_lora import dims_in_memory
+from ktransformers.place.gpu.epilogue import kernels_for
 
 
 class Puller:

@@ -22,16 +22,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ktransformers.errors import InputError
 from ktransformers.nn.linear import hasten
-from ktransformers.nn.mixed import mixed
+from ktransformers.nn.mixed_lora import mixed
 from ktransformers.nn.norm import hasten_norms
 from ktransformers.nn.pool import default_pool
-from ktransformers.serve.attention import NAME, Span, spans
-from ktransformers.serve.head import Head, Reader, Scored, collect
-from ktransformers.serve.lora import Resident, Share, expert_shares, linear_shares
-from ktransformers.serve.slots import Slot
+from ktransformers.serve.engine.attention import NAME, Span, spans
+from ktransformers.serve.engine.head import Head, Reader, Scored, collect
+from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.lora import Resident, Share, expert_shares, linear_shares
 
 if TYPE_CHECKING:
-    from ktransformers.serve.graphs import Graphs
+    from ktransformers.serve.graphs.decode_graphs import Graphs
 
 CARRIES = {"full_attention", "sliding_attention", "attention"}  # layer types whose past is keys and values
 MOVING = {"dynamic", "longrope"}  # rotary embeddings that change with the longest sequence of a batch

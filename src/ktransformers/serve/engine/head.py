@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktransformers.place.memory import SCORED_ROWS
+from ktransformers.plan.memory import SCORED_ROWS
 
 Reader = Callable[[int, Tensor], None]  # of the piece's rows from this one on: their logits [n, V]
 

@@ -3,10 +3,9 @@ rows that ask for them.
 
 Linear layers get a forward hook, all at the start because a server loads adapters while it answers; it adds s * B (A
 x), in float32 as PEFT does, to the rows of each adapter and leaves all other rows as the base computed them, bit for
-bit. Experts are packed for their stores and computed there (`nn/mixed.py`). Every tensor of an adapter has to find its
-place; what finds none is an error that names it. The surprising decision: an adapter is never changed. Loading the same
-name again makes a new version, and requests under way keep the one that they began with.
-"""
+bit. Experts are packed for their stores and computed there (`nn/mixed_lora.py`). Every tensor of an adapter has to find
+its place; what finds none is an error that names it. The surprising decision: an adapter is never changed. Loading the
+same name again makes a new version, and requests under way keep the one that they began with."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ from ktransformers.adapters.names import place
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import IMPLEMENTATION, is_experts
-from ktransformers.nn.factors import Factors
-from ktransformers.nn.mixed import MixedLora
+from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.operator import is_placed
-from ktransformers.serve.slots import Owner
+from ktransformers.serve.engine.kv_cache import Owner
 
 LOADING = threading.Lock()  # held while factors go to their device, and by who must see no other thread wait for it
 FEW = 8  # rows that the core adds to on the thread that asks: torch would wake all of its threads for them

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ktransformers.serve.lora import Resident
-from ktransformers.serve.sampling import Sampling, Score, generator
-from ktransformers.serve.slots import Slot
-from ktransformers.serve.text import Text
+from ktransformers.serve.engine.detokenizer import Text
+from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.lora import Resident
+from ktransformers.serve.engine.sampling import Sampling, Score, generator
 
 
 class Grammar(Protocol):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import KTError
-from ktransformers.serve.engine import Engine
-from ktransformers.serve.sampling import Sampling
-from ktransformers.serve.sequence import Ask, Event, Sequence
+from ktransformers.serve.engine.engine import Engine
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.engine.sequence import Ask, Event, Sequence
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.errors import InputError
-from ktransformers.nn.factors import Factors
-from ktransformers.nn.mixed import MixedLora, mixed
-from ktransformers.serve.lora import Linear, Resident, adding, as_rows
+from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.mixed_lora import MixedLora, mixed
+from ktransformers.serve.engine.lora import Linear, Resident, adding, as_rows
 
 Adapters = tuple[Resident, ...]  # in the order of `ordered`
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.place.gpu.optional import triton_kernels
-from ktransformers.serve.attention import Kind
+from ktransformers.serve.engine.attention import Kind
+from ktransformers.triton_modules import import_triton_module
+
+TRITON = "ktransformers.serve.graphs.decode_attention_triton"
 
 TOKEN, POSITION, CAPACITY, ASKED, ADAPTER, FIRST = range(6)  # lines of the table; the rest are addresses
 
@@ -36,11 +38,11 @@ def table_lines(layers: int) -> int:
 
 
 def runs_on(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and triton_kernels("decode_kernels", "serve") is not None)
+    return device.type == "cpu" or (device.type == "cuda" and import_triton_module(TRITON) is not None)
 
 
 def attend_new(table: Tensor, places: Places, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    kernels = triton_kernels("decode_kernels", "serve") if query.is_cuda else None
+    kernels = import_triton_module(TRITON) if query.is_cuda else None
     if kernels is None:
         return _plain(table, places, kind, query, key, value)
     found: Tensor = kernels.attend(table, places, kind, query, key, value)

@@ -18,14 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.serve import decode
-from ktransformers.serve.attention import Kind
-from ktransformers.serve.decode import Places
+from ktransformers.serve.engine.attention import Kind
+from ktransformers.serve.graphs import decode_attention
+from ktransformers.serve.graphs.decode_attention import Places
 
 PROGRAMS = 128  # for one row: about as many as a GPU has multiprocessors
 BLOCK_BYTES = 16384  # of keys that a program takes at a time
 TILE = 16  # rows that a product has at least
-POSITION, CAPACITY, ASKED = (tl.constexpr(line) for line in (decode.POSITION, decode.CAPACITY, decode.ASKED))
+POSITION, CAPACITY, ASKED = (
+    tl.constexpr(line) for line in (decode_attention.POSITION, decode_attention.CAPACITY, decode_attention.ASKED)
+)
 
 
 @triton.jit

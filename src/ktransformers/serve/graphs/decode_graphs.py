@@ -5,8 +5,8 @@ Such steps come in a few sizes; between two of them rows that nobody asked for a
 differs from step to step is a table of numbers (`decode.py`): tokens, positions, adapters, addresses of slots. It is
 written into pinned memory, and the graph itself begins with the copy up and ends with the copy of the most likely
 tokens down; all logits stay on the device, in memory that the next step writes to again. Attention is `decode.py`'s,
-experts are `place/few.py`'s, LoRA is `mixture.py`'s, everything else is the stock model, called under capture as it is
-called otherwise.
+experts are `place/host_callback.py`'s, LoRA is `mixture.py`'s, everything else is the stock model, called under capture
+as it is called otherwise.
 
 A graph is captured for a size and a set of adapters, and serves every mixture of these and of the base: a step takes
 the smallest set that has all that its rows want, and steps of the base alone take the graph without. A few sets are
@@ -40,19 +40,28 @@ from torch import Tensor, nn
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.cuda_graphs import capture
 from ktransformers.nn.operator import placed_for
 from ktransformers.nn.padding import padded
-from ktransformers.place.few import MOST
-from ktransformers.place.gpu.capture import capture
-from ktransformers.place.gpu.several import NoRoom
+from ktransformers.place.gpu.multi_lora import NoRoom
+from ktransformers.place.host_callback import MOST
 from ktransformers.place.placement import Placement
-from ktransformers.serve import decode
-from ktransformers.serve.attention import Kind, attending
-from ktransformers.serve.decode import ADAPTER, ASKED, FIRST, POSITION, TOKEN, Places, attend_new, table_lines
-from ktransformers.serve.forward import Alone, Forward, Found, Piece
-from ktransformers.serve.lora import LOADING
-from ktransformers.serve.mixture import Adapters, Mixture, ordered
-from ktransformers.serve.slots import Owner
+from ktransformers.serve.engine.attention import Kind, attending
+from ktransformers.serve.engine.forward import Alone, Forward, Found, Piece
+from ktransformers.serve.engine.kv_cache import Owner
+from ktransformers.serve.engine.lora import LOADING
+from ktransformers.serve.graphs import decode_attention
+from ktransformers.serve.graphs.adapter_set import Adapters, Mixture, ordered
+from ktransformers.serve.graphs.decode_attention import (
+    ADAPTER,
+    ASKED,
+    FIRST,
+    POSITION,
+    TOKEN,
+    Places,
+    attend_new,
+    table_lines,
+)
 
 LOG = logger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, MOST)  # rows
@@ -315,7 +324,7 @@ def why_not(forward: Forward | Alone, placement: Placement | None) -> str:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
     device = next(iter(devices))
-    if not decode.runs_on(device):
+    if not decode_attention.runs_on(device):
         return "there is no Triton"
     if placement is not None and placement.defers:
         return "deferred experts come by way of Python"

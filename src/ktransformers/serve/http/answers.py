@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.serve.engine import Engine, QueueFull, Stopped
-from ktransformers.serve.sampling import Score
-from ktransformers.serve.sequence import Ask, Event
-from ktransformers.serve.sequence import Sequence as Asked
-from ktransformers.serve.service import ApiError, Prompt
+from ktransformers.serve.engine.engine import Engine, QueueFull, Stopped
+from ktransformers.serve.engine.sampling import Score
+from ktransformers.serve.engine.sequence import Ask, Event
+from ktransformers.serve.engine.sequence import Sequence as Asked
+from ktransformers.serve.http.service import ApiError, Prompt
 
 FINISH = {"stop": "stop", "length": "length"}
 

@@ -29,13 +29,13 @@ from pydantic import BaseModel, ValidationError
 import ktransformers
 from ktransformers.errors import KTError
 from ktransformers.log import logger
-from ktransformers.serve import metrics, openapi
-from ktransformers.serve.chats import ChatCompletion
-from ktransformers.serve.completions import Completion
-from ktransformers.serve.protocol import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
-from ktransformers.serve.registry import UnknownModel
-from ktransformers.serve.service import ApiError, Service
-from ktransformers.serve.training import TrainingLog
+from ktransformers.serve.http import metrics, openapi
+from ktransformers.serve.http.chats import ChatCompletion
+from ktransformers.serve.http.completions import Completion
+from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
+from ktransformers.serve.http.registry import UnknownModel
+from ktransformers.serve.http.service import ApiError, Service
+from ktransformers.serve.http.training import TrainingLog
 
 LOG = logger(__name__)
 BODY = 64 * 2**20  # bytes of the largest request

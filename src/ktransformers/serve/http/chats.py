@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ktransformers.serve.answers import DONE, FINISH, Answer, Head, Reading, Words, line
-from ktransformers.serve.protocol import ChatRequest
-from ktransformers.serve.service import ApiError, Service
-from ktransformers.serve.tools import CallsApart, ToolCall, read_bare_call, read_calls
+from ktransformers.serve.http.answers import DONE, FINISH, Answer, Head, Reading, Words, line
+from ktransformers.serve.http.protocol import ChatRequest
+from ktransformers.serve.http.service import ApiError, Service
+from ktransformers.serve.http.tools import CallsApart, ToolCall, read_bare_call, read_calls
 
 
 class ChatCompletion:

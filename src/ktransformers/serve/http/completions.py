@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ktransformers.serve.answers import DONE, FINISH, Answer, Head, Reading, Words, line
-from ktransformers.serve.protocol import CompletionRequest
-from ktransformers.serve.service import ApiError, Prompt, Service
+from ktransformers.serve.http.answers import DONE, FINISH, Answer, Head, Reading, Words, line
+from ktransformers.serve.http.protocol import CompletionRequest
+from ktransformers.serve.http.service import ApiError, Prompt, Service
 
 
 class Completion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ktransformers.serve.service import Service
+from ktransformers.serve.http.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.serve.lora import Places, Resident
-from ktransformers.serve.slots import Owner
+from ktransformers.serve.engine.kv_cache import Owner
+from ktransformers.serve.engine.lora import Places, Resident
 
 
 class UnknownModel(KTError):

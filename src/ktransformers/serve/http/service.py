@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.serve.engine import Engine
-from ktransformers.serve.grammar import Grammars
-from ktransformers.serve.lora import Resident
-from ktransformers.serve.protocol import ChatRequest, Common, CompletionRequest, Message, ToolChoice
-from ktransformers.serve.registry import Registry, UnknownModel
-from ktransformers.serve.sampling import Sampling
-from ktransformers.serve.sequence import Ask
-from ktransformers.serve.tools import OPEN, call_schema
+from ktransformers.serve.engine.engine import Engine
+from ktransformers.serve.engine.lora import Resident
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.engine.sequence import Ask
+from ktransformers.serve.http.grammar import Grammars
+from ktransformers.serve.http.protocol import ChatRequest, Common, CompletionRequest, Message, ToolChoice
+from ktransformers.serve.http.registry import Registry, UnknownModel
+from ktransformers.serve.http.tools import OPEN, call_schema
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 

@@ -17,7 +17,7 @@ from typing import Any
 from ktransformers.adapters.manifest import FILE as MANIFEST
 from ktransformers.errors import KTError
 from ktransformers.log import logger
-from ktransformers.serve.registry import Registry, UnknownModel
+from ktransformers.serve.http.registry import Registry, UnknownModel
 
 LOG = logger(__name__)
 LOG_FILE = "trainer_log.jsonl"

@@ -1,0 +1,1 @@
+"""Attention of training steps replayed from CUDA graphs."""

@@ -1,0 +1,33 @@
+"""Memory and time of a model on a machine, predicted before anything is loaded: model shapes, machines, weight formats,
+byte and time formulas, and the planner that picks the fastest configuration that fits. Importing it does not import
+torch."""
+
+from __future__ import annotations
+
+from ktransformers.plan.machine import Machine, profile, profiles, with_gpus, with_memory
+from ktransformers.plan.meter import Comparison, Meter, compare
+from ktransformers.plan.model_shape import ModelShape, open_shape, shipped
+from ktransformers.plan.planner import Candidate, Plan, Way, make_plan, refuse
+from ktransformers.plan.workload import Choice, Serving, Training
+
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Comparison",
+    "Machine",
+    "Meter",
+    "ModelShape",
+    "Plan",
+    "Serving",
+    "Training",
+    "Way",
+    "compare",
+    "make_plan",
+    "open_shape",
+    "profile",
+    "profiles",
+    "refuse",
+    "shipped",
+    "with_gpus",
+    "with_memory",
+]

@@ -1,0 +1,1 @@
+"""Decode steps replayed from CUDA graphs, several adapters in one graph included."""
