@@ -229,7 +229,7 @@ def _rolled(rows: torch.Tensor, by: int) -> torch.Tensor:
 
 def _pack(model: Any, spec: str) -> None:
     """All experts of the first layer in the format; every other layer has the same bytes, experts in another order."""
-    from ktransformers.checkpoint import Piece
+    from ktransformers.checkpoint import ExpertChunk
     from ktransformers.checkpoint.encoded import encode
     from ktransformers.nn.contract import expert_modules, read_contract
     from ktransformers.nn.experts import new_store, pack_piece, select, settle, strip
@@ -247,7 +247,7 @@ def _pack(model: Any, spec: str) -> None:
                     tensors = {
                         role: encode(matrix, spec) for role, matrix in (tensors | {"gate": gate, "up": up}).items()
                     }
-                pack_piece(store, contract, Piece(expert, spec == "bf16", tensors))
+                pack_piece(store, contract, ExpertChunk(expert, spec == "bf16", tensors))
             made = store.memory()
         else:
             experts = contract.shape.num_experts

@@ -55,12 +55,12 @@ class Step:
         import torch
 
         from ktransformers.nn.gate import Gate
-        from ktransformers.place.gpu.expert_cache import Slots
+        from ktransformers.place.gpu.expert_cache import ExpertCache
         from ktransformers.place.placed_store import ServedStore, ThresholdEngine
         from ktransformers.place.placement import geometry_of, new_layer
 
         self.shape, self.stores, sizes = shape, stores, geometry_of(stores[0])
-        self.engine = ThresholdEngine(device, "resident", Slots(sizes, 4, device, None))
+        self.engine = ThresholdEngine(device, "resident", ExpertCache(sizes, 4, device, None))
         self.layers: list[ServedStore] = []
         for index, store in enumerate(stores):
             self.engine.layers[index] = new_layer(self.engine, index, store, Gate("silu"), sizes)
@@ -71,7 +71,7 @@ class Step:
 
     def settle(self, share: float) -> None:
         """The first experts of every layer are its residents."""
-        from ktransformers.place.gpu.expert_cache import Slots
+        from ktransformers.place.gpu.expert_cache import ExpertCache
 
         count = round(share * self.shape.experts)
         for placed in self.layers:
@@ -79,7 +79,7 @@ class Step:
             self.engine.few.retire(packed.index)
             self.engine.side.residents.pop(packed.index, None)
             if count:
-                room = Slots(packed.geometry, count, self.engine.device, None)
+                room = ExpertCache(packed.geometry, count, self.engine.device, None)
                 room.fetch(packed.index, packed.source, range(count))
                 self.engine.side.residents[packed.index] = room
 

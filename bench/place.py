@@ -88,14 +88,14 @@ def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
 
 def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[ServedStore]:
     from ktransformers.nn.gate import Gate
-    from ktransformers.place.gpu.expert_cache import Slots
+    from ktransformers.place.gpu.expert_cache import ExpertCache
     from ktransformers.place.gpu.layer_costs import costs_of
     from ktransformers.place.placed_store import ServedStore, ThresholdEngine
     from ktransformers.place.placement import LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
     sizes = geometry_of(made[0])
-    slots = Slots(sizes, int(LAYERS_OF_ROOM * sizes.experts), device, registered)
+    slots = ExpertCache(sizes, int(LAYERS_OF_ROOM * sizes.experts), device, registered)
     engine = ThresholdEngine(device, policy, slots)
     found = []
     for index, store in enumerate(made):

@@ -80,7 +80,7 @@ def chosen(layers: list[Any], strategy: str, share: float, routing: Routing) -> 
 
 def place(layers: list[Any], residents: list[tuple[int, ...]], registered: Any) -> None:
     """Fills the residents of every layer anew; what was measured with others is forgotten."""
-    from ktransformers.place.gpu.expert_cache import Slots
+    from ktransformers.place.gpu.expert_cache import ExpertCache
 
     engine = layers[0].engine
     for placed, experts in zip(layers, residents, strict=True):
@@ -88,7 +88,7 @@ def place(layers: list[Any], residents: list[tuple[int, ...]], registered: Any) 
         engine.few.retire(packed.index)
         engine.side.residents.pop(packed.index, None)
         if experts:
-            engine.side.residents[packed.index] = Slots(packed.geometry, len(experts), engine.device, registered)
+            engine.side.residents[packed.index] = ExpertCache(packed.geometry, len(experts), engine.device, registered)
             engine.side.residents[packed.index].fetch(packed.index, packed.source, experts)
     engine.trials.forget()
 

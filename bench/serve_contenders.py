@@ -57,7 +57,7 @@ class InProcess:
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
         from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import Ask, Event, Sequence
+        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
 
         engine, registry = self._service.engine, self._service.registry
         times: list[list[float]] = [[] for _ in prompts]
@@ -73,7 +73,7 @@ class InProcess:
 
         found = [registry.find(name or registry.served) for name in names]
         asks = [
-            Ask(tuple(prompt), new, Sampling(temperature=0), adapter)
+            GenerationRequest(tuple(prompt), new, Sampling(temperature=0), adapter)
             for prompt, adapter in zip(prompts, found, strict=True)
         ]
         begun = time.perf_counter()

@@ -89,19 +89,19 @@ class Bench:
     def adapter(self, attention: tuple[str, ...], seed: int) -> Any:
         import torch
 
-        from ktransformers.adapters import Pair, in_memory
+        from ktransformers.adapters import LoraPair, in_memory
         from ktransformers.nn.contract import expert_modules
-        from ktransformers.serve.engine.lora import Places
+        from ktransformers.serve.engine.lora import LoraModules
 
         drawn = torch.Generator().manual_seed(seed)
 
         @functools.cache
-        def pair(outputs: int, inputs: int, *experts: int) -> Pair:
+        def pair(outputs: int, inputs: int, *experts: int) -> LoraPair:
             a = torch.randn(*experts, RANK, inputs, generator=drawn) * inputs**-0.5
-            return Pair(a, torch.randn(*experts, outputs, RANK, generator=drawn) * 0.02, 2.0)
+            return LoraPair(a, torch.randn(*experts, outputs, RANK, generator=drawn) * 0.02, 2.0)
 
         if seed == 0:
-            self.places = Places(self.model)
+            self.places = LoraModules(self.model)
         sizes = self.placement.layers[0].packed.geometry
         wide = pair(sizes.intermediate, sizes.hidden, self.experts)
         roles = {"gate": wide, "up": wide, "down": pair(sizes.hidden, sizes.intermediate, self.experts)}
@@ -114,7 +114,7 @@ class Bench:
         return self.places.bind(in_memory(experts, linears), "random", f"a{seed}", 1)
 
     def graphs(self) -> Any:
-        from ktransformers.serve.graphs.decode_graphs import Compute, Graphs
+        from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs
 
         def record(compute: Compute) -> Compute:
             def again() -> Any:
@@ -123,24 +123,24 @@ class Bench:
 
             return again
 
-        return Graphs(self.model, self.placement, record if self.device.type == "cpu" else None)
+        return DecodeGraphs(self.model, self.placement, record if self.device.type == "cpu" else None)
 
     def engine(self, streams: int, new: int) -> Any:
-        from ktransformers.serve.engine.engine import Engine, Limits
+        from ktransformers.serve.engine.engine import Limits, ServeEngine
         from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import Ask, Event, Sequence
+        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
 
         def hear(event: Event) -> None:
             if event.error:
                 raise SystemExit(event.error)
 
         room = self.args.chunk + self.args.prompt + new + 64
-        engine = Engine(self.forward, Limits(streams, streams, self.args.chunk, streams * 2 * room, room))
+        engine = ServeEngine(self.forward, Limits(streams, streams, self.args.chunk, streams * 2 * room, room))
         vocabulary, length = self.args.vocabulary, self.args.prompt if new else self.args.chunk
         for stream in range(streams):
             prompt = tuple((stream * 7919 + 31 * at * at + at) % vocabulary for at in range(length))
             adapter = [*self.adapters, None][stream % (len(self.adapters) + 1)]
-            ask = Ask(prompt, max(1, new), Sampling(temperature=0), adapter=adapter)
+            ask = GenerationRequest(prompt, max(1, new), Sampling(temperature=0), adapter=adapter)
             engine.submit([Sequence(ask, Mute(), hear)])
         return engine
 

@@ -129,14 +129,14 @@ def make_adapter(folder: Path, model: Path, shape: Shape, layers: int, rank: int
     """LoRA on attention and experts, as `kt train` would leave it."""
     import torch
 
-    from ktransformers.adapters import Pair, facts_of, in_memory, write_adapter
+    from ktransformers.adapters import LoraPair, facts_of, in_memory, write_adapter
 
     attention = ATTENTION[shape.name]
     generator = torch.Generator().manual_seed(1000 + seed)
 
-    def pair(outputs: int, inputs: int, *stack: int) -> Pair:
+    def pair(outputs: int, inputs: int, *stack: int) -> LoraPair:
         a = torch.randn(*stack, rank, inputs, generator=generator) * inputs**-0.5
-        return Pair(a, torch.randn(*stack, outputs, rank, generator=generator) * 0.02, 2.0)
+        return LoraPair(a, torch.randn(*stack, outputs, rank, generator=generator) * 0.02, 2.0)
 
     wide, narrow = attention.heads * attention.head, attention.groups * attention.head
     sizes = {"q_proj": (wide, shape.hidden), "k_proj": (narrow, shape.hidden)}

@@ -32,7 +32,7 @@ LATER = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # parts of a split GGUF 
 
 
 @dataclass(frozen=True)
-class Known:
+class FileFacts:
     """What a hub said of a file, or what was measured when the model was added."""
 
     size: int | None = None
@@ -48,7 +48,7 @@ class Entry:
     repo: str | None = None
     revision: str | None = None
     added: str = ""
-    files: Mapping[str, Known] = field(default_factory=dict)
+    files: Mapping[str, FileFacts] = field(default_factory=dict)
 
     @property
     def exists(self) -> bool:
@@ -96,7 +96,7 @@ def entries() -> list[Entry]:
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:
-    files = {name: Known(**known) for name, known in fields.get("files", {}).items()}
+    files = {name: FileFacts(**known) for name, known in fields.get("files", {}).items()}
     return Entry(**{**fields, "path": Path(fields["path"]), "files": files})
 
 

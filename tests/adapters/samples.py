@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters import Adapter, ModelFacts, Pair, facts_of, in_memory
+from ktransformers.adapters import Adapter, LoraPair, ModelFacts, facts_of, in_memory
 
 HIDDEN, WIDE, HEADS, KV_HEADS, HEAD = 8, 6, 2, 1, 4
 ATTENTION = {
@@ -67,9 +67,9 @@ def sample(recipe: Recipe = Recipe()) -> Adapter:  # noqa: B008 (frozen)
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(recipe.dtype)
 
-    def pair(rank: int, inputs: int, outputs: int, scaling: float, *lead: int) -> Pair:
+    def pair(rank: int, inputs: int, outputs: int, scaling: float, *lead: int) -> LoraPair:
         b = numbers(*lead, outputs, rank)
-        return Pair(numbers(*lead, rank, inputs), torch.zeros_like(b) if recipe.zero_b else b, scaling)
+        return LoraPair(numbers(*lead, rank, inputs), torch.zeros_like(b) if recipe.zero_b else b, scaling)
 
     experts, modules = {}, {}
     router = "mlp.router" if recipe.family == "gpt_oss" else "mlp.gate"
@@ -80,7 +80,7 @@ def sample(recipe: Recipe = Recipe()) -> Adapter:  # noqa: B008 (frozen)
             for rank, size in zip(recipe.ranks, sizes, strict=True)
         )
         if recipe.shared:
-            up = Pair(gate.a, numbers(recipe.experts, WIDE, gate.rank), recipe.scalings[0])
+            up = LoraPair(gate.a, numbers(recipe.experts, WIDE, gate.rank), recipe.scalings[0])
         experts[f"model.layers.{layer}.mlp"] = {"gate": gate, "up": up, "down": down}
         for path, (inputs, outputs) in ATTENTION.items():
             name = f"model.layers.{layer}.{path.replace('mlp.gate', router)}"

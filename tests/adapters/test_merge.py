@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ktransformers.adapters import Pair, convert, facts_of, in_memory, merge, write_adapter
+from ktransformers.adapters import LoraPair, convert, facts_of, in_memory, merge, write_adapter
 from ktransformers.adapters import merge as merge_function
 from ktransformers.errors import InputError
 from tests.adapters.test_peft import TARGETS, logits, model_of
@@ -219,8 +219,10 @@ def test_memory_stays_with_one_expert(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     del tensors
 
-    def pair(outputs: int, inputs: int) -> Pair:
-        return Pair(torch.randn(experts, rank, inputs).bfloat16(), torch.randn(experts, outputs, rank).bfloat16(), 0.1)
+    def pair(outputs: int, inputs: int) -> LoraPair:
+        return LoraPair(
+            torch.randn(experts, rank, inputs).bfloat16(), torch.randn(experts, outputs, rank).bfloat16(), 0.1
+        )
 
     layer = {"gate": pair(wide, hidden), "up": pair(wide, hidden), "down": pair(hidden, wide)}
     write_adapter(in_memory(dict.fromkeys(roots, layer), {}, model=facts_of(config)), tmp_path / "adapter", "peft")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ktransformers.adapters import proof_record
-from ktransformers.adapters.comparison import Measured, difference
+from ktransformers.adapters.comparison import LogprobsAndNorms, difference
 from ktransformers.adapters.content import open_content
 from ktransformers.errors import KTError
 from tests.nn.families import build, save
@@ -241,16 +241,16 @@ def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], ou
 
 
 def test_noise_lets_single_tokens_pass_and_not_more() -> None:
-    plain = Measured((torch.zeros(200),))
+    plain = LogprobsAndNorms((torch.zeros(200),))
 
-    def with_outliers(count: int, noise: float = 0.0) -> Measured:
+    def with_outliers(count: int, noise: float = 0.0) -> LogprobsAndNorms:
         values = torch.full((200,), noise)
         values[:count] = 0.3
-        return Measured((values,))
+        return LogprobsAndNorms((values,))
 
     rough = difference(with_outliers(0, 0.01), plain)
     assert difference(with_outliers(2, 0.02), plain).within(rough)
     assert not difference(with_outliers(10, 0.02), plain).within(rough)
     fine = difference(with_outliers(0, 1e-6), plain)
     assert not difference(with_outliers(1, 1e-6), plain).within(fine)
-    assert not difference(Measured((torch.full((200,), torch.nan),)), plain).within(rough)
+    assert not difference(LogprobsAndNorms((torch.full((200,), torch.nan),)), plain).within(rough)

@@ -317,9 +317,9 @@ def test_layers_with_experts_are_read_off_the_index(tmp_path: Path) -> None:
 
 def test_a_block_that_is_really_called_so(tmp_path: Path) -> None:
     """granitemoe says block_sparse_moe in the model too: it must not be renamed."""
-    from ktransformers.adapters import Pair, in_memory
+    from ktransformers.adapters import LoraPair, in_memory
 
-    pair = Pair(torch.ones(2, 8), torch.ones(3, 2), 1.0)
+    pair = LoraPair(torch.ones(2, 8), torch.ones(3, 2), 1.0)
     name = "model.layers.0.block_sparse_moe.router"
     recipe = Recipe(family="granitemoe")
     adapter = in_memory({}, {name: pair}, model=facts(recipe))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ktransformers.checkpoint.journal import JOURNAL, Journal
+from ktransformers.checkpoint.journal import JOURNAL, ConversionJournal
 from ktransformers.checkpoint.mapped import map_file
 from ktransformers.checkpoint.packed import (
     Manifest,
     PackedLayer,
     ShardRecord,
-    Source,
+    SourceRecord,
     content_hash,
     manifest_words,
     read_manifest,
@@ -133,7 +133,7 @@ def manifest(**changes: Any) -> Manifest:
         "conversion": "7",
         "made_by": "a test",
         "formats": {"gate": "int4:32"},
-        "source": Source(name="source", files=[]),
+        "source": SourceRecord(name="source", files=[]),
         "layers": [layer],
         "shards": {"packed-00003.safetensors": ShardRecord(bytes=1, header_sha256="a", sha256="b")},
     }
@@ -184,7 +184,7 @@ def test_manifests_that_are_refused(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def enter(journal: Journal, name: str, data: bytes = b"data") -> None:
+def enter(journal: ConversionJournal, name: str, data: bytes = b"data") -> None:
     file = journal.directory / name
     file.write_bytes(data)
     journal.enter(name, ShardRecord(bytes=len(data), header_sha256="-", sha256=sha256(file)), {"of": name})
@@ -192,17 +192,17 @@ def enter(journal: Journal, name: str, data: bytes = b"data") -> None:
 
 def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
     plan = {"conversion": "one", "formats": {"down": "int8"}}
-    journal = Journal(tmp_path / "out", plan)
+    journal = ConversionJournal(tmp_path / "out", plan)
     enter(journal, "a")
     enter(journal, "b")
     with pytest.raises(InputError, match="a conversion that is running"):
-        Journal(tmp_path / "out", plan)
+        ConversionJournal(tmp_path / "out", plan)
     journal.close()
     text = (journal.directory / JOURNAL).read_text()
     (journal.directory / JOURNAL).write_text(text + '{"file": "c", "rec')  # a kill in the middle of a line
     (journal.directory / ".c.partial").write_bytes(b"half")
     (journal.directory / "b").write_bytes(b"dota")
-    again = Journal(tmp_path / "out", plan | {"conversion": "two"})
+    again = ConversionJournal(tmp_path / "out", plan | {"conversion": "two"})
     assert again.plan["conversion"] == "one"
     assert set(again.shards) == {"a", "b"}
     assert again.recheck() == ["b"]
@@ -216,15 +216,15 @@ def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
 
 
 def test_journal_refuses_another_plan(tmp_path: Path) -> None:
-    Journal(tmp_path / "out", {"conversion": "one", "formats": {"down": "int8"}}).close()
+    ConversionJournal(tmp_path / "out", {"conversion": "one", "formats": {"down": "int8"}}).close()
     with pytest.raises(
         InputError, match=r'begun differently \(formats \{"down": "int8"\}, now \{"down": "int4:32"\}\)'
     ):
-        Journal(tmp_path / "out", {"conversion": "two", "formats": {"down": "int4:32"}})
+        ConversionJournal(tmp_path / "out", {"conversion": "two", "formats": {"down": "int4:32"}})
     (tmp_path / "other.partial").mkdir()
     (tmp_path / "other.partial" / "photo.jpg").write_bytes(b"")
     with pytest.raises(InputError, match=r"given photo\.jpg and no journal"):
-        Journal(tmp_path / "other", {})
+        ConversionJournal(tmp_path / "other", {})
 
 
 def test_rest_is_divided_by_size_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

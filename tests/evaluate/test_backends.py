@@ -16,20 +16,20 @@ from ktransformers.checkpoint.upcycle import Recipe, upcycle
 from ktransformers.errors import InputError, KTError
 from ktransformers.evaluate import local as local_module
 from ktransformers.evaluate import remote
-from ktransformers.evaluate.backend import Prompt, Question
+from ktransformers.evaluate.backend import EvalPrompt, Question
 from ktransformers.evaluate.local import LocalModel, trained_experts
 from ktransformers.evaluate.remote import Endpoint, RemoteBackend
 
 PROMPTS = [
-    Prompt("the"),
-    Prompt("a longer question, with 12 numbers and 喵", system="be brief"),
-    Prompt("plain text goes", chat=False),
-    Prompt("x" * 60),
-    Prompt("why?", chat=False),
+    EvalPrompt("the"),
+    EvalPrompt("a longer question, with 12 numbers and 喵", system="be brief"),
+    EvalPrompt("plain text goes", chat=False),
+    EvalPrompt("x" * 60),
+    EvalPrompt("why?", chat=False),
 ]
 QUESTIONS = [Question(prompt, ("A", "B", "C")) for prompt in PROMPTS] + [
     Question(PROMPTS[0], ("a whole sentence", " the end", "喵")),
-    Question(Prompt("", chat=False), ("running text that has no prompt",)),
+    Question(EvalPrompt("", chat=False), ("running text that has no prompt",)),
     Question(PROMPTS[2], (" there", " A")),
 ]
 
@@ -131,7 +131,7 @@ def test_a_retrained_adapter_is_another_model(local: LocalModel, adapter_directo
 
 def test_plain_text_needs_no_tokenizer_and_a_chat_does(local: LocalModel, serving: tuple[str, Any]) -> None:
     there = RemoteBackend(Endpoint(serving[0]), "base")
-    plain = [Question(PROMPTS[2], (" there", " A")), Question(Prompt("", chat=False), ("running text",))]
+    plain = [Question(PROMPTS[2], (" there", " A")), Question(EvalPrompt("", chat=False), ("running text",))]
     close(local.backend().likelihoods(plain), there.likelihoods(plain))
     with pytest.raises(InputError, match="--tokenizer"):
         there.likelihoods(QUESTIONS[:1])

@@ -15,7 +15,7 @@ import pytest
 from ktransformers.cli.main import main
 from ktransformers.errors import InputError
 from ktransformers.evaluate import run as run_module
-from ktransformers.evaluate.backend import Likelihood, Prompt, Question
+from ktransformers.evaluate.backend import EvalPrompt, Likelihood, Question
 from ktransformers.evaluate.compare import compare
 from ktransformers.evaluate.judge import Judge, parse
 from ktransformers.evaluate.local import LocalModel
@@ -57,7 +57,7 @@ class Scripted:
     def __init__(self, right: int = 10, dies_at: int = 99) -> None:
         self.right, self.dies_at, self.calls, self.asked = right, dies_at, 0, 0
 
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]:
         self.calls += 1
         if self.calls == self.dies_at:
             raise KeyboardInterrupt
@@ -215,7 +215,7 @@ class Knowing:
     def __init__(self) -> None:
         self.questions: list[Question] = []
 
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]:
         raise AssertionError("nothing is to be written")
 
     def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.reference import Layer
+from ktransformers.nn.reference import ReferenceLayer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -58,7 +58,7 @@ def make_layer(
     alpha: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-) -> Layer:
+) -> ReferenceLayer:
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> Tensor:
@@ -66,7 +66,7 @@ def make_layer(
         return (torch.randn(*shape, generator=random, dtype=fine) * scale).to(dtype)
 
     inner, outer = hidden**-0.5, intermediate**-0.5
-    layer = Layer(
+    layer = ReferenceLayer(
         gate=normal(experts, intermediate, hidden, scale=inner) if gated else None,
         up=normal(experts, intermediate, hidden, scale=inner),
         down=normal(experts, hidden, intermediate, scale=outer),
@@ -85,7 +85,7 @@ def make_layer(
 
 
 def make_batch(
-    layer: Layer, tokens: int, top_k: int, *, fine: bool = False, here: bool = False, seed: int = 0
+    layer: ReferenceLayer, tokens: int, top_k: int, *, fine: bool = False, here: bool = False, seed: int = 0
 ) -> Batch:
     """Hidden states in float32, with values that bf16 has too unless `fine`. Ids from -1 to E, both ends meaning "not
     here", or only those that are `here`."""
@@ -100,7 +100,7 @@ def make_batch(
     )
 
 
-def make_store(layer: Layer, pool: _core.Pool, isa: str | None = None, precision: str = "bf16") -> ExpertStore:
+def make_store(layer: ReferenceLayer, pool: _core.Pool, isa: str | None = None, precision: str = "bf16") -> ExpertStore:
     experts, hidden, intermediate = layer.down.shape
     store = ExpertStore(
         experts,

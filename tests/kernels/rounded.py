@@ -11,7 +11,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, decode, encode, format_of, nibbles
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.reference import ACTIVATIONS, Layer
+from ktransformers.nn.reference import ACTIVATIONS, ReferenceLayer
 
 from .conftest import Batch
 
@@ -36,11 +36,11 @@ SPECS: dict[str, str | dict[str, str]] = {
 class Rounded:
     """A made-up layer in a format, or one for each matrix, and the layer of the numbers that it stands for."""
 
-    layer: Layer
+    layer: ReferenceLayer
     matrices: dict[str, Encoded]
 
     @staticmethod
-    def of(layer: Layer, spec: str | dict[str, str] = "int8") -> Rounded:
+    def of(layer: ReferenceLayer, spec: str | dict[str, str] = "int8") -> Rounded:
         given = {"gate": layer.gate, "up": layer.up, "down": layer.down}
         specs = spec if isinstance(spec, dict) else dict.fromkeys(given, spec)
         matrices = {name: encode(m.float(), specs[name]) for name, m in given.items() if m is not None}
@@ -78,7 +78,7 @@ class Lora:
     scale: float
 
     @staticmethod
-    def of(layer: Layer, rank: int, seed: int) -> Lora:
+    def of(layer: ReferenceLayer, rank: int, seed: int) -> Lora:
         random = torch.Generator().manual_seed(seed)
         experts, hidden, intermediate = layer.down.shape
         sizes = {"gate": (hidden, intermediate), "up": (hidden, intermediate), "down": (intermediate, hidden)}

@@ -15,7 +15,7 @@ from .conftest import DTYPES, error, make_batch, make_layer, make_store, toleran
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]
 
 
-def check(isa: str, pool: _core.Pool, layer: reference.Layer, tokens: int, top_k: int) -> None:
+def check(isa: str, pool: _core.Pool, layer: reference.ReferenceLayer, tokens: int, top_k: int) -> None:
     store, batch = make_store(layer, pool, isa), make_batch(layer, tokens, top_k)
     got = store.forward(batch.hidden, batch.ids, batch.weights)
     want = reference.forward(layer, batch.hidden, batch.ids, batch.weights)

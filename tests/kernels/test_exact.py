@@ -25,7 +25,7 @@ FORMS = [
 ]
 
 
-def check(exact: tuple[str, str], pool: _core.Pool, layer: reference.Layer, tokens: int, top_k: int) -> None:
+def check(exact: tuple[str, str], pool: _core.Pool, layer: reference.ReferenceLayer, tokens: int, top_k: int) -> None:
     isa, precision = exact
     layer = replace(layer, packed=DTYPE[precision])
     batch = make_batch(layer, tokens, top_k, fine=True)

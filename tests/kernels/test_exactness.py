@@ -10,7 +10,7 @@ import torch
 
 from ktransformers import _core
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.reference import Layer
+from ktransformers.nn.reference import ReferenceLayer
 
 from .conftest import DTYPES, make_batch, make_layer, make_store
 
@@ -48,7 +48,7 @@ def test_company_where_k_is_cut(isa: str, pool: _core.Pool) -> None:
         assert torch.equal(alone[0], everybody[token])
 
 
-def sources(layer: Layer) -> list[Callable[[ExpertStore], None]]:
+def sources(layer: ReferenceLayer) -> list[Callable[[ExpertStore], None]]:
     """All the ways in which a checkpoint may hold these experts."""
     gate, up, down = layer.gate, layer.up, layer.down
     gate_bias, up_bias, down_bias = layer.gate_bias, layer.up_bias, layer.down_bias

@@ -19,7 +19,7 @@ SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 
 
 @functools.cache
-def prepared(isa: str, threads: int) -> tuple[ExpertStore, reference.Layer]:
+def prepared(isa: str, threads: int) -> tuple[ExpertStore, reference.ReferenceLayer]:
     layer = make_layer(EXPERTS, HIDDEN, INTERMEDIATE, biases=True)
     return make_store(layer, _core.Pool(threads), isa), layer
 

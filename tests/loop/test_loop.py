@@ -176,7 +176,7 @@ def test_a_changed_recipe_does_not_go_on_in_old_work(place: Path) -> None:
 
 def test_a_stage_that_fails_says_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKEN", "eval")
-    with pytest.raises(child.Failed, match=r"stage baseline ended with code 1; .*baseline.log") as error:
+    with pytest.raises(child.StageFailed, match=r"stage baseline ended with code 1; .*baseline.log") as error:
         go(place)
     assert error.value.code == 1
     monkeypatch.delenv("BROKEN")

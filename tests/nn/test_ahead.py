@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ktransformers.nn.lora_factors import Factors, is_packed, pack_again, packed
-from ktransformers.nn.lora_prefetch import Ahead
+from ktransformers.nn.lora_factors import LoraFactors, is_packed, pack_again, packed
+from ktransformers.nn.lora_prefetch import LoraPrefetch
 from ktransformers.nn.store import ExpertStore
 
 EXPERTS, HIDDEN, WIDE, RANK = 4, 32, 64, 4
@@ -25,15 +25,15 @@ class Recorder(Executor):
         return Future()
 
 
-def layer(seed: int) -> tuple[ExpertStore, Factors]:
+def layer(seed: int) -> tuple[ExpertStore, LoraFactors]:
     torch.manual_seed(seed)
     store = ExpertStore(EXPERTS, HIDDEN, WIDE)
     store.pack(gate_up=torch.randn(EXPERTS, 2 * WIDE, HIDDEN), down=torch.randn(EXPERTS, HIDDEN, WIDE))
     tensors = torch.randn(EXPERTS, RANK, WIDE), torch.randn(EXPERTS, HIDDEN, RANK)
-    return store, Factors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
+    return store, LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
 
 
-def answer(store: ExpertStore, factors: Factors) -> torch.Tensor:
+def answer(store: ExpertStore, factors: LoraFactors) -> torch.Tensor:
     torch.manual_seed(9)
     hidden, ids, weights = torch.randn(6, HIDDEN), torch.randint(EXPERTS, (6, 2)), torch.rand(6, 2)
     return store.forward(hidden, ids, weights, adapters=[packed(store, factors)])
@@ -42,7 +42,7 @@ def answer(store: ExpertStore, factors: Factors) -> torch.Tensor:
 def test_the_layer_that_came_next_is_packed() -> None:
     layers = [layer(seed) for seed in range(3)]
     with ThreadPoolExecutor(1) as worker:
-        ahead = Ahead(worker)
+        ahead = LoraPrefetch(worker)
         for store, factors in layers:
             packed(store, factors)
             ahead.passed(store)
@@ -74,7 +74,7 @@ def test_what_changes_meanwhile_is_packed_when_it_is_asked_for() -> None:
 def test_recomputation_is_no_walk() -> None:
     """The layers of a checkpointed model come by backwards in a backward pass; the order of the walk forward stays."""
     (first, _), (second, _) = layer(0), layer(1)
-    ahead = Ahead(worker := Recorder())
+    ahead = LoraPrefetch(worker := Recorder())
     weight = torch.ones((), requires_grad=True)
     for store in (first, second):
         ahead.passed(store)
@@ -89,7 +89,7 @@ def test_recomputation_is_no_walk() -> None:
 def test_inference_tensors_are_left_to_whoever_asks() -> None:
     store, factors = layer(0)
     with torch.inference_mode():
-        mine = Factors(factors.roles, tuple(tensor.clone() for tensor in factors.tensors), factors.scales)
+        mine = LoraFactors(factors.roles, tuple(tensor.clone() for tensor in factors.tensors), factors.scales)
         before = answer(store, mine)
         mine.tensors[0].mul_(2)
         pack_again(store)
@@ -98,4 +98,4 @@ def test_inference_tensors_are_left_to_whoever_asks() -> None:
 
 def test_nothing_to_pack() -> None:
     pack_again(ExpertStore(EXPERTS, HIDDEN, WIDE))
-    Ahead().passed(layer(0)[0])
+    LoraPrefetch().passed(layer(0)[0])

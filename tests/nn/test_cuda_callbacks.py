@@ -45,6 +45,6 @@ def test_a_stream_runs_the_call() -> None:
                 assert status == 0
             on_device.copy_(result, non_blocking=True)
         stream.synchronize()
-        expected = reference.forward(reference.Layer(up, down, gate), x, ids, weights)
+        expected = reference.forward(reference.ReferenceLayer(up, down, gate), x, ids, weights)
         error = (on_device.double().cpu() - expected).norm() / expected.norm()
         assert error < 6e-3

@@ -15,7 +15,7 @@ from torch import nn
 from ktransformers.nn import attach
 from ktransformers.nn.distributed import PREFIXES
 from ktransformers.nn.peft_lora import lora_parameters
-from ktransformers.nn.placeholder import Ghost
+from ktransformers.nn.placeholder import Placeholder
 from tests.forked import Forked
 
 from .families import build
@@ -58,7 +58,7 @@ def test_names_for_ddp() -> None:
         name for name, parameter in peft.named_parameters() if "self_attn" in name and parameter.requires_grad
     }
     inside = peft.get_base_model()
-    ghosts = [name for name, parameter in inside.named_parameters() if isinstance(parameter, Ghost)]
+    ghosts = [name for name, parameter in inside.named_parameters() if isinstance(parameter, Placeholder)]
     assert len(ghosts) == 4 and len(lora_parameters(inside)) == 8
     assert ignored == {prefix + name for name in [*ghosts, *lora_parameters(inside)] for prefix in PREFIXES}
 

@@ -21,7 +21,7 @@ from ktransformers.nn import ExpertStore, attach, reference
 from ktransformers.nn.contract import expert_modules, read_contract
 from ktransformers.nn.experts import experts_forward, pack_module
 from ktransformers.nn.gate import Gate, probe_activation, probe_gate
-from ktransformers.nn.placeholder import Ghost
+from ktransformers.nn.placeholder import Placeholder
 
 from .families import build, tokens
 
@@ -61,7 +61,7 @@ def test_attach_and_free(tmp_path: Path) -> None:
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
     attach(model, free=True, isa="generic")
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
-    ghosts = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, Ghost))
+    ghosts = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, Placeholder))
     assert ghosts == 2 * 6 * 3 * 64 * 40
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
     assert {module.kt_store.isa for module in expert_modules(model).values()} == {"generic"}
@@ -179,7 +179,9 @@ def experts(kind: type[nn.Module] = Plain, implementation: str = "kt", **flags: 
 def test_dispatch_by_transformers() -> None:
     assert ALL_EXPERTS_FUNCTIONS["kt"] is experts_forward
     module = experts()
-    layer = reference.Layer(gate=module.gate_up_proj[:, :I], up=module.gate_up_proj[:, I:], down=module.down_proj)
+    layer = reference.ReferenceLayer(
+        gate=module.gate_up_proj[:, :I], up=module.gate_up_proj[:, I:], down=module.down_proj
+    )
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         hidden, ids, weights = batch(dtype)
         got = module(hidden, ids, weights)

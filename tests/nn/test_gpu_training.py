@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ktransformers.nn import attach, lora_parameters
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.placeholder import Ghost
+from ktransformers.nn.placeholder import Placeholder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -136,12 +136,12 @@ def train(peft: PeftModel, data: list[Tensor], rate: float) -> Run:
 
 def check_ours(peft: PeftModel, size: Size) -> None:
     """The experts are where they should be, and so is everything else."""
-    assert all(isinstance(module.gate_up_proj, Ghost) for module in expert_modules(peft).values())
+    assert all(isinstance(module.gate_up_proj, Placeholder) for module in expert_modules(peft).values())
     lora = lora_parameters(peft)
     assert len(lora) == 4 * size.layers
     on_gpu = size.device != "cpu"
     assert all(p.device.type == "cpu" and p.is_pinned() == on_gpu for p in lora.values())
-    others = [p for name, p in peft.named_parameters() if name not in lora and not isinstance(p, Ghost)]
+    others = [p for name, p in peft.named_parameters() if name not in lora and not isinstance(p, Placeholder)]
     assert {str(parameter.device) for parameter in others} == {size.device}
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, KTConfig, load_model
-from ktransformers.nn.placeholder import Ghost
+from ktransformers.nn.placeholder import Placeholder
 from tests.forked import python
 
 from .families import COMMON, FAMILIES, build, round_weights, save, tokens
@@ -47,7 +47,9 @@ def test_family(family: str, tmp_path: Path) -> None:
     want, got = stock(tmp_path), load_model(tmp_path, dtype=torch.float32)
     assert type(got) is type(want)
     assert len(stores(got)) > 0
-    assert all(isinstance(tensor, Ghost) for name, tensor in got.named_parameters() if re.search(r"\.experts\.", name))
+    assert all(
+        isinstance(tensor, Placeholder) for name, tensor in got.named_parameters() if re.search(r"\.experts\.", name)
+    )
     buffers = dict(got.named_buffers())
     for name, buffer in want.named_buffers():  # RoPE among them: computed, not loaded, on a skeleton without memory
         assert buffers[name].device == buffer.device and torch.equal(buffers[name], buffer), name
@@ -176,7 +178,7 @@ def test_gradients_pass_through(tmp_path: Path) -> None:
         model(tokens(), labels=tokens()).loss.backward()
     theirs = {name: parameter.grad for name, parameter in want.named_parameters()}
     for name, parameter in got.named_parameters():
-        if isinstance(parameter, Ghost):
+        if isinstance(parameter, Placeholder):
             continue
         torch.testing.assert_close(parameter.grad, theirs[name], rtol=1e-3, atol=1e-5)
 
@@ -186,7 +188,7 @@ def test_device(tmp_path: Path) -> None:
     save(build("qwen3_moe"), tmp_path)
     want, model = logits(stock(tmp_path)), load_model(tmp_path, dtype=torch.float32, device="cuda", isa="generic")
     tensors = [*model.parameters(), *model.buffers()]
-    assert {tensor.device.type for tensor in tensors if not isinstance(tensor, Ghost)} == {"cuda"}
+    assert {tensor.device.type for tensor in tensors if not isinstance(tensor, Placeholder)} == {"cuda"}
     with torch.no_grad():
         torch.testing.assert_close(model(tokens().cuda()).logits.cpu(), want, rtol=2e-3, atol=2e-3)
 

@@ -57,7 +57,7 @@ class Case:
             if gated:
                 biases["gate_bias"] = normal(EXPERTS, intermediate).to(fine)
         form = {"activation": activation, "limit": limit, "alpha": alpha}
-        self.layer = reference.Layer(up, down, gate, packed=packed, **form, **biases)
+        self.layer = reference.ReferenceLayer(up, down, gate, packed=packed, **form, **biases)
         self.store = ExpertStore(EXPERTS, hidden, intermediate, gated=gated, isa=isa, precision=precision, **form)
         self.store.pack(gate=gate, up=up, down=down, **biases)
         self.hidden = normal(tokens, hidden).to(dtype).requires_grad_()

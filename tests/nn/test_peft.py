@@ -26,7 +26,7 @@ from ktransformers.nn import experts as experts_module
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.experts import select
 from ktransformers.nn.peft_lora import lora_parameters
-from ktransformers.nn.placeholder import Ghost
+from ktransformers.nn.placeholder import Placeholder
 
 from .families import build, save, tokens
 
@@ -99,7 +99,7 @@ def test_against_stock(family: str, targets: dict[str, Any]) -> None:
     """Same seed, same adapter, same numbers, with the stock model and PEFT's own arithmetic beside it."""
     ours, theirs = adapt(packed(family), **targets), adapt(build(family), **targets)
     layers = [layer for layer in ours.modules() if isinstance(layer, ParamWrapper)]
-    assert layers and all(isinstance(layer.get_param(), Ghost) for layer in layers if layer.num_experts > 1)
+    assert layers and all(isinstance(layer.get_param(), Placeholder) for layer in layers if layer.num_experts > 1)
     names = [name for name, _ in theirs.named_parameters() if not name.endswith("_bias")]  # biases have no ghost
     assert [name for name, _ in ours.named_parameters()] == names
     got, want = logits(ours), logits(theirs)

@@ -14,7 +14,7 @@ from torch import nn
 from ktransformers.nn import attach, load_model, lora_parameters
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.peft_lora import _staying
-from ktransformers.nn.placeholder import Ghost
+from ktransformers.nn.placeholder import Placeholder
 
 from .families import build, save, tokens
 
@@ -47,8 +47,8 @@ def test_moves_leave_expert_lora_behind() -> None:
         assert torch.equal(parameter, value)
         assert parameter.grad is not None and parameter.grad.device.type == "cpu"
     others = [parameter for name, parameter in peft.named_parameters() if name not in before]
-    assert {parameter.device.type for parameter in others if not isinstance(parameter, Ghost)} == {"meta"}
-    assert {parameter.device.type for parameter in others if isinstance(parameter, Ghost)} == {"cpu"}
+    assert {parameter.device.type for parameter in others if not isinstance(parameter, Placeholder)} == {"meta"}
+    assert {parameter.device.type for parameter in others if isinstance(parameter, Placeholder)} == {"cpu"}
 
 
 def test_casts_apply() -> None:
@@ -132,7 +132,9 @@ def test_on_a_gpu(directory: Path, way: str) -> None:
             assert parameter.device.type == "cpu" and parameter.grad.device.type == "cpu"
             assert optimizer.state[parameter]["exp_avg"].device.type == "cpu"
             assert parameter.is_pinned() == (device == "cuda")
-        rest = {p.device.type for p in peft.parameters() if not isinstance(p, Ghost) and all(p is not q for q in lora)}
+        rest = {
+            p.device.type for p in peft.parameters() if not isinstance(p, Placeholder) and all(p is not q for q in lora)
+        }
         assert rest == {device}
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
     assert losses[0][-1] < losses[0][0]

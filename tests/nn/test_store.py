@@ -58,7 +58,7 @@ def test_reference_is_what_transformers_computes() -> None:
             e = ids[t, slot]
             inner = nn.functional.silu(w["gate"][e] @ x[t].double()) * (w["up"][e] @ x[t].double())
             want[t] += weights[t, slot].double() * (w["down"][e] @ inner)
-    got = reference.forward(reference.Layer(**tensors()), x, ids, weights)
+    got = reference.forward(reference.ReferenceLayer(**tensors()), x, ids, weights)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ktransformers.nn.attention_graphs import replay, signature
-from ktransformers.nn.attention_graphs.replay import LOST, Attention, Tapes, record_attention
+from ktransformers.nn.attention_graphs.replay import LOST, GraphedAttention, GraphPair, record_attention
 from tests.nn.families import VOCABULARY, build
 
 CPU = torch.device("cpu")
@@ -72,13 +72,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is replayed from now on, in the order in which it comes."""
     found: list[str] = []
     for name in ("compute", "differentiate"):
-        inner = getattr(Tapes, name)
+        inner = getattr(GraphPair, name)
 
-        def noted(self: Tapes, *args: Any, inner: Any = inner, name: str = name) -> Any:
+        def noted(self: GraphPair, *args: Any, inner: Any = inner, name: str = name) -> Any:
             found.append(name)
             return inner(self, *args)
 
-        monkeypatch.setattr(Tapes, name, noted)
+        monkeypatch.setattr(GraphPair, name, noted)
     return found
 
 
@@ -334,7 +334,7 @@ def test_copies_and_an_end() -> None:
     for step in range(3):
         model(**batch(step)).loss.backward()
     twin = copy.deepcopy(model)
-    assert not any(isinstance(module.__dict__.get("forward"), Attention) for module in twin.modules())
+    assert not any(isinstance(module.__dict__.get("forward"), GraphedAttention) for module in twin.modules())
     for one, other in zip(found, twin.get_base_model().model.layers, strict=True):
         assert other.self_attn.forward.__self__ is other.self_attn is not one.module
     for one in found:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ktransformers.errors import InputError
 from ktransformers.place.gpu.dequantize import decode, decode_plain
-from ktransformers.place.gpu.layout import Matrix, format_of, geometry
+from ktransformers.place.gpu.layout import PackedMatrix, format_of, geometry
 
 from .packing import Coded, bf16_bits, pack
 
@@ -124,7 +124,7 @@ def expected(values: NDArray[np.float32]) -> Tensor:
     return torch.from_numpy(bf16_bits(values).view(np.int16))
 
 
-def plain(packed: NDArray[np.uint8], matrix: Matrix) -> Tensor:
+def plain(packed: NDArray[np.uint8], matrix: PackedMatrix) -> Tensor:
     out = torch.full((matrix.out_rows, matrix.columns), torch.nan, dtype=torch.bfloat16)
     decode_plain(torch.from_numpy(packed), matrix, out)
     return bits(out)
@@ -138,11 +138,11 @@ def test_formats(spec: str, size: tuple[int, int]) -> None:
     form = format_of(spec)
     one, two = (FORMATS[spec](random, n, k) for _ in range(2))
     packed = pack([one])
-    matrix = Matrix(n, k, (form, form), False)
+    matrix = PackedMatrix(n, k, (form, form), False)
     assert matrix.expert_bytes == len(packed)
     assert torch.equal(plain(packed, matrix), expected(one.values))
     packed = pack([one, two])
-    matrix = Matrix(n, k, (form, form), True)
+    matrix = PackedMatrix(n, k, (form, form), True)
     assert matrix.expert_bytes == len(packed)
     assert torch.equal(plain(packed, matrix), expected(np.concatenate((one.values, two.values))))
 
@@ -154,7 +154,7 @@ def test_bf16(size: tuple[int, int]) -> None:
     form = format_of("bf16")
     for parts in ([one], [one, two]):
         packed = pack(list(parts))
-        matrix = Matrix(*size, (form, form), len(parts) == 2)
+        matrix = PackedMatrix(*size, (form, form), len(parts) == 2)
         assert matrix.expert_bytes == len(packed)
         assert torch.equal(plain(packed, matrix), expected(np.concatenate(parts)))
 
@@ -163,18 +163,18 @@ def test_gate_and_up_of_two_formats() -> None:
     random = np.random.default_rng(0)
     one, two = int8(random, 32, 64), mxfp(4)(random, 32, 64)
     packed = pack([one, two])
-    matrix = Matrix(32, 64, (format_of("int8"), format_of("mxfp4")), True)
+    matrix = PackedMatrix(32, 64, (format_of("int8"), format_of("mxfp4")), True)
     assert matrix.expert_bytes == len(packed)
     assert torch.equal(plain(packed, matrix), expected(np.concatenate((one.values, two.values))))
     with pytest.raises(InputError, match="bf16 beside int8"):
-        Matrix(32, 64, (format_of("bf16"), format_of("int8")), True)
+        PackedMatrix(32, 64, (format_of("bf16"), format_of("int8")), True)
 
 
 def test_chosen_slots() -> None:
     random = np.random.default_rng(0)
     made = [int8(random, 32, 64) for _ in range(4)]
     packed = torch.from_numpy(np.stack([pack([one]) for one in made]))
-    matrix = Matrix(32, 64, (format_of("int8"), format_of("int8")), False)
+    matrix = PackedMatrix(32, 64, (format_of("int8"), format_of("int8")), False)
     out = torch.empty(2, 32, 64, dtype=torch.bfloat16)
     decode(packed, [3, 1], torch.tensor([3, 1], dtype=torch.int32), matrix, out)
     assert torch.equal(bits(out), torch.stack([expected(made[3].values), expected(made[1].values)]))

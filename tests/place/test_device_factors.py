@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import Factors, factors_of
+from ktransformers.nn.lora_factors import LoraFactors, factors_of
 from ktransformers.place.gpu import device_lora as module
 from ktransformers.place.gpu.device_lora import DeviceFactors
 
 
-def layer(seed: int) -> Factors:
+def layer(seed: int) -> LoraFactors:
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(*sizes, generator=generator) for sizes in ((2, 8, 16), (2, 32, 8)))
     return factors_of(ExpertLora(gate_up=Factor(a, b, 1.0)))

@@ -18,10 +18,10 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.dequantize import decode_plain
-from ktransformers.place.gpu.executor import Batch, Packed
-from ktransformers.place.gpu.expert_cache import Slots
-from ktransformers.place.gpu.layout import Matrix, format_of
-from ktransformers.place.host_callback import MOST, Few, Residents
+from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
+from ktransformers.place.gpu.expert_cache import ExpertCache
+from ktransformers.place.gpu.layout import PackedMatrix, format_of
+from ktransformers.place.host_callback import MOST, HostCallbackPath, ResidentTable
 from ktransformers.place.placement import geometry_of
 from tests.place.test_gpu_engine import SMALL, Size, devices, error, make_store
 from tests.place.test_passes import ADAPTERS, served
@@ -31,7 +31,7 @@ ODD = Size(6, 80, 48, 3, 5, 4)  # half blocks that are not full
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
 
-def batch(size: Size, tokens: int, device: str, seed: int = 0) -> Batch:
+def batch(size: Size, tokens: int, device: str, seed: int = 0) -> ExpertBatch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, size.experts, generator=generator).topk(size.top_k).indices
     ids[0, 0] = -1
@@ -39,17 +39,17 @@ def batch(size: Size, tokens: int, device: str, seed: int = 0) -> Batch:
         ids[1, 1] = size.experts
     hidden = torch.randn(tokens, size.hidden, generator=generator).bfloat16()
     weights = torch.rand(tokens, size.top_k, generator=generator)
-    return Batch(hidden.to(device), ids.to(device), weights.to(device), None, NO_DROPOUT)
+    return ExpertBatch(hidden.to(device), ids.to(device), weights.to(device), None, NO_DROPOUT)
 
 
-def expected(store: ExpertStore, given: Batch) -> Tensor:
+def expected(store: ExpertStore, given: ExpertBatch) -> Tensor:
     return store.forward(given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
 
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(32, 64), (48, 80), (80, 48), (33, 256)])
 def test_addresses_are_those_of_the_layout(rows: int, columns: int, paired: bool) -> None:
-    matrix = Matrix(rows, columns, (format_of("bf16"), format_of("bf16")), paired)
+    matrix = PackedMatrix(rows, columns, (format_of("bf16"), format_of("bf16")), paired)
     numbers = torch.arange(matrix.expert_bytes // 2, dtype=torch.int16)  # bits that decoding must not change
     want = torch.empty(matrix.out_rows, columns, dtype=torch.bfloat16)
     decode_plain(numbers.view(torch.uint8), matrix, want)
@@ -131,8 +131,8 @@ def test_who_is_taken(device: str) -> None:
     assert few.takes(layer, batch(SMALL, 1, device), "auto") is False
 
 
-def empty(device: str) -> Batch:
-    return Batch(
+def empty(device: str) -> ExpertBatch:
+    return ExpertBatch(
         torch.empty(0, SMALL.hidden, dtype=torch.bfloat16, device=device),
         torch.empty(0, SMALL.top_k, dtype=torch.int64, device=device),
         torch.empty(0, SMALL.top_k, device=device),
@@ -190,7 +190,7 @@ def test_residents_that_change(device: str) -> None:
     place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
     assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [2, 5]
-    room = place.engine.side.residents[0] = Slots(sizes, 3, torch.device(device), None)
+    room = place.engine.side.residents[0] = ExpertCache(sizes, 3, torch.device(device), None)
     room.fetch(0, place.layer.packed.source, (0, 1, 7))
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
     assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [0, 1, 7]
@@ -198,7 +198,7 @@ def test_residents_that_change(device: str) -> None:
     assert torch.equal(place.engine.infer(place.layer, given).cpu(), want)
 
 
-def residents_of(few: Few, index: int) -> Residents:
+def residents_of(few: HostCallbackPath, index: int) -> ResidentTable:
     found = few._residents[index]
     assert found is not None
     return found
@@ -219,7 +219,7 @@ def test_a_graph_from_before() -> None:
     assert ready.residents.skip.nonzero().flatten().tolist() == [2, 5]
     assert 0 < error(few._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"
     few.retire(0)
-    room = place.engine.side.residents[0] = Slots(geometry_of(store), 3, torch.device("cpu"), None)
+    room = place.engine.side.residents[0] = ExpertCache(geometry_of(store), 3, torch.device("cpu"), None)
     room.fetch(0, packed.source, (0, 1, 7))
     assert torch.equal(few._forward(packed, ready, inputs), want) and few.generation == before + 1
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
@@ -246,7 +246,7 @@ def test_buffers_are_shared_by_layers_of_a_size() -> None:
     store, other = make_store(SMALL), make_store(SMALL, seed=1)
     place = served(store, "cpu", "resident")
     few = place.engine.few
-    packed: Packed = replace(place.layer.packed, index=1)
+    packed: LayerOnDevice = replace(place.layer.packed, index=1)
     given = batch(SMALL, 2, "cpu")
     first, second = few.forward(place.layer.packed, store, given), few.forward(packed, other, given)
     assert torch.equal(first, expected(store, given)) and torch.equal(second, expected(other, given))

@@ -14,11 +14,11 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import Factors, packed
+from ktransformers.nn.lora_factors import LoraFactors, packed
 from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.place.gpu import resident_decode
-from ktransformers.place.gpu.executor import Batch
-from ktransformers.place.gpu.multi_lora import Several, Shelf, Terms
+from ktransformers.place.gpu.executor import ExpertBatch
+from ktransformers.place.gpu.multi_lora import LoraCache, LoraPointers, MultiLora
 from ktransformers.place.host_callback import _places
 from ktransformers.place.placed_store import ServedStore
 from tests.place.test_few import CLOSE, batch, expected
@@ -30,14 +30,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RESIDENTS = pytest.mark.parametrize("residents", [(), (1, 4), tuple(range(8))], ids=["none", "some", "all"])
 
 
-def wanting(store: ExpertStore, given: Batch, rows: list[int], which: list[Factors] | None = None) -> Batch:
+def wanting(
+    store: ExpertStore, given: ExpertBatch, rows: list[int], which: list[LoraFactors] | None = None
+) -> ExpertBatch:
     which = ADAPTERS if which is None else which
     where = given.hidden.device
     numbers = torch.tensor(rows, dtype=torch.int32, device=where)
-    return replace(given, several=Several(MixedLora(numbers, [packed(store, one) for one in which], which), where))
+    return replace(given, several=MultiLora(MixedLora(numbers, [packed(store, one) for one in which], which), where))
 
 
-def on_cpu(store: ExpertStore, given: Batch) -> Tensor:
+def on_cpu(store: ExpertStore, given: ExpertBatch) -> Tensor:
     assert given.several is not None
     lora = given.several.lora
     inputs = (given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
@@ -110,7 +112,7 @@ def test_who_is_taken(device: str) -> None:
         assert given.several is not None
         host = replace(given.several.lora, rows=given.several.lora.rows.cpu())
         with pytest.raises(InputError, match="the host knows"):
-            few.takes(layer, replace(given, several=Several(host, torch.device(device))), "resident")
+            few.takes(layer, replace(given, several=MultiLora(host, torch.device(device))), "resident")
 
 
 @devices
@@ -139,23 +141,25 @@ def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
 
 def test_what_is_held_stays_and_has_a_bound() -> None:
     wide, device = 2 * SMALL.intermediate, torch.device("cpu")
-    size = sum(2 * (pair.a.numel() + pair.b.numel()) for pair in Shelf(device, 1 << 30).of(ADAPTERS[0], wide).values())
-    shelf = Shelf(device, size)
+    size = sum(
+        2 * (pair.a.numel() + pair.b.numel()) for pair in LoraCache(device, 1 << 30).of(ADAPTERS[0], wide).values()
+    )
+    shelf = LoraCache(device, size)
     first = shelf.hold(ADAPTERS[0], wide)
     shelf.of(ADAPTERS[1], wide)
     shelf.of(ADAPTERS[2], wide)
     assert shelf.of(ADAPTERS[0], wide) is first
     with pytest.raises(InputError, match=f"{size} at most"):
-        Terms.hold(shelf, ADAPTERS[:2], wide, device)
+        LoraPointers.hold(shelf, ADAPTERS[:2], wide, device)
     shelf.release(ADAPTERS[0])
-    Terms.hold(shelf, ADAPTERS[2:], wide, device)
+    LoraPointers.hold(shelf, ADAPTERS[2:], wide, device)
     assert shelf.of(ADAPTERS[0], wide) is not first, "let go of, and the longest unused"
 
 
 def test_a_set_without_room_leaves_nothing_held() -> None:
     store = make_store(SMALL)
     place = rehearsed(store, "cpu", (1, 4))
-    place.engine.side.shelf = shelf = Shelf(torch.device("cpu"), 1)
+    place.engine.side.shelf = shelf = LoraCache(torch.device("cpu"), 1)
     with pytest.raises(InputError, match="beside residents"):
         place.engine.infer(place.layer, wanting(store, batch(SMALL, 2, "cpu"), [0, 1]))
     assert not shelf._held and not place.engine.few._terms
@@ -171,7 +175,7 @@ def test_kernels_in_the_interpreter(gate: Gate) -> None:
     place = served(store, "cpu", "resident", residents=(1, 4, 5))
     layer, room, device = replace(place.layer.packed, gate=gate), place.engine.side.residents[0], torch.device("cpu")
     wide = [*ADAPTERS[:2], _of_rank(40)]
-    terms = Terms.hold(Shelf(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
+    terms = LoraPointers.hold(LoraCache(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
     given, where = batch(SMALL, 5, "cpu"), _places(layer, room)
     rows = torch.tensor([0, -1, 1, 2, 2], dtype=torch.int32)
     inputs = (given.hidden, given.ids, given.weights)
@@ -190,11 +194,11 @@ def test_kernels_in_the_interpreter(gate: Gate) -> None:
     assert torch.equal(got[1], bare[1])
 
 
-def _of_rank(rank: int) -> Factors:
+def _of_rank(rank: int) -> LoraFactors:
     made = torch.Generator().manual_seed(rank)
     e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
     tensors = (torch.randn(e, rank, i, generator=made) / 9, torch.randn(e, h, rank, generator=made) / 9)
-    return Factors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
+    return LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
 
 
 def test_rows_come_from_the_batch() -> None:

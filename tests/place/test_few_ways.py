@@ -16,8 +16,8 @@ from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
 from ktransformers.place import engine as engine_module
 from ktransformers.place import trials as module
-from ktransformers.place.gpu.executor import Batch
-from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.gpu.executor import ExpertBatch
+from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.host_callback import MOST
 from ktransformers.place.placed_store import ServedStore, ThresholdEngine
 from ktransformers.place.placement import geometry_of, new_layer
@@ -54,13 +54,13 @@ class Layers:
         where = torch.device(device)
         self.store = make_store(SMALL, spec)
         sizes = geometry_of(self.store)
-        self.engine = ThresholdEngine(where, "auto", Slots(sizes, 2 * SMALL.experts, where, None))
+        self.engine = ThresholdEngine(where, "auto", ExpertCache(sizes, 2 * SMALL.experts, where, None))
         self.placed: list[ServedStore] = []
         for index in range(LAYERS):
             layer = self.engine.layers[index] = new_layer(self.engine, index, self.store, Gate("silu"), sizes)
             layer.costs = {"forward": EVEN, "backward": EVEN}
             if residents:
-                room = self.engine.side.residents[index] = Slots(sizes, len(residents), where, None)
+                room = self.engine.side.residents[index] = ExpertCache(sizes, len(residents), where, None)
                 room.fetch(index, layer.packed.source, residents)
             self.placed.append(ServedStore(self.engine, layer, index))
         self.gone: list[str] = []  # ways, a pass through a layer each
@@ -71,7 +71,7 @@ class Layers:
         monkeypatch.setattr(module, "time", clock)
         forward, queue = self.engine._forward, self.engine.few.forward
 
-        def asked(layer: Any, given: Batch, retain: bool, phase: Any, way: str) -> Any:
+        def asked(layer: Any, given: ExpertBatch, retain: bool, phase: Any, way: str) -> Any:
             clock.let(way)
             self.gone.append(way)
             return forward(layer, given, retain, phase, way)
@@ -214,7 +214,7 @@ def test_layers_that_host_functions_do_not_know(monkeypatch: pytest.MonkeyPatch)
     layers = Layers("cpu", SOME).by(Clock(queued=0.5e-3, resident=1e-3, cpu=1e-3), monkeypatch)
     takes = layers.engine.few.takes
 
-    def not_the_second(layer: Any, given: Batch, policy: str) -> bool | None:
+    def not_the_second(layer: Any, given: ExpertBatch, policy: str) -> bool | None:
         return False if layer.index == 1 else takes(layer, given, policy)
 
     monkeypatch.setattr(layers.engine.few, "takes", not_the_second)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.reference import ACTIVATIONS
 from ktransformers.nn.store import Dropout
 from ktransformers.place.gpu.device_lora import lay, seats
-from ktransformers.place.gpu.epilogue import Thinning
-from ktransformers.place.gpu.grouped_mlp import Decoded, GroupLora, Rows, backward, forward
+from ktransformers.place.gpu.epilogue import DropoutMask
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, backward, forward
 
 E, H, I, T, K, R = 5, 64, 48, 37, 2, 4  # noqa: E741
 TOLERANCE = 0.01
@@ -112,7 +112,7 @@ def ours(given: dict[str, Any], gate: Gate, scales: tuple[float, float, float], 
     key, order = key.sort(stable=True)
     place = place[order]
     ends = torch.bincount(key // each, minlength=E).cumsum(0).int()
-    rows = Rows(place // K, on["weights"].flatten()[place], ends)
+    rows = GroupedRows(place // K, on["weights"].flatten()[place], ends)
     lora = None
     if adapters:
         stacked = {
@@ -124,7 +124,7 @@ def ours(given: dict[str, Any], gate: Gate, scales: tuple[float, float, float], 
             for role in given["factors"][0]
         }
         cut = torch.bincount(key, minlength=E * each).cumsum(0).int()
-        factors = Factors(tuple(stacked), tuple(stacked.values()), scales)
+        factors = LoraFactors(tuple(stacked), tuple(stacked.values()), scales)
         pairs = lay(factors, factors.tensors, on["first"].shape[1])
         lora = GroupLora(cut, pairs["first"], pairs["down"])
     weights = Decoded(on["first"], on["down"], on["first_bias"], on["down_bias"])
@@ -185,7 +185,7 @@ def test_dropout_is_the_cores() -> None:
     hidden, share, seed = torch.ones(T, H).bfloat16(), 0.3, 2**62 - 12345
     ids, weights = torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
     out = store.forward(hidden, ids, weights, adapters=[adapter], dropout=Dropout(share, seed))
-    thin = Thinning(share, seed, torch.arange(T))
+    thin = DropoutMask(share, seed, torch.arange(T))
     dropped = thin(hidden, 1)[:, :I] == 0
     assert 0.2 < dropped.float().mean() < 0.4
     assert torch.equal(out[:, :I] == 0, dropped)

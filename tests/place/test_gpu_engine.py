@@ -27,8 +27,8 @@ from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.place.autograd import PlacedStore
-from ktransformers.place.engine import Engine
-from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.engine import ExpertEngine
+from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.pinned import Registered
 from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.plan.split import Costs
@@ -86,14 +86,14 @@ def placed(
     """`pinned`: bytes that may be registered with the driver; `split`: auto is as if both sides had been found best."""
     where, sizes = torch.device(device), geometry_of(store)
     registered = Registered(pinned) if where.type == "cuda" and pinned else None
-    engine = Engine(where, policy, Slots(sizes, slots, where, registered))
+    engine = ExpertEngine(where, policy, ExpertCache(sizes, slots, where, registered))
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = {"forward": EVEN, "backward": EVEN}
     engine.layers[0] = layer
     if split:
         engine.trials.enter = lambda *_: "both"  # type: ignore[method-assign]
     if residents:
-        engine.side.residents[0] = Slots(sizes, len(residents), where, registered)
+        engine.side.residents[0] = ExpertCache(sizes, len(residents), where, registered)
         engine.side.residents[0].fetch(0, layer.packed.source, residents)
     return PlacedStore(engine, layer)
 

@@ -15,8 +15,8 @@ from transformers import StaticCache
 
 from ktransformers.errors import InputError
 from ktransformers.place import attach
-from ktransformers.place.gpu.executor import Batch
-from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.gpu.executor import ExpertBatch
+from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.placed_store import ServedStore
 from tests.place.test_few import CLOSE, batch, expected
 from tests.place.test_few_lora import on_cpu, wanting
@@ -29,7 +29,7 @@ GPU = "cuda:0"
 LENGTH = 32  # of the static cache
 
 
-def capture(place: ServedStore, given: Batch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture(place: ServedStore, given: ExpertBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     with torch.no_grad():
         place.engine.infer(place.layer, given)  # what is made once is made outside
         graph = torch.cuda.CUDAGraph()
@@ -38,7 +38,7 @@ def capture(place: ServedStore, given: Batch) -> tuple[torch.cuda.CUDAGraph, Ten
     return graph, out
 
 
-def replay(graph: torch.cuda.CUDAGraph, static: Batch, given: Batch) -> None:
+def replay(graph: torch.cuda.CUDAGraph, static: ExpertBatch, given: ExpertBatch) -> None:
     for name in ("hidden", "ids", "weights"):
         getattr(static, name).copy_(getattr(given, name))
     graph.replay()
@@ -138,7 +138,7 @@ def test_a_graph_outlives_its_residents() -> None:
     replay(graph, static, given)
     assert error(out, expected(store, given)) > 0.1, "it is the new residents' bytes that are read"
     place.engine.few.retire(0)
-    room = place.engine.side.residents[0] = Slots(place.layer.packed.geometry, 3, torch.device(GPU), None)
+    room = place.engine.side.residents[0] = ExpertCache(place.layer.packed.geometry, 3, torch.device(GPU), None)
     room.fetch(0, place.layer.packed.source, (0, 1, 7))
     replay(graph, static, given)
     assert torch.equal(out.cpu(), expected(store, given))
@@ -175,7 +175,7 @@ def test_what_cannot_be_captured_is_said() -> None:
     place = served(store, GPU, "resident", residents=(1, 6))
     static = batch(SMALL, 4, GPU)
 
-    def attempt(given: Batch) -> None:
+    def attempt(given: ExpertBatch) -> None:
         with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=GPU)  # torch warns of empty graphs
             place.engine.infer(place.layer, given)

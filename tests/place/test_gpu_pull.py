@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.place.gpu.zero_copy import Puller
+from ktransformers.place.gpu.zero_copy import ZeroCopyReader
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_like_a_copy(device: str, dtype: torch.dtype, pinned: bool) -> None:
-    puller, on = Puller(torch.device(device)), torch.device(device)
+    puller, on = ZeroCopyReader(torch.device(device)), torch.device(device)
     pinned = pinned and on.type == "cuda"
     torch.manual_seed(0)
     for shape in ((3, 5), (70, 129), (0, 4)):
@@ -33,7 +33,7 @@ def test_like_a_copy(device: str, dtype: torch.dtype, pinned: bool) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_other_orders_of_memory(device: str) -> None:
-    puller, on = Puller(torch.device(device)), torch.device(device)
+    puller, on = ZeroCopyReader(torch.device(device)), torch.device(device)
     torch.manual_seed(0)
     source = torch.randn(4, 6, 5).permute(2, 0, 1)
     found = puller.pull(source)
@@ -50,7 +50,7 @@ def test_other_orders_of_memory(device: str) -> None:
 def test_memory_is_held_until_it_was_read() -> None:
     """Pinned memory that was let go of is given out again; what it held must have been read by then."""
     device = torch.device("cuda:0")
-    puller = Puller(device)
+    puller = ZeroCopyReader(device)
     found = []
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # the kernels below run a tenth of a second from now
     for value in range(8):

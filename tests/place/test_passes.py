@@ -13,15 +13,15 @@ from torch import Tensor
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import Factors, packed
+from ktransformers.nn.lora_factors import LoraFactors, packed
 from ktransformers.nn.mixed_lora import MixedLora, mixed
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
-from ktransformers.place.gpu.expert_cache import Slots
-from ktransformers.place.gpu.multi_lora import Shelf
+from ktransformers.place.gpu.expert_cache import ExpertCache
+from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placed_store import ServedStore, ThresholdEngine, select
 from ktransformers.place.placement import geometry_of, new_layer
-from ktransformers.place.routing_counts import Recorder
+from ktransformers.place.routing_counts import RoutingCounter
 from tests.place.test_gpu_engine import EVEN, SMALL, TOLERANCE, devices, error, inputs, make_store
 from tests.place.test_residents import tiny
 
@@ -32,31 +32,31 @@ def served(
     store: ExpertStore, device: str, policy: str, slots: int = 8, residents: tuple[int, ...] = (), threshold: int = 0
 ) -> ServedStore:
     where, sizes = torch.device(device), geometry_of(store)
-    engine = ThresholdEngine(where, policy, Slots(sizes, slots, where, None))
+    engine = ThresholdEngine(where, policy, ExpertCache(sizes, slots, where, None))
     engine.threshold = threshold
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = {"forward": EVEN, "backward": EVEN}
     engine.layers[0] = layer
     if residents:
-        engine.side.residents[0] = Slots(sizes, len(residents), where, None)
+        engine.side.residents[0] = ExpertCache(sizes, len(residents), where, None)
         engine.side.residents[0].fetch(0, layer.packed.source, residents)
     return ServedStore(engine, layer)
 
 
-def factors(rank: int, seed: int, roles: str) -> Factors:
+def factors(rank: int, seed: int, roles: str) -> LoraFactors:
     generator = torch.Generator().manual_seed(seed)
     e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
     shapes = {"gate_a": (rank, h), "gate_b": (i, rank), "up_a": (rank, h), "up_b": (i, rank)}
     shapes |= {"down_a": (rank, i), "down_b": (h, rank)}
     made = {role: torch.randn(e, *shapes[role], generator=generator) / 4 for role in roles.split()}
-    return Factors(tuple(made), tuple(made.values()), (0.5, 0.25, 2.0))
+    return LoraFactors(tuple(made), tuple(made.values()), (0.5, 0.25, 2.0))
 
 
 ALL = "gate_a gate_b up_a up_b down_a down_b"
 ADAPTERS = [factors(4, 1, ALL), factors(9, 2, "gate_a gate_b up_b"), factors(2, 3, "down_a down_b")]
 
 
-def mixture(store: ExpertStore, which: list[Factors], tokens: int) -> MixedLora:
+def mixture(store: ExpertStore, which: list[LoraFactors], tokens: int) -> MixedLora:
     rows = torch.randint(-1, len(which), (tokens,), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
     return MixedLora(rows, [packed(store, one) for one in which], which)
 
@@ -81,11 +81,11 @@ def test_several_adapters(policy: str, device: str) -> None:
 
 def test_the_shelf_gives_up_the_longest_unused() -> None:
     wide, device = 2 * SMALL.intermediate, torch.device("cpu")
-    whole = Shelf(device, 1 << 30)
+    whole = LoraCache(device, 1 << 30)
     for one in ADAPTERS:
         whole.of(one, wide)
     assert [whole.of(one, wide) is whole.of(one, wide) for one in ADAPTERS] == [True] * 3
-    small = Shelf(device, 1)
+    small = LoraCache(device, 1)
     first = small.of(ADAPTERS[0], wide)
     assert small.of(ADAPTERS[0], wide) is first
     small.of(ADAPTERS[1], wide)
@@ -170,7 +170,7 @@ def test_a_recorder_counts_what_an_engine_counts() -> None:
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     model, placement = placed_model(0)
     with torch.inference_mode():
-        recorder = Recorder(model)
+        recorder = RoutingCounter(model)
         model(tokens)
         recorder.close()
         model(tokens)
@@ -192,7 +192,7 @@ def test_several_adapters_reach_the_engine_from_a_model() -> None:
         for seed in (1, 2):
             made = torch.Generator().manual_seed(seed)
             tensors = (torch.randn(e, 4, i, generator=made) / 4, torch.randn(e, h, 4, generator=made) / 4)
-            which.append(Factors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0)))
+            which.append(LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0)))
         layers[module] = MixedLora(rows, [packed(store, one) for one in which], which)
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

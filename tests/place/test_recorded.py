@@ -15,11 +15,19 @@ from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.gpu import executor, expert_graphs, grouped_mlp
-from ktransformers.place.gpu.device_lora import DeviceFactors, Gradients, empty_like_factors
-from ktransformers.place.gpu.executor import Batch, Packed, Side
-from ktransformers.place.gpu.expert_cache import Slots, Source
-from ktransformers.place.gpu.expert_graphs import Desk, Recorder, Recording, Seated, Work, numbers_of, size_of
-from ktransformers.place.gpu.grouped_mlp import Decoded, GroupLora, Pair, Rows
+from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, empty_like_factors
+from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
+from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
+from ktransformers.place.gpu.expert_graphs import (
+    ExpertGraph,
+    ExpertGraphs,
+    GraphInputs,
+    SlotRefs,
+    StaticBuffers,
+    numbers_of,
+    size_of,
+)
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import geometry
 from ktransformers.place.placement import geometry_of, new_layer
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
@@ -36,7 +44,7 @@ def a_room(count: int, first: int, down: int) -> Any:
 
 def test_numbers() -> None:
     room, residents = a_room(8, 192, 64), a_room(3, 192, 64)
-    seats = [Seated(residents, [2], [1]), Seated(room, [0, 4], [1, 7])]
+    seats = [SlotRefs(residents, [2], [1]), SlotRefs(room, [0, 4], [1, 7])]
     found = numbers_of(5, seats, room)
     place, first, down = found[:6], found[6:11], found[11:]
     assert place.tolist() == [0, 5, 2, 5, 4, 5]  # two that others compute, and ids that are none
@@ -53,7 +61,7 @@ def test_sizes() -> None:
 
 def test_what_is_recorded() -> None:
     """In the third pass over the layers; never more kinds than there is room for."""
-    recorder = Recorder(torch.device("cpu"))
+    recorder = ExpertGraphs(torch.device("cpu"))
     for turn in range(3):
         found = {recorder.wants(("a",), layer) for layer in (4, 5, 6)}
         assert found == {turn == 2}
@@ -80,13 +88,13 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     keys = torch.where((ids == 1) | (ids == 2) | (ids == 6), ids, 99).view(-1)
     rows_at = torch.sort(keys, stable=True).indices[: int(counts[wanted].sum())]
     ends = torch.tensor(np.cumsum(counts[wanted]), dtype=torch.int32)
-    rows = Rows(rows_at // size.top_k, weights.view(-1)[rows_at], ends)
+    rows = GroupedRows(rows_at // size.top_k, weights.view(-1)[rows_at], ends)
     few = Decoded(decoded.first[wanted], decoded.down[wanted])
-    lora = GroupLora(ends, *(Pair(pairs[n].a[wanted], pairs[n].b[wanted]) for n in ("first", "down")))
+    lora = GroupLora(ends, *(StackedLora(pairs[n].a[wanted], pairs[n].b[wanted]) for n in ("first", "down")))
     want = torch.zeros(size.tokens, size.hidden)
 
     room = 64
-    desk = Desk(
+    desk = StaticBuffers(
         *(torch.full((room, size.hidden), torch.nan, dtype=torch.bfloat16) for _ in range(2)),
         torch.full((room, size.top_k), -1),
         torch.full((room, size.top_k), torch.nan),
@@ -97,14 +105,14 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
         target[: size.tokens] = source
     sizes = geometry(size.experts, size.hidden, size.intermediate, True, dict.fromkeys(("gate", "up", "down"), "bf16"))
     nothing = torch.empty(0)
-    layer = Packed(0, sizes, gate, Source(nothing, nothing), (None, None))
+    layer = LayerOnDevice(0, sizes, gate, LayerBytes(nothing, nothing), (None, None))
     slots = a_room(3, 64, 64)
-    work = Work(
-        layer, Batch(hidden, ids, weights, factors, NO_DROPOUT), slots, [], decoded, np.empty(0, np.int64), pairs
+    work = GraphInputs(
+        layer, ExpertBatch(hidden, ids, weights, factors, NO_DROPOUT), slots, [], decoded, np.empty(0, np.int64), pairs
     )
     laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
-    numbers = torch.from_numpy(numbers_of(size.experts, [Seated(slots, wanted, [0, 1, 2])], slots))
-    expert_graphs._pass(Recording(*NO_GRAPHS, desk, numbers, dict(pairs), laid), work, room, learns)()
+    numbers = torch.from_numpy(numbers_of(size.experts, [SlotRefs(slots, wanted, [0, 1, 2])], slots))
+    expert_graphs._pass(ExpertGraph(*NO_GRAPHS, desk, numbers, dict(pairs), laid), work, room, learns)()
 
     if learns is None:
         grouped_mlp.forward(hidden, rows, few, gate, want, lora)
@@ -114,7 +122,7 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     torch.testing.assert_close(desk.out[: size.tokens], want)
     expected_weights = torch.zeros(ids.numel()).index_copy_(0, rows_at, grad_rows)
     torch.testing.assert_close(desk.grad_weights[: size.tokens].view(-1), expected_weights)
-    gradients = Gradients(factors)
+    gradients = FactorGradients(factors)
     gradients.add(grads)
     for got, whole in zip(laid, gradients.lay(torch.tensor(wanted)), strict=True):
         torch.testing.assert_close(got, whole)
@@ -127,13 +135,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     replayed: list[str] = []
     monkeypatch.setattr(expert_graphs, "SEEN", 0)
     for name in ("forward", "backward"):
-        inner = getattr(expert_graphs.Recorder, name)
+        inner = getattr(expert_graphs.ExpertGraphs, name)
 
-        def noted(self: expert_graphs.Recorder, *args: object, inner: object = inner, name: str = name) -> object:
+        def noted(self: expert_graphs.ExpertGraphs, *args: object, inner: object = inner, name: str = name) -> object:
             replayed.append(name)
             return inner(self, *args)  # type: ignore[operator]
 
-        monkeypatch.setattr(expert_graphs.Recorder, name, noted)
+        monkeypatch.setattr(expert_graphs.ExpertGraphs, name, noted)
     return replayed
 
 
@@ -207,7 +215,7 @@ def test_residents_lie_anywhere(spec: str, policy: str, at_once: list[str]) -> N
     other.costs = layers[0].layer.costs
     engine.layers[1] = other
     layers.append(PlacedStore(engine, other))
-    engine.side.residents[1] = Slots(sizes, LARGER.experts, engine.device, None)
+    engine.side.residents[1] = ExpertCache(sizes, LARGER.experts, engine.device, None)
     engine.side.residents[1].fetch(1, other.packed.source, range(LARGER.experts))
     for turn in range(3):
         for store, layer in zip(stores, layers, strict=True):
@@ -254,7 +262,7 @@ def test_what_cannot_be_recorded(error: RuntimeError, at_once: list[str], monkey
     def full(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(expert_graphs.Recorder, "_record", full)
+    monkeypatch.setattr(expert_graphs.ExpertGraphs, "_record", full)
     for _ in range(2):
         compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward"]
@@ -284,5 +292,5 @@ def test_nobody_waits_for_ids(policy: str, at_once: list[str], monkeypatch: pyte
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]  # nothing below has come by when backward asks
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
-    monkeypatch.setattr(Side, "replays", lambda *_: False)
+    monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place import attach
-from ktransformers.place.device_map import Homes, find_stack, scatter, spread
+from ktransformers.place.device_map import DeviceMap, find_stack, scatter, spread
 from ktransformers.place.placement import device_of
 from ktransformers.place.rules import devices_of, first_rules, homes_by, read_rules
 from tests.place.test_residents import tiny
@@ -155,7 +155,7 @@ def test_a_scattered_model_computes_the_same() -> None:
     model = tiny().eval()
     with torch.inference_mode():
         want = model(tokens).logits
-    scatter(model, Homes(("cpu",) * 3, "cpu", "cpu", {}))
+    scatter(model, DeviceMap(("cpu",) * 3, "cpu", "cpu", {}))
     with torch.inference_mode():
         assert torch.equal(model(tokens).logits, want)
     assert not hasattr(model, "hf_device_map")
@@ -170,7 +170,7 @@ def test_layers_on_two_devices(policy: str) -> None:
     model = tiny().eval()
     with torch.inference_mode():
         want = model(tokens).logits.float()
-    scatter(model, Homes(("cpu", "cuda:0", "cuda:0"), "cpu", "cuda:0", {}))
+    scatter(model, DeviceMap(("cpu", "cuda:0", "cuda:0"), "cpu", "cuda:0", {}))
     names = list(expert_modules(model))
     assert [device_of(model, name) for name in names[1:]] == [torch.device("cuda:0")] * 2
     placement = attach(model, policy=policy)

@@ -22,8 +22,8 @@ import torch
 
 from ktransformers.place import choose, trials
 from ktransformers.place import engine as module
-from ktransformers.place.choose import Layer
-from ktransformers.place.engine import Engine
+from ktransformers.place.choose import PlacedLayer
+from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.phase import PHASES
 from ktransformers.plan.split import Costs
 
@@ -103,7 +103,7 @@ class Made:
         self.chance = np.random.default_rng(tokens)
         self.link = Link(clock, EXPERTS * 5 // 4, costs, self.chance)
         self.true = {"forward": costs, "backward": backward(costs)}
-        self.engine = Engine(torch.device("cpu"), policy, self.link)  # type: ignore[arg-type]
+        self.engine = ExpertEngine(torch.device("cpu"), policy, self.link)  # type: ignore[arg-type]
         popular = self.chance.dirichlet([2.0] * EXPERTS, LAYERS)
         self.counts = [self.chance.multinomial(tokens * TOP_K, share) for share in popular]
         thought = {
@@ -117,7 +117,7 @@ class Made:
         for index in range(LAYERS):
             packed: Any = SimpleNamespace(index=index, source=None, geometry=SimpleNamespace(experts=EXPERTS))
             home: Any = weakref.ref(self.stores[index])
-            self.engine.layers[index] = Layer(packed, home, thought, np.zeros(EXPERTS, np.int64))
+            self.engine.layers[index] = PlacedLayer(packed, home, thought, np.zeros(EXPERTS, np.int64))
 
     def noise(self) -> float:
         return float(np.exp(self.chance.normal(0, 0.1)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ktransformers.errors import InputError
-from ktransformers.place.options import POLICIES, Wish
+from ktransformers.place.options import POLICIES, PlacementOptions
 from ktransformers.plan import Choice, Training, make_plan, open_shape, profile
 from ktransformers.plan.expert_time import (
     ALL,
@@ -95,8 +95,11 @@ def test_memory_by_policy() -> None:
     assert stream.gpus[0]["slots"] == pytest.approx(153 * QWEN.expert_numbers * 2.03, rel=0.01)
     assert "slots" not in cpu.gpus[0] and "kept rows" in cpu.host and "kept rows" not in stream.host
     assert stream.host_bytes < cpu.host_bytes and stream.gpu_bytes > cpu.gpu_bytes
-    bare = make_plan(QWEN, work, replace(MACHINE, gpus=()), policies=Wish().policies)
-    assert Wish().as_planned(bare).policy == "cpu" and Wish(kt_place="stream").as_planned(bare).policy == "stream"
+    bare = make_plan(QWEN, work, replace(MACHINE, gpus=()), policies=PlacementOptions().policies)
+    assert (
+        PlacementOptions().as_planned(bare).policy == "cpu"
+        and PlacementOptions(kt_place="stream").as_planned(bare).policy == "stream"
+    )
     small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
     assert 0 < slot_count(QWEN, work, Choice("bf16", 1, policy="stream"), small) < 160
 
@@ -132,13 +135,18 @@ def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.Monkey
     assert make_plan(QWEN, work, MACHINE).nearest.choice.policy == "cpu"
     best = make_plan(QWEN, work, MACHINE, policies=POLICIES).best
     assert best is not None and best.choice.policy in ("stream", "auto", "resident")
-    unasked = make_plan(QWEN, work, MACHINE, policies=Wish().policies)
-    assert Wish().as_planned(unasked).policy == "auto" and Wish(kt_place="cpu").policies == ("cpu",)
-    bare = make_plan(QWEN, work, replace(MACHINE, gpus=()), policies=Wish().policies)
-    assert Wish().as_planned(bare).policy == "cpu" and Wish(kt_place="stream").as_planned(bare).policy == "stream"
+    unasked = make_plan(QWEN, work, MACHINE, policies=PlacementOptions().policies)
+    assert PlacementOptions().as_planned(unasked).policy == "auto" and PlacementOptions(kt_place="cpu").policies == (
+        "cpu",
+    )
+    bare = make_plan(QWEN, work, replace(MACHINE, gpus=()), policies=PlacementOptions().policies)
+    assert (
+        PlacementOptions().as_planned(bare).policy == "cpu"
+        and PlacementOptions(kt_place="stream").as_planned(bare).policy == "stream"
+    )
     small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
-    without = make_plan(QWEN, work, small, policies=Wish().policies)
-    assert without.nearest.choice.gpus == 1 and Wish().as_planned(without).policy == "cpu"
+    without = make_plan(QWEN, work, small, policies=PlacementOptions().policies)
+    assert without.nearest.choice.gpus == 1 and PlacementOptions().as_planned(without).policy == "cpu"
     for bad in ({"policy": "moon", "gpus": 1}, {"policy": "stream"}):
         with pytest.raises(InputError):
             Choice(**bad)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.autograd import PlacedStore
-from ktransformers.place.gpu.executor import Batch, Packed, Side
+from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.trials import Trial, size_of
 from tests.place.test_gpu_engine import SMALL, compare, expected, inputs, make_store, placed
 
@@ -19,11 +19,13 @@ from tests.place.test_gpu_engine import SMALL, compare, expected, inputs, make_s
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As if every pass were recorded: whoever is asked for without counts finds them in the batch; what was."""
     unasked: list[str] = []
-    monkeypatch.setattr(Side, "replays", lambda *_: True)
+    monkeypatch.setattr(GpuExecutor, "replays", lambda *_: True)
     for name in ("forward", "backward"):
-        inner = getattr(Side, name)
+        inner = getattr(GpuExecutor, name)
 
-        def counted(self: Side, layer: Packed, batch: Batch, *rest: object, inner=inner, name=name) -> object:  # type: ignore[no-untyped-def]
+        def counted(
+            self: GpuExecutor, layer: LayerOnDevice, batch: ExpertBatch, *rest: object, inner=inner, name=name
+        ) -> object:  # type: ignore[no-untyped-def]
             *first, experts, counts = rest[:2] if name == "forward" else rest[:3]
             if counts is None:
                 unasked.append(name)
@@ -32,7 +34,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 experts = tuple(e for e in experts if counts[e])  # type: ignore[attr-defined]
             return inner(self, layer, batch, *first, experts, counts, *rest[len(first) + 2 :])
 
-        monkeypatch.setattr(Side, name, counted)
+        monkeypatch.setattr(GpuExecutor, name, counted)
     return unasked
 
 
@@ -100,7 +102,7 @@ def test_another_way_back(recorded: list[str], monkeypatch: pytest.MonkeyPatch) 
     given = inputs(SMALL, "cpu", 1)
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
     assert recorded == ["backward", "forward"] and place.engine._unseen
-    monkeypatch.setattr(Side, "replays", lambda *_: False)
+    monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
     assert recorded == ["backward", "forward"] and not place.engine._unseen
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.adapters import Pair, facts_of, in_memory, write_adapter
+from ktransformers.adapters import LoraPair, facts_of, in_memory, write_adapter
 from tests.nn.families import FAMILIES, build, save
 
 DATA = Path(__file__).parents[1] / "data"
@@ -43,9 +43,9 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_sample(directory: Path, model: Path, *, rank: int, seed: int, experts: bool = True) -> Path:
     torch.manual_seed(seed)
 
-    def pair(outputs: int, inputs: int, *stack: int) -> Pair:
+    def pair(outputs: int, inputs: int, *stack: int) -> LoraPair:
         a = torch.randn(*stack, rank, inputs) / inputs**0.5
-        return Pair(a.bfloat16().float(), (torch.randn(*stack, outputs, rank) / 2).bfloat16().float(), 1.0)
+        return LoraPair(a.bfloat16().float(), (torch.randn(*stack, outputs, rank) / 2).bfloat16().float(), 1.0)
 
     layers = {
         f"model.layers.{layer}.mlp": {
@@ -116,28 +116,28 @@ class Bench:
 
         from ktransformers.nn import load_model
         from ktransformers.serve.engine.forward import Forward
-        from ktransformers.serve.engine.lora import Places
+        from ktransformers.serve.engine.lora import LoraModules
 
         self.directory = directory
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.model = load_model(directory, dtype=dtype, device=device)
         self.forward = Forward(self.model)
         self.per_token = self.forward.check()
-        self.places = Places(self.model)
+        self.places = LoraModules(self.model)
         self.residents = {name: self.places.open(path, name, 1, str(directory)) for name, path in adapters.items()}
 
     def engine(self, **limits: int) -> Any:
-        from ktransformers.serve.engine.engine import Engine, Limits
+        from ktransformers.serve.engine.engine import Limits, ServeEngine
 
         given = {"running": 8, "queued": 64, "chunk": 64, "tokens": 4096, "context": 512} | limits
-        return Engine(self.forward, Limits(**given))
+        return ServeEngine(self.forward, Limits(**given))
 
     def sequence(self, prompt: list[int], adapter: str | None = None, **asked: Any) -> tuple[Any, Heard]:
         from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import Ask, Sequence
+        from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 
         asked = {"max_tokens": 8, "sampling": Sampling(temperature=0), "logprobs": 2} | asked
-        ask = Ask(tuple(prompt), adapter=self.residents[adapter] if adapter else None, **asked)
+        ask = GenerationRequest(tuple(prompt), adapter=self.residents[adapter] if adapter else None, **asked)
         heard = Heard()
         return Sequence(ask, self.tokenizer, heard), heard
 

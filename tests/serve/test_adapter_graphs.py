@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place import attach
-from ktransformers.place.gpu.multi_lora import Shelf
+from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.forward import Forward, Piece
-from ktransformers.serve.engine.kv_cache import Slot
-from ktransformers.serve.engine.lora import Linear, Places, Resident
-from ktransformers.serve.graphs.adapter_set import Mixture
-from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, Graphs
+from ktransformers.serve.engine.forward import Chunk, Forward
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
+from ktransformers.serve.graphs.adapter_set import AdapterSet
+from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, DecodeGraphs
 from ktransformers.serve.graphs.decode_graphs import decode_graphs as graphs_module
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text
@@ -34,7 +34,7 @@ NEAR = 1e-2  # of the logits' norm: residents round what they are given to bf16
 Names = list[str | None]
 
 
-def all_of(bench: Bench) -> dict[str, Resident]:
+def all_of(bench: Bench) -> dict[str, LoadedAdapter]:
     """The bench's adapters and two more: one with experts alone, one that lacks a layer."""
     one, two = bench.residents["one"], bench.residents["two"]
     first = next(iter(expert_modules(bench.model).values()))
@@ -60,16 +60,16 @@ def recorder(placed: tuple[Bench, Placement]) -> Iterator[Recorder]:
     bench, placement = placed
     placement.place_residents(count=0)
     made = Recorder(placement)
-    bench.forward.graphs = Graphs(bench.model, placement, made)
+    bench.forward.graphs = DecodeGraphs(bench.model, placement, made)
     yield made
     graphs_of(bench)._clear()
     bench.forward.graphs = None
 
 
-def steps(forward: Forward, residents: dict[str, Resident], mixtures: list[Names]) -> list[Tensor]:
+def steps(forward: Forward, residents: dict[str, LoadedAdapter], mixtures: list[Names]) -> list[Tensor]:
     """Logits of steps in which row i of the batch has the i-th name's adapter; each (row, name) has a slot of its own,
     with a prompt that nobody looks at."""
-    slots: dict[tuple[int, str | None], Slot] = {}
+    slots: dict[tuple[int, str | None], KVSlot] = {}
     found = []
     with torch.inference_mode():
         for number, names in enumerate(mixtures):
@@ -77,12 +77,12 @@ def steps(forward: Forward, residents: dict[str, Resident], mixtures: list[Names
             for row, name in enumerate(names):
                 adapter = residents[name] if name else None
                 if (row, name) not in slots:
-                    slots[row, name] = Slot(None, capacity=64)
+                    slots[row, name] = KVSlot(None, capacity=64)
                     graphs, forward.graphs = forward.graphs, None
-                    forward.run([Piece(slots[row, name], text(row, 5 + row), 0, adapter)])
+                    forward.run([Chunk(slots[row, name], text(row, 5 + row), 0, adapter)])
                     forward.graphs = graphs
                 slot = slots[row, name]
-                pieces.append(Piece(slot, [17 + 3 * row + number], slot.length, adapter, greedy=True))
+                pieces.append(Chunk(slot, [17 + 3 * row + number], slot.length, adapter, greedy=True))
             rows = [one.logits for one in forward.run(pieces) if one is not None]
             found.append(torch.stack(rows).float().clone())
     return found
@@ -142,16 +142,16 @@ def test_a_linear_layer(dtype: torch.dtype) -> None:
     """Ranks, scales and a layer that one adapter lacks; rows without keep the bits, zeros with a sign among them."""
     made = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8)).to(dtype)
-    Places(_Named(model))
+    LoraModules(_Named(model))
 
-    def factors(module: nn.Module, rank: int, scaling: float) -> Linear:
+    def factors(module: nn.Module, rank: int, scaling: float) -> LinearLora:
         linear: Any = module
         a, b = torch.randn(rank, linear.in_features, generator=made), torch.randn(rank, linear.out_features)
-        return Linear(a, b, scaling)
+        return LinearLora(a, b, scaling)
 
-    one = Resident("one", 1, "", {model[0]: factors(model[0], 3, 0.7), model[1]: factors(model[1], 3, 0.7)}, {})
-    two = Resident("two", 1, "", {model[0]: factors(model[0], 5, 2.0)}, {})
-    mixture = Mixture((one, two), torch.device("cpu"))
+    one = LoadedAdapter("one", 1, "", {model[0]: factors(model[0], 3, 0.7), model[1]: factors(model[1], 3, 0.7)}, {})
+    two = LoadedAdapter("two", 1, "", {model[0]: factors(model[0], 5, 2.0)}, {})
+    mixture = AdapterSet((one, two), torch.device("cpu"))
     with torch.inference_mode():
         x = torch.randn(4, 16, generator=made).to(dtype)
         x[3] = -0.0
@@ -312,7 +312,7 @@ def test_no_room_beside_other_sets(
     steps(here.forward, here.residents, [["two"]] * LEAST)
     size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
     graphs_of(here)._clear()
-    engine.side.shelf = Shelf(torch.device("cpu"), size)
+    engine.side.shelf = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):

@@ -327,17 +327,17 @@ def test_the_page_asks_nobody_else(served: Served) -> None:
 
 def test_kt_eval_scores_through_the_server(served: Served, bench: Bench) -> None:
     """Text prompts by their offsets, token prompts by their count: both are the engine's own numbers."""
-    from ktransformers.evaluate.backend import Prompt, Question, Tokens
+    from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
     from ktransformers.evaluate.remote import Endpoint, RemoteBackend
 
-    question = Question(Prompt("The sea is", chat=False), (" deep", " very dry indeed"))
+    question = Question(EvalPrompt("The sea is", chat=False), (" deep", " very dry indeed"))
     expected = []
     for text in question.continuations:
         whole = ids(bench, question.prompt.text + text)
         heard = bench.alone(whole, "one", max_tokens=0, prompt_logprobs=True)
         scores = [score.logprob for event in heard.events for score in event.prompt_scores]
         expected.append(sum(scores[len(ids(bench, question.prompt.text)) :]))
-    for tokens in (None, Tokens(bench.tokenizer, "tiny")):
+    for tokens in (None, PromptTokenizer(bench.tokenizer, "tiny")):
         backend = RemoteBackend(Endpoint(served.url), "tiny:one", tokens)
         (found,) = backend.likelihoods([question])
         assert [one.logprob for one in found] == pytest.approx(expected, abs=1e-4)

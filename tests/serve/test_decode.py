@@ -10,20 +10,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from ktransformers import _core
 from ktransformers.serve.engine import attention
 from ktransformers.serve.engine.attention import Span, attend, spans
-from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.kv_cache import KVSlot
 
 
 class Layer(nn.Module):
     layer_idx = 0
 
 
-def filled(length: int, groups: int, key: int, value: int, dtype: torch.dtype) -> Slot:
-    slot = Slot(None, capacity=length + 8)
+def filled(length: int, groups: int, key: int, value: int, dtype: torch.dtype) -> KVSlot:
+    slot = KVSlot(None, capacity=length + 8)
     slot.write(0, 0, torch.randn(groups, length, key).to(dtype), torch.randn(groups, length, value).to(dtype))
     return slot
 
 
-def oracle(query: Tensor, slot: Slot, end: int, window: int | None) -> Tensor:
+def oracle(query: Tensor, slot: KVSlot, end: int, window: int | None) -> Tensor:
     """query [heads, d] -> [heads, dv], in float64."""
     keys, values = (held[0][:, :end].double() for held in (slot.keys, slot.values))
     start = 0 if window is None else max(0, end - window)
@@ -69,7 +69,7 @@ def test_beside_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     query, keys, values = torch.randn(1, 4, 7, 32), torch.randn(1, 2, 7, 32), torch.randn(1, 2, 7, 32)
 
-    def run() -> tuple[Tensor, list[Slot]]:
+    def run() -> tuple[Tensor, list[KVSlot]]:
         torch.manual_seed(1)
         slots = [filled(length, 2, 32, 32, torch.float32) for length in (9, 4, 20)]
         rows = [Span(slots[0], 0, 1, 9), Span(slots[1], 1, 6, 4), Span(slots[2], 6, 7, 20)]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ktransformers.serve.engine.attention import Kind
-from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.attention import AttentionSpec
+from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.decode_attention import ASKED, CAPACITY, FIRST, POSITION, Places
+from ktransformers.serve.graphs.decode_attention import ASKED, CAPACITY, FIRST, POSITION, CacheLines
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WAYS = [
@@ -34,9 +34,9 @@ def attend(way: str, *given: object) -> Tensor:
     return found
 
 
-def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> Slot:
+def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> KVSlot:
     groups, key, value = sizes
-    slot = Slot(None, capacity=length + 9)
+    slot = KVSlot(None, capacity=length + 9)
     slot.write(
         2,
         0,
@@ -46,7 +46,7 @@ def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device:
     return slot
 
 
-def oracle(query: Tensor, slot: Slot, end: int, kind: Kind) -> Tensor:
+def oracle(query: Tensor, slot: KVSlot, end: int, kind: AttentionSpec) -> Tensor:
     """query [heads, d] -> [heads, dv], in float64."""
     keys, values = (held[2][:, :end].cpu().double() for held in (slot.keys, slot.values))
     start = 0 if kind.window is None else max(0, end - kind.window)
@@ -63,7 +63,7 @@ def oracle(query: Tensor, slot: Slot, end: int, kind: Kind) -> Tensor:
     return (scores.softmax(-1)[:, None, : keys.shape[1]] @ values)[:, 0]
 
 
-def table_of(slots: list[Slot | None], positions: list[int]) -> Tensor:
+def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
     """Of two layers, of which the second is looked at; None: nobody asked for this row."""
     table = torch.zeros(FIRST + 4, len(slots), dtype=torch.int64)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
@@ -96,15 +96,15 @@ def test_numbers(
         dtype = torch.float16  # the interpreter multiplies the bits of bf16 as if they were integers
     torch.manual_seed(0)
     lengths = [1, 33, 0, 700, 64]
-    slots: list[Slot | None] = [filled(length, (groups, key, value), dtype, device) for length in lengths]
+    slots: list[KVSlot | None] = [filled(length, (groups, key, value), dtype, device) for length in lengths]
     slots[4] = None
     query = torch.randn(len(slots), heads, key).to(dtype).to(device).transpose(0, 1)
     new_keys = torch.randn(len(slots), groups, key).to(dtype).to(device).transpose(0, 1)
     new_values = torch.randn(len(slots), groups, value).to(dtype).to(device).transpose(0, 1)
     sinks = torch.randn(heads).to(dtype).to(device) if extra == "sinks" else None
-    kind = Kind(2, key**-0.5, window, 1.5 if extra == "cap" else None, sinks)
+    kind = AttentionSpec(2, key**-0.5, window, 1.5 if extra == "cap" else None, sinks)
     table = table_of(slots, lengths).to(device)
-    found = attend(way, table, Places(FIRST + 1, FIRST + 3), kind, query, new_keys, new_values)
+    found = attend(way, table, CacheLines(FIRST + 1, FIRST + 3), kind, query, new_keys, new_values)
     assert found.shape == (len(slots), heads, value) and found.dtype == dtype
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         if slot is None:
@@ -120,9 +120,9 @@ def test_numbers(
 @pytest.mark.parametrize(("way", "device"), WAYS)
 def test_a_row_is_the_same_whoever_is_beside_it(way: str, device: str) -> None:
     torch.manual_seed(0)
-    slots: list[Slot | None] = [filled(length, (2, 32, 32), torch.bfloat16, device) for length in (300, 20, 9)]
+    slots: list[KVSlot | None] = [filled(length, (2, 32, 32), torch.bfloat16, device) for length in (300, 20, 9)]
     query, key = (torch.randn(heads, 3, 32).bfloat16().to(device) for heads in (8, 2))
-    places, kind = Places(FIRST + 1, FIRST + 3), Kind(2, 0.2, None, None, None)
+    places, kind = CacheLines(FIRST + 1, FIRST + 3), AttentionSpec(2, 0.2, None, None, None)
     together = attend(way, table_of(slots, [300, 20, 9]).to(device), places, kind, query, key, key)
     for row, length in enumerate((300, 20, 9)):
         table, part = table_of([slots[row]], [length]).to(device), slice(row, row + 1)

@@ -15,11 +15,11 @@ from torch import nn
 
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.forward import Piece
-from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.forward import Chunk
+from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, Graphs, why_not
+from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
 from ktransformers.serve.http.metrics import render
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.target import Target
@@ -49,7 +49,7 @@ def placement(on_gpu: Bench, adapters: dict[str, Path], request: pytest.FixtureR
     made.place_residents(count=count)
     names = adapters.items()
     on_gpu.residents = {name: on_gpu.places.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
-    on_gpu.forward.graphs = Graphs(on_gpu.model, made)
+    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, made)
     assert not why_not(on_gpu.forward, made)
     yield made
     on_gpu.forward.graphs = None
@@ -91,7 +91,7 @@ def uncaptured(
         again()
         return again
 
-    graphs, bench.forward.graphs = bench.forward.graphs, Graphs(bench.model, placement, record)
+    graphs, bench.forward.graphs = bench.forward.graphs, DecodeGraphs(bench.model, placement, record)
     try:
         return ask(bench, bench.engine(running=4), lengths, names)
     finally:
@@ -168,15 +168,15 @@ def test_adapters(on_gpu: Bench, placement: Placement) -> None:
 @pytest.mark.parametrize("placement", [("resident", 2)], indirect=True, ids=str)
 def test_base_rows_beside_adapters_have_the_base_s_bits(on_gpu: Bench, placement: Placement) -> None:
     def logits(names: list[str | None], told: int) -> torch.Tensor:
-        slots = [Slot(None, capacity=64) for _ in names]
+        slots = [KVSlot(None, capacity=64) for _ in names]
         adapters = [on_gpu.residents[name] if name else None for name in names]
         graphs, on_gpu.forward.graphs = on_gpu.forward.graphs, None
         for row, (slot, adapter) in enumerate(zip(slots, adapters, strict=True)):
-            on_gpu.forward.run([Piece(slot, text(row, 9), 0, adapter)])
+            on_gpu.forward.run([Chunk(slot, text(row, 9), 0, adapter)])
         on_gpu.forward.graphs = graphs
         for step in range(told):
             pieces = [
-                Piece(slot, [5 + step], slot.length, adapter) for slot, adapter in zip(slots, adapters, strict=True)
+                Chunk(slot, [5 + step], slot.length, adapter) for slot, adapter in zip(slots, adapters, strict=True)
             ]
             found = on_gpu.forward.run(pieces)
         return torch.stack([one.logits for one in found if one is not None]).clone()
@@ -252,7 +252,7 @@ def test_who_waits_for_the_device_is_found_before_the_capture(
         hook.remove()
     assert not replayed(on_gpu) and sum("synchronizing" in line for line in caplog.messages) == 1
     agree(found, launched(on_gpu, [(6, 12), (7, 12)]))
-    on_gpu.forward.graphs = Graphs(on_gpu.model, placement)
+    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, placement)
     agree(ask(on_gpu, on_gpu.engine(), [(6, 12)]), launched(on_gpu, [(6, 12)]))
     assert replayed(on_gpu), "nothing is left of the attempt"
 

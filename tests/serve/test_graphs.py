@@ -17,10 +17,10 @@ from ktransformers.nn.experts import pack_module, select
 from ktransformers.nn.padding import padded, without_padding
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.forward import Forward, Piece
-from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.forward import Chunk, Forward
+from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, Graphs, why_not
+from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
 from tests.nn.families import build
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text
@@ -63,12 +63,12 @@ def recorder(placed: tuple[Bench, Placement]) -> Iterator[Recorder]:
     bench, placement = placed
     placement.place_residents(count=0)
     made = Recorder(placement)
-    bench.forward.graphs = Graphs(bench.model, placement, made)
+    bench.forward.graphs = DecodeGraphs(bench.model, placement, made)
     yield made
     bench.forward.graphs = None
 
 
-def graphs_of(bench: Bench) -> Graphs:
+def graphs_of(bench: Bench) -> DecodeGraphs:
     assert bench.forward.graphs is not None
     return bench.forward.graphs
 
@@ -216,7 +216,7 @@ def test_families(family: str, device: str) -> None:
     with torch.inference_mode():
         told, wanted = walk(forward, prompts, 12)
         assert not (why := why_not(forward, placement)) or device == "cpu", why
-        forward.graphs = Graphs(model, placement, Recorder(placement) if device == "cpu" else None)
+        forward.graphs = DecodeGraphs(model, placement, Recorder(placement) if device == "cpu" else None)
         _, found = walk(forward, prompts, 12, told)
     assert forward.graphs.replayed == 12 - LEAST + 1
     for got, want in zip(found, wanted, strict=True):  # residents round what they are given to bf16
@@ -228,15 +228,15 @@ def walk(
     forward: Forward, prompts: list[list[int]], new: int, told: list[list[int]] | None = None
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """All prompts, then `new` steps of a token each: the most likely ones, or those that are told; and all logits."""
-    slots = [Slot(None, capacity=64) for _ in prompts]
-    pieces = [Piece(slot, prompt, 0, None, greedy=True) for slot, prompt in zip(slots, prompts, strict=True)]
+    slots = [KVSlot(None, capacity=64) for _ in prompts]
+    pieces = [Chunk(slot, prompt, 0, None, greedy=True) for slot, prompt in zip(slots, prompts, strict=True)]
     tokens, logits = list[list[int]](), list[torch.Tensor]()
     for step in range(new + 1):
         found = [one for one in forward.run(pieces) if one is not None]
         logits.append(torch.stack([one.logits for one in found]).float().cpu())
         tokens.append([one.token for one in found if one.token is not None] if told is None else told[step])
         pieces = [
-            Piece(slot, [token], slot.length, None, greedy=True) for slot, token in zip(slots, tokens[-1], strict=True)
+            Chunk(slot, [token], slot.length, None, greedy=True) for slot, token in zip(slots, tokens[-1], strict=True)
         ]
     return tokens, logits
 

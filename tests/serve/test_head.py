@@ -12,8 +12,8 @@ from ktransformers.plan import Choice, Serving, make_plan, open_shape, profile, 
 from ktransformers.plan.memory import SCORED_ROWS, memory_of
 from ktransformers.serve import forecast
 from ktransformers.serve.engine import head
-from ktransformers.serve.engine.forward import Forward, Piece, open_forward
-from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.forward import Chunk, Forward, open_forward
+from ktransformers.serve.engine.kv_cache import KVSlot
 from tests.nn.families import build
 from tests.serve.conftest import Bench, service_of
 
@@ -34,7 +34,7 @@ def test_a_long_prompt_meets_the_vocabulary_in_parts() -> None:
     def read(first: int, logits: torch.Tensor) -> None:
         found.append((first, logits))
 
-    (last,) = forward.run([Piece(Slot(None, capacity=320), tokens, 0, None, read)])
+    (last,) = forward.run([Chunk(KVSlot(None, capacity=320), tokens, 0, None, read)])
     assert rows == [SCORED_ROWS, SCORED_ROWS, 300 - 2 * SCORED_ROWS, 1] and len(bodies) == 1
     assert [first for first, _ in found] == [0, SCORED_ROWS, 2 * SCORED_ROWS]
     assert torch.allclose(torch.cat([logits for _, logits in found]), expected, atol=1e-4)
@@ -81,7 +81,7 @@ def test_a_failing_body_leaves_the_model_as_it_was() -> None:
         raise RuntimeError("unreadable")
 
     with pytest.raises(RuntimeError, match="unreadable"):
-        forward.run([Piece(Slot(None, capacity=64), [1, 2, 3], 0, None, read)])
+        forward.run([Chunk(KVSlot(None, capacity=64), [1, 2, 3], 0, None, read)])
     assert "forward" not in vars(model.model)
 
 

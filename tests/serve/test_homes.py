@@ -15,11 +15,11 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place.apply import in_words, place, settle_residents
-from ktransformers.place.options import Wish
+from ktransformers.place.options import PlacementOptions
 from ktransformers.place.residents import load_counts
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
-from ktransformers.serve.placement import Placed, wish_of
+from ktransformers.serve.placement import ServedPlacement, wish_of
 from ktransformers.serve.target import Target, resolve
 from tests.serve.conftest import Bench, Served
 
@@ -34,7 +34,7 @@ def test_adapters_share_a_batch_on_the_engine(
     """Base, two adapters with experts and one without, at once; log-probabilities are those of the CPU's experts up to
     the rounding of a GPU's, which rounds gate and up to bf16."""
     other = Bench(model_directory, {}, device=device)
-    wish = Wish(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
+    wish = PlacementOptions(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
     placement = place(other.model, wish, device=device or "cpu")
     assert placement is not None
     said = in_words(placement, wish, settle_residents(placement, wish, None, {}))
@@ -91,8 +91,8 @@ def test_a_line_and_a_file_make_one_wish(model_directory: Path, tmp_path: Path) 
     target = resolve(str(file))
     wish = wish_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
     assert (wish.policy, wish.kt_num_gpu_experts) == ("stream", 1)
-    lacking = Wish(kt_enable_dynamic_expert_update=True, kt_num_gpu_experts=1)
+    lacking = PlacementOptions(kt_enable_dynamic_expert_update=True, kt_num_gpu_experts=1)
     with pytest.raises(InputError, match="kt_gpu_prefill_token_threshold"):
         place(torch.nn.Module(), lacking)
-    assert Placed(wish, None, None, None).fill(0, None, print) == {}
+    assert ServedPlacement(wish, None, None, None).fill(0, None, print) == {}
     assert Target(model_directory).keys == {}

@@ -20,7 +20,7 @@ import pytest
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.place.options import Wish, read_wish
+from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VALUES, Launch, parse
 from ktransformers.serve.http.training import TrainingLog, Watch
 from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
@@ -61,7 +61,7 @@ def test_launch_lines_of_the_guides_parse(line: str) -> None:
         assert found.experts == Path("W")
     if "--kt-expert-lora-path" in words:
         assert found.always == Path("E")
-    wish = read_wish(found.place)
+    wish = read_options(found.place)
     if "--kt-enable-dynamic-expert-update" in words:
         assert (wish.kt_num_gpu_experts, wish.kt_gpu_prefill_token_threshold) == (32, 4096)
         assert wish.kt_enable_dynamic_expert_update and wish.policy == "resident"
@@ -73,9 +73,9 @@ def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
     """The same words, on the line and in a YAML file; the line wins, and nonsense is refused before anything is
     loaded."""
     names = {flag.field for flag in PLACEMENT}
-    assert names == {field.name for field in dataclasses.fields(Wish)} - {"kt_expert_update_steps"}
+    assert names == {field.name for field in dataclasses.fields(PlacementOptions)} - {"kt_expert_update_steps"}
     keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
-    wish = read_wish(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
+    wish = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
     assert (wish.kt_num_gpu_experts, wish.policy) == (7, "auto")
     for line, words in (
         ("--kt-place gpu", "kt_place"),
@@ -85,7 +85,7 @@ def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
         ("--init-expert-location no.pt", "file of statistics"),
     ):
         with pytest.raises(InputError, match=words):
-            read_wish(parse(["M", *line.split()]).place)
+            read_options(parse(["M", *line.split()]).place)
     with pytest.raises(InputError, match="gpus"):
         parse(["M", "--tp", "0"])
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.adapters import Pair, in_memory
+from ktransformers.adapters import LoraPair, in_memory
 from ktransformers.errors import InputError
-from ktransformers.serve.engine.detokenizer import Text
-from ktransformers.serve.engine.engine import Engine, Limits
-from ktransformers.serve.engine.forward import Alone, Forward, Piece, most_likely, open_forward
+from ktransformers.serve.engine.detokenizer import StreamingText
+from ktransformers.serve.engine.engine import Limits, ServeEngine
+from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, most_likely, open_forward
 from ktransformers.serve.engine.head import collect
-from ktransformers.serve.engine.kv_cache import Slot, Slots
-from ktransformers.serve.engine.lora import Places
+from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
+from ktransformers.serve.engine.lora import LoraModules
 from ktransformers.serve.engine.sampling import Sampling, choose, generator, scores
-from ktransformers.serve.engine.sequence import Ask, Sequence
+from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 from tests.nn.families import FAMILIES, build
 from tests.serve.conftest import Bench, Heard
 
@@ -31,7 +31,7 @@ from tests.serve.conftest import Bench, Heard
     "said", ["Plain words, and more.", "Ein schöner Tag 🌞🌞 am Meer", "日本語のテキスト", "a  b\n\nc"]
 )
 def test_text_in_pieces_is_the_text(bench: Bench, said: str) -> None:
-    text = Text(bench.tokenizer)
+    text = StreamingText(bench.tokenizer)
     pieces = [text.add(token) for token in bench.tokenizer(said)["input_ids"]]
     assert "".join(pieces) + text.end() == said
     assert all("\ufffd" not in piece for piece in pieces)
@@ -40,7 +40,7 @@ def test_text_in_pieces_is_the_text(bench: Bench, said: str) -> None:
 @pytest.mark.parametrize("stop", ["Tag", "schöner", " am", "🌞"])
 def test_a_stop_string_never_shows(bench: Bench, stop: str) -> None:
     said = "Ein schöner Tag 🌞 am Meer"
-    text, out = Text(bench.tokenizer, ["nie", stop]), ""
+    text, out = StreamingText(bench.tokenizer, ["nie", stop]), ""
     for token in bench.tokenizer(said)["input_ids"]:
         out += text.add(token)
         if text.stopped is not None:
@@ -98,7 +98,7 @@ def test_pieces_of_greedy_answers_bring_their_token() -> None:
     read: list[torch.Tensor] = []
     asked = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
     pieces = [
-        Piece(Slot(None, capacity=16), tokens, 0, None, collect(read) if not at else None, greedy or last, greedy)
+        Chunk(KVSlot(None, capacity=16), tokens, 0, None, collect(read) if not at else None, greedy or last, greedy)
         for at, (tokens, last, greedy) in enumerate(asked)
     ]
     first, middle, drawn, last = forward.run(pieces)
@@ -117,7 +117,7 @@ def test_scores_are_the_models_own() -> None:
 
 
 def test_slots_keep_to_their_room() -> None:
-    slots = Slots(256)
+    slots = KVCache(256)
     one = slots.take(None, range(100))
     two = slots.take(("a", 1), range(100))
     assert one is not None and two is not None and one is not two and slots.room_used == 256
@@ -140,9 +140,9 @@ def test_what_cannot_be_computed_in_pieces_is_refused_by_name(family: str, words
 def test_families_with_a_state_are_computed_alone() -> None:
     for family in ("qwen3_5_moe_text", "lfm2_moe"):
         forward = open_forward(build(family))
-        assert isinstance(forward, Alone) and forward.check() > 0
+        assert isinstance(forward, SequentialForward) and forward.check() > 0
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert isinstance(open_forward(build("qwen3_moe", rope_parameters=rope)), Alone)
+    assert isinstance(open_forward(build("qwen3_moe", rope_parameters=rope)), SequentialForward)
     assert isinstance(open_forward(build("qwen3_moe")), Forward)
 
 
@@ -170,30 +170,31 @@ def test_a_state_is_continued_and_never_cut_back(bench: Bench) -> None:
     attach(model)
     select(model)
     forward = open_forward(model)
-    places = Places(model)
+    places = LoraModules(model)
     shapes = {"gate": (6, 40, 64), "up": (6, 40, 64), "down": (6, 64, 40)}
     torch.manual_seed(0)
     experts = {
         f"model.layers.{layer}.mlp": {
-            role: Pair(torch.randn(e, 3, i) / 8, torch.randn(e, o, 3) / 2, 1.0) for role, (e, o, i) in shapes.items()
+            role: LoraPair(torch.randn(e, 3, i) / 8, torch.randn(e, o, 3) / 2, 1.0)
+            for role, (e, o, i) in shapes.items()
         }
         for layer in range(2)
     }
     adapter = places.bind(in_memory(experts, {}), "made", "made", 1)
 
-    def say(engine: Engine, *asked: tuple[list[int], Any]) -> list[Heard]:
+    def say(engine: ServeEngine, *asked: tuple[list[int], Any]) -> list[Heard]:
         heard = [Heard() for _ in asked]
         sampling = Sampling(temperature=0)
         engine.submit(
-            Sequence(Ask(tuple(prompt), 6, sampling, one, logprobs=0), bench.tokenizer, ear)
+            Sequence(GenerationRequest(tuple(prompt), 6, sampling, one, logprobs=0), bench.tokenizer, ear)
             for (prompt, one), ear in zip(asked, heard, strict=True)
         )
         while engine.busy:
             engine.step()
         return heard
 
-    def fresh() -> Engine:
-        return Engine(forward, Limits(running=4, queued=16, chunk=8, tokens=1024, context=128))
+    def fresh() -> ServeEngine:
+        return ServeEngine(forward, Limits(running=4, queued=16, chunk=8, tokens=1024, context=128))
 
     prompt = [(3 * at + 4) % 90 for at in range(20)]
     engine = fresh()
@@ -222,15 +223,15 @@ def test_a_window_is_kept_over_chunks() -> None:
     tokens = [(11 * at + 5) % 90 for at in range(40)]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    forward, slot = Forward(model), Slot(None, capacity=64)
+    forward, slot = Forward(model), KVSlot(None, capacity=64)
     found: list[torch.Tensor] = []
     for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
-        forward.run([Piece(slot, tokens[first:last], first, None, collect(found))])
+        forward.run([Chunk(slot, tokens[first:last], first, None, collect(found))])
     assert torch.allclose(torch.cat(found), expected, atol=1e-4)
 
 
-def pair(*shape: int) -> Pair:
-    return Pair(torch.ones(*shape[:-2], 2, shape[-1]), torch.ones(*shape[:-2], shape[-2], 2), 1.0)
+def pair(*shape: int) -> LoraPair:
+    return LoraPair(torch.ones(*shape[:-2], 2, shape[-1]), torch.ones(*shape[:-2], shape[-2], 2), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ktransformers.errors import InputError
-from ktransformers.train.data.files import Row, read_rows
-from ktransformers.train.data.formats import Conversation, Pair, Text, read_sample
+from ktransformers.train.data.files import DataRow, read_rows
+from ktransformers.train.data.formats import Conversation, PlainText, PreferencePair, read_sample
 from ktransformers.train.data.prepare import mix, pack, prepare, read_datasets
-from ktransformers.train.data.registry import SHIPPED, Source, find_source
-from ktransformers.train.data.render import IGNORED, Renderer, Tokens, show
+from ktransformers.train.data.registry import SHIPPED, DatasetSource, find_source
+from ktransformers.train.data.render import IGNORED, Renderer, TrainRow, show
 from ktransformers.train.data.templates import FORMS, find_form, jinja, missing_tokens
 from ktransformers.train.settings import DataSettings
 
@@ -30,7 +30,7 @@ FOUND = Conversation(TALK)
 
 
 def sample_of(values: dict[str, Any], **entry: Any) -> Any:
-    return read_sample(Row("f.jsonl", 7, values), Source(name="x", path=Path("f.jsonl"), **entry))
+    return read_sample(DataRow("f.jsonl", 7, values), DatasetSource(name="x", path=Path("f.jsonl"), **entry))
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
@@ -45,13 +45,13 @@ def test_forms_that_are_recognised() -> None:
     assert [turn["content"] for turn in sample_of(alpaca).messages] == ["Hi there", "Hello.", "And\n2+2?", "Four"]
     assert sample_of({"prompt": TALK[:1], "completion": TALK[1:2]}) == Conversation(TALK[:2])
     assert sample_of({"prompt": "a", "completion": "b"}).raw_prompt == "a"
-    assert sample_of({"text": "all of it"}) == Text("all of it")
+    assert sample_of({"text": "all of it"}) == PlainText("all of it")
     with_system = sample_of({"instruction": "a", "output": "b", "system": "be kind"})
     assert with_system.messages[0] == {"role": "system", "content": "be kind"}
 
 
 def test_pairs_of_llama_factory_and_of_trl() -> None:
-    expected = Pair(TALK[:1], TALK[1], {"role": "assistant", "content": "No."})
+    expected = PreferencePair(TALK[:1], TALK[1], {"role": "assistant", "content": "No."})
     rejected = {"role": "assistant", "content": "No."}
     named = {"from": "gpt", "value": "Hello."}, {"from": "gpt", "value": "No."}
     rows = [
@@ -186,7 +186,7 @@ def rendered(tokenizer: Any, template: str | None, conversation: Conversation = 
     tokenizer.chat_template = before if template is None else template
     try:
         renderer = Renderer(tokenizer, options.pop("cutoff_len", 500), **options)
-        return show(renderer.encode(conversation, Row("f", 1, {})), tokenizer)
+        return show(renderer.encode(conversation, DataRow("f", 1, {})), tokenizer)
     finally:
         tokenizer.chat_template = before
 
@@ -267,7 +267,7 @@ def test_tools_reach_the_tokenizers_own_template(tokenizer: Any) -> None:
 
 
 def test_text_and_raw_prompts(tokenizer: Any) -> None:
-    assert rendered(tokenizer, None, Text("abc")) == f"«abc{tokenizer.eos_token}»"  # type: ignore[arg-type]
+    assert rendered(tokenizer, None, PlainText("abc")) == f"«abc{tokenizer.eos_token}»"  # type: ignore[arg-type]
     raw = Conversation([{"role": "assistant", "content": " b"}], raw_prompt="a")
     assert rendered(tokenizer, None, raw) == f"a« b{tokenizer.eos_token}»"
 
@@ -299,7 +299,7 @@ def test_interleaving() -> None:
 
 def test_packing_fills_and_loses_nothing() -> None:
     lengths = [5, 9, 3, 7, 2, 10, 1, 6]
-    rows = [Tokens([n] * n, [n] * n) for n in lengths]
+    rows = [TrainRow([n] * n, [n] * n) for n in lengths]
     packs = pack(rows, 10)
     assert sorted(len(row.ids) for part in packs for row in part) == sorted(lengths)
     assert all(sum(len(row.ids) for row in part) <= 10 for part in packs)

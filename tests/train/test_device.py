@@ -14,7 +14,7 @@ from ktransformers.errors import InputError
 from ktransformers.plan import Machine, profile, refuse, with_gpus
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.settings import Settings
+from ktransformers.train.settings import TrainSettings
 
 from .conftest import Quiet, recipe
 from .runs import run
@@ -25,7 +25,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the size of the GPU that there seems to be."""
     monkeypatch.delenv("KT_PLACE", raising=False)
 
-    def device_of(settings: Settings) -> torch.device:
+    def device_of(settings: TrainSettings) -> torch.device:
         return torch.device("cpu" if settings.trainer.get("use_cpu") else "cuda")
 
     for module in ("arguments", "forecast", "plan", "run", "homes"):

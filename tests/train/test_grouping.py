@@ -16,12 +16,12 @@ from ktransformers.cli.main import app
 from ktransformers.errors import InputError
 from ktransformers.plan import open_shape, profile, with_gpus
 from ktransformers.train import grouping
-from ktransformers.train.forecast import Site
-from ktransformers.train.grouping import FILE, Rows, Trial, choose, decide, fastest
+from ktransformers.train.forecast import PlanInputs
+from ktransformers.train.grouping import FILE, GroupingCandidate, RowLengths, choose, decide, fastest
 from ktransformers.train.manifest import read_manifest
 from ktransformers.train.plan import as_dict, make_plan
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.settings import Settings
+from ktransformers.train.settings import TrainSettings
 
 from .conftest import Quiet, recipe
 from .runs import adapter, difference, first_gradients, run
@@ -39,11 +39,11 @@ OFF = "kt_tokens_per_batch=off"
 V2_LITE = "deepseek-ai/DeepSeek-V2-Lite"
 
 
-def site(machine: Any, *policies: str) -> Site:
-    return Site(open_shape(V2_LITE), machine, policies or ("auto", "cpu"), 2)
+def site(machine: Any, *policies: str) -> PlanInputs:
+    return PlanInputs(open_shape(V2_LITE), machine, policies or ("auto", "cpu"), 2)
 
 
-def settings_of(**keys: Any) -> Settings:
+def settings_of(**keys: Any) -> TrainSettings:
     return read_settings(PUBLISHED | keys)
 
 
@@ -57,7 +57,7 @@ def test_the_published_recipe_goes_through_at_once() -> None:
     )
     pairs = choose(settings_of(stage="dpo", dataset="dpo_en_demo"), site(profile("amx16-h200")))
     assert pairs.tokens == 16384, "both answers of a pair"
-    short = choose(settings_of(), site(profile("amx16-h200")), Rows([(300, 200)] * 64, 300, 0))
+    short = choose(settings_of(), site(profile("amx16-h200")), RowLengths([(300, 200)] * 64, 300, 0))
     assert short.tokens == 16 * 300, "rows are no longer than they are"
 
 
@@ -92,8 +92,8 @@ def test_what_does_not_fit_with_room_is_not_chosen() -> None:
     ],
 )
 def test_the_rule(tried: list[tuple[int, float, bool]], batches: int) -> None:
-    trials = [Trial(count, 512 * count, seconds, fits) for count, seconds, fits in tried]
-    assert fastest(Trial(1, None, 10.0, True), trials).batches == batches
+    trials = [GroupingCandidate(count, 512 * count, seconds, fits) for count, seconds, fits in tried]
+    assert fastest(GroupingCandidate(1, None, 10.0, True), trials).batches == batches
 
 
 def test_padding_counts_as_time() -> None:
@@ -101,8 +101,8 @@ def test_padding_counts_as_time() -> None:
     machine = with_gpus(profile("amx16-h200"), "none")
     machine = replace(machine, memory=10**12, cpu=replace(machine.cpu, read_bytes=20e9))
     settings, here = settings_of(), site(machine, "cpu")
-    equal = choose(settings, here, Rows([(512, 100)] * 64, 512, 0))
-    mixed = choose(settings, here, Rows([(16, 10)] * 60 + [(512, 100)] * 4, 512, 0))
+    equal = choose(settings, here, RowLengths([(512, 100)] * 64, 512, 0))
+    mixed = choose(settings, here, RowLengths([(16, 10)] * 60 + [(512, 100)] * 4, 512, 0))
     assert equal.tokens == 4096, "all at once would be as fast"
     assert mixed.tokens == 1024 and mixed.seconds is not None and mixed.seconds_apart is not None
     assert mixed.seconds <= mixed.seconds_apart < (equal.seconds_apart or 0)
@@ -117,7 +117,9 @@ def test_short_rows_are_taken_together_on_a_cpu_alone() -> None:
         shape = replace(open_shape("qwen3-30b-a3b"), layers=6, expert_layers=6, hidden=512, intermediate=256)
         shape = replace(shape, experts=64, top_k=4, vocabulary=6400, embedding=6400 * 512, rest_per_layer=690_000)
         shape = replace(shape, attention_width=1280, scores_width=1024, linears=shape.linears[:24])
-        found = choose(settings_of(), Site(shape, replace(machine, cpu=cpu), ("cpu",), 4), Rows([(56, 30)] * 64, 56, 0))
+        found = choose(
+            settings_of(), PlanInputs(shape, replace(machine, cpu=cpu), ("cpu",), 4), RowLengths([(56, 30)] * 64, 56, 0)
+        )
         assert found.batches is not None and found.batches >= 8, (read, found)
         assert found.seconds_apart is not None and found.seconds is not None
         assert found.seconds_apart > 2 * found.seconds

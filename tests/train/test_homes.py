@@ -14,7 +14,7 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.place import apply, attach
 from ktransformers.place.residents import load_counts
-from ktransformers.train.placement import Placing, Renewal, wish_of
+from ktransformers.train.placement import ResidentUpdate, TrainPlacement, wish_of
 from ktransformers.train.resolve import read_settings
 
 from .conftest import Quiet, recipe
@@ -39,7 +39,7 @@ def test_keys(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for wrong in ({"kt_place": "gpu"}, {"kt_max_deferred_experts_per_token": 2}, {"kt_gpu_experts_ratio": 2}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             read_settings(keys | wrong)
-    placing = Placing(read_settings(keys | {"kt_optimize_rule": "x-multi-gpu-4.yaml", "use_cpu": True}), None)
+    placing = TrainPlacement(read_settings(keys | {"kt_optimize_rule": "x-multi-gpu-4.yaml", "use_cpu": True}), None)
     assert placing.gpus == 1 and placing.loading_device == torch.device("cpu")
 
 
@@ -72,7 +72,7 @@ def test_residents_follow_the_steps() -> None:
     placement = attach(model, policy="resident", device="cpu")
     assert placement is not None
     placement.place_residents(count=2)
-    renewal = Renewal(placement, 2)
+    renewal = ResidentUpdate(placement, 2)
     for step in range(1, 5):
         for layer in placement.layers:
             layer.counts[[6, 7] if step < 3 else [0, 7]] += 5

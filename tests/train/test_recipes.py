@@ -125,10 +125,10 @@ def test_seed_files_run(
 
 
 def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    from ktransformers.cli.train import Screen
+    from ktransformers.cli.train import StepScreen
     from ktransformers.train.watch import Progress
 
-    screen = Screen()
+    screen = StepScreen()
     screen.loading(1, 2)
     values = {"loss": 1.5, "learning_rate": 1e-4, "grad_norm": 0.3}
     screen.stepped(Progress(3, 10, 0.5, values, 1234.0, 0.25, 2**31, 0, 30.0, 70.0, 0.5))

@@ -16,7 +16,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.train import watch
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.watch import ExpertClock, Journal, Roof
+from ktransformers.train.watch import ExpertClock, PeakRates, TrainLog
 from tests.nn.families import build, tokens
 
 LAYERS = 2
@@ -26,9 +26,9 @@ def test_the_roof_is_multiplying_or_reading() -> None:
     store = ExpertStore(8, 64, 32)
     store.pack(gate_up=torch.zeros(8, 64, 64), down=torch.zeros(8, 64, 32))
     operations = 2 * 100 * 2 * 3 * 64 * 32
-    assert Roof(flops=1e6, read=1e30).seconds(store, 100, 2) == pytest.approx(operations / 1e6)
+    assert PeakRates(flops=1e6, read=1e30).seconds(store, 100, 2) == pytest.approx(operations / 1e6)
     touched = 1 - (6 / 8) ** 3
-    assert Roof(flops=1e30, read=1e6).seconds(store, 3, 2) == pytest.approx(touched * store.packed_bytes / 1e6)
+    assert PeakRates(flops=1e30, read=1e6).seconds(store, 3, 2) == pytest.approx(touched * store.packed_bytes / 1e6)
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("none", 2), ("recompute", 3), ("retain", 2)])
@@ -43,7 +43,7 @@ def test_passes_are_counted_as_they_are_computed(checkpointing: str, passes: int
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()
     clock, batch = ExpertClock(model), tokens()
-    clock.roof = Roof(flops=1e12, read=1e12)
+    clock.roof = PeakRates(flops=1e12, read=1e12)
     model(input_ids=batch, labels=batch).loss.backward()
     store, top_k = next(iter(expert_modules(model).values())).kt_store, model.config.num_experts_per_tok
     assert isinstance(store, ExpertStore)
@@ -67,8 +67,8 @@ def test_a_roof_that_is_exceeded_is_measured_again_and_then_raised(
 
     monkeypatch.setattr(watch, "raise_roofs", raise_roofs)
     clock, shown = ExpertClock(torch.nn.Module()), []
-    clock.roof = Roof(flops=2e9, read=2e9)
-    journal = Journal(tmp_path, clock, shown.append)
+    clock.roof = PeakRates(flops=2e9, read=2e9)
+    journal = TrainLog(tmp_path, clock, shown.append)
     state = SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=9, epoch=0.0)
     journal.on_train_begin(None, state, None)
     expected = {0.5: (2e9, 2e9), 1.6: (4e9, 2e9), 0.9: (4e9, 2e9), 1.25: (5e9, 2.5e9)}

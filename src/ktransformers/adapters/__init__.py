@@ -5,22 +5,22 @@ from __future__ import annotations
 from ktransformers.adapters.canonical import in_memory
 from ktransformers.adapters.convert import Conversion, Output, convert, describe_adapter, read_adapter, write_adapter
 from ktransformers.adapters.dialects import DIALECTS
-from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair, PairForm
-from ktransformers.adapters.merge import Check, Merge, merge
+from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
+from ktransformers.adapters.merge import Merge, MergeCheck, merge
 from ktransformers.adapters.model import ModelFacts, facts_of, find_facts
 
 __all__ = [
     "DIALECTS",
     "Adapter",
-    "Check",
     "Conversion",
     "Experts",
     "Extra",
+    "LoraPair",
     "Merge",
+    "MergeCheck",
     "ModelFacts",
     "Module",
     "Output",
-    "Pair",
     "PairForm",
     "convert",
     "describe_adapter",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.lora import Adapter, Experts, Module, Pair, PairForm, form_of
+from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm, form_of
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import PROJ, place
 
@@ -44,8 +44,8 @@ class _Cut:
     def form(self, form: PairForm) -> PairForm:
         return replace(form, rank=self.last - self.first)
 
-    def pair(self, pair: Pair) -> Pair:
-        return Pair(pair.a[..., self.first : self.last, :], pair.b[..., self.first : self.last], pair.scaling)
+    def pair(self, pair: LoraPair) -> LoraPair:
+        return LoraPair(pair.a[..., self.first : self.last, :], pair.b[..., self.first : self.last], pair.scaling)
 
 
 def canonical(raw: Adapter) -> Adapter:
@@ -60,8 +60,8 @@ def canonical(raw: Adapter) -> Adapter:
 
 
 def in_memory(
-    experts: Mapping[str, Mapping[str, Pair]],
-    modules: Mapping[str, Pair],
+    experts: Mapping[str, Mapping[str, LoraPair]],
+    modules: Mapping[str, LoraPair],
     *,
     model: ModelFacts | None = None,
     config: Mapping[str, Any] | None = None,
@@ -73,16 +73,16 @@ def in_memory(
     return canonical(Adapter(layers, linear, words=words, config=dict(config or {}), model=model))
 
 
-def _experts_of(root: str, pairs: Mapping[str, Pair]) -> Experts:
+def _experts_of(root: str, pairs: Mapping[str, LoraPair]) -> Experts:
     forms = {role: form_of(pair) for role, pair in pairs.items()}
     return Experts(root, place(root)[1], next(iter(pairs.values())).a.shape[0], forms, lambda: pairs)
 
 
-def _module_of(name: str, pair: Pair) -> Module:
+def _module_of(name: str, pair: LoraPair) -> Module:
     return Module(name, form_of(pair), lambda: pair)
 
 
-def _used(pair: Pair) -> _Used:
+def _used(pair: LoraPair) -> _Used:
     rank = pair.rank
     return _Used(
         (pair.a != 0).movedim(-2, 0).reshape(rank, -1).any(1), (pair.b != 0).movedim(-1, 0).reshape(rank, -1).any(1)
@@ -134,7 +134,7 @@ def _layer(layer: Experts, seen: _Seen, shared: bool, split: dict[int, int] | No
             first, last = (0, point) if role == "gate" else (point, last)
         cuts[role] = _Cut(first, first + max(1, _end(busy[first:last])))
 
-    def read() -> dict[str, Pair]:
+    def read() -> dict[str, LoraPair]:
         pairs = {role: cuts[role].pair(pair) for role, pair in layer.read().items()}
         if shared and "up" in pairs:
             pairs["up"] = replace(pairs["up"], a=pairs["gate"].a)

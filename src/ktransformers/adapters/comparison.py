@@ -31,7 +31,7 @@ Marks = Mapping[str, Sequence[Tensor]]  # module -> [T, MARKS] for each row, in 
 
 
 @dataclass(frozen=True)
-class Measured:
+class LogprobsAndNorms:
     """One model on all rows."""
 
     logprobs: tuple[Tensor, ...]  # [T - 1] of each row, float32
@@ -43,7 +43,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogprobDifference:
     max: float
     mean: float
     row: int = 0  # where it is largest
@@ -54,7 +54,7 @@ class Difference:
     def none(self) -> bool:
         return self.max == 0
 
-    def within(self, floor: Difference) -> bool:
+    def within(self, floor: LogprobDifference) -> bool:
         """NaN is within nothing."""
         beyond = float((~(self.each <= FACTOR * floor.max + LEAST)).float().mean())
         few = beyond <= (OUTLIERS if floor.max > ROUGH else 0.0)
@@ -64,19 +64,19 @@ class Difference:
         return {"max": self.max, "mean": self.mean, "row": self.row, "token": self.token}
 
 
-def larger(one: Difference, other: Difference) -> Difference:
+def larger(one: LogprobDifference, other: LogprobDifference) -> LogprobDifference:
     """The worse of two floors, in each respect."""
-    return Difference(max(one.max, other.max), max(one.mean, other.mean), one.row, one.token)
+    return LogprobDifference(max(one.max, other.max), max(one.mean, other.mean), one.row, one.token)
 
 
-def difference(found: Measured, expected: Measured) -> Difference:
+def difference(found: LogprobsAndNorms, expected: LogprobsAndNorms) -> LogprobDifference:
     """Of log-probabilities, absolute."""
     pairs = list(zip(found.logprobs, expected.logprobs, strict=True))
     apart = [(one - other).abs() for one, other in pairs]
     worst = max(range(len(apart)), key=lambda row: _rank(float(apart[row].max())))
     token = int(torch.nan_to_num(apart[worst], nan=torch.inf).argmax())
     mean = float(torch.cat(apart).mean())
-    return Difference(float(apart[worst].max()), mean, worst, token + 1, torch.cat(apart))
+    return LogprobDifference(float(apart[worst].max()), mean, worst, token + 1, torch.cat(apart))
 
 
 def _rank(value: float) -> float:
@@ -146,7 +146,7 @@ def logprobs_of(logits: Tensor, row: Sequence[int]) -> Tensor:
     return found.cpu()
 
 
-def measure(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> Measured:
+def measure(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> LogprobsAndNorms:
     """Each row by itself, in one piece; marks of the modules that are named."""
     device = next(model.parameters()).device
     found: list[Tensor] = []
@@ -157,20 +157,20 @@ def measure(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()
         found.append(logprobs_of(logits, row))
         for name, parts in seen.items():
             marks[name].append(torch.cat(parts) if parts else torch.empty(0, MARKS))
-    return Measured(tuple(found), marks)
+    return LogprobsAndNorms(tuple(found), marks)
 
 
-def measure_together(model: Any, rows: Sequence[Sequence[int]]) -> Measured:
+def measure_together(model: Any, rows: Sequence[Sequence[int]]) -> LogprobsAndNorms:
     """All rows in one batch, padded at their ends."""
     device, longest = next(model.parameters()).device, max(len(row) for row in rows)
     ids = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
     with evaluating(model):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return Measured(tuple(logprobs_of(logits[at, : len(row)], row) for at, row in enumerate(rows)))
+    return LogprobsAndNorms(tuple(logprobs_of(logits[at, : len(row)], row) for at, row in enumerate(rows)))
 
 
-def measure_in_pieces(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> Measured:
+def measure_in_pieces(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> LogprobsAndNorms:
     """Each row in two pieces, the second on a cache of the first."""
     device = next(model.parameters()).device
     found: list[Tensor] = []
@@ -185,7 +185,7 @@ def measure_in_pieces(model: Any, rows: Sequence[Sequence[int]], names: Sequence
         found.append(logprobs_of(torch.cat(parts), row))
         for name, pieces in seen.items():
             marks[name].append(torch.cat(pieces) if pieces else torch.empty(0, MARKS))
-    return Measured(tuple(found), marks)
+    return LogprobsAndNorms(tuple(found), marks)
 
 
 @contextmanager
@@ -202,19 +202,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Floor:
+class NoiseFloor:
     """What changes when nothing has changed but how the rows lie in batches."""
 
-    logprobs: Difference
+    logprobs: LogprobDifference
     marks: Mapping[str, float]
 
 
-def floor_of(model: Any, rows: Sequence[Sequence[int]], alone: Measured) -> Floor:
+def floor_of(model: Any, rows: Sequence[Sequence[int]], alone: LogprobsAndNorms) -> NoiseFloor:
     names = list(alone.marks)
     pieces = measure_in_pieces(model, rows, names)
     together = measure_together(model, rows)
     noise = larger(difference(pieces, alone), difference(together, alone))
-    return Floor(noise, marks_apart(pieces.marks, alone.marks))
+    return NoiseFloor(noise, marks_apart(pieces.marks, alone.marks))
 
 
 def adapted_modules(model: nn.Module) -> list[str]:

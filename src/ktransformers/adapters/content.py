@@ -26,7 +26,7 @@ SPELLED |= {torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bo
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor in a file."""
 
     name: str
@@ -39,7 +39,7 @@ class Stored:
 @dataclass(frozen=True)
 class Content:
     path: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     fields: Mapping[str, Any] | None = None  # the key-value part of a GGUF file, None for safetensors
     release: Callable[[], None] = lambda: None
 
@@ -67,7 +67,7 @@ def open_content(path: str | Path) -> Content:
         return _gguf(path, ggufs[0])
     if not loras:
         raise InputError(str(path), "no LoRA tensors", "a .safetensors or GGUF file with lora_A and lora_B in it")
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file, shards in loras.items():
         for name in shards.names:
             if name in tensors:
@@ -81,11 +81,11 @@ def open_content(path: str | Path) -> Content:
     return Content(path, tensors, None, release)
 
 
-def _stored(shards: Shards, name: str, file: str) -> Stored:
+def _stored(shards: Shards, name: str, file: str) -> StoredTensor:
     spelled = shards.dtype(name)
     if spelled not in DTYPES:
         raise InputError(name, f"dtype {spelled}", "one of " + ", ".join(DTYPES))
-    return Stored(name, file, shards.shape(name), DTYPES[spelled], lambda: shards.read(name))
+    return StoredTensor(name, file, shards.shape(name), DTYPES[spelled], lambda: shards.read(name))
 
 
 def _has_lora(shards: Shards) -> bool:

@@ -18,12 +18,12 @@ from ktransformers.adapters.config import FILE as CONFIG
 from ktransformers.adapters.config import parse_config
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.dialects import detect, dialect
-from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair, PairForm
+from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
 from ktransformers.adapters.manifest import FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, describe, read_manifest, write_manifest
 from ktransformers.adapters.model import ModelFacts, find_facts
-from ktransformers.adapters.parse import Known, complete
-from ktransformers.adapters.write import Record, check_apart, check_target, checked_squares, fresh_directory
+from ktransformers.adapters.parse import ReadContext, complete
+from ktransformers.adapters.write import check_apart, check_target, checked_squares, fresh_directory
 from ktransformers.errors import InputError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -75,7 +75,7 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
         else:
             for name, stored in content.tensors.items():
                 checked_squares(name, stored.read())
-    known = Known(_facts(content, model, document), lora_alpha, document)
+    known = ReadContext(_facts(content, model, document), lora_alpha, document)
     source = detect(content)
     raw = source.read(content, known)
     if document is not None and "lora_dropout" in document:  # PEFT's file says 0, because it knows none on experts
@@ -186,8 +186,8 @@ def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
     def form(one: PairForm) -> PairForm:
         return replace(one, dtype=dtype)
 
-    def pair(one: Pair) -> Pair:
-        return Pair(one.a.to(dtype), one.b.to(dtype), one.scaling)
+    def pair(one: LoraPair) -> LoraPair:
+        return LoraPair(one.a.to(dtype), one.b.to(dtype), one.scaling)
 
     def layer(one: Experts) -> Experts:
         forms = {role: form(known) for role, known in one.forms.items()}
@@ -224,4 +224,4 @@ def describe_adapter(path: str | Path, *, model: str | None = None) -> None:
     )
 
 
-__all__ = ["Conversion", "Output", "Record", "convert", "describe_adapter", "read_adapter", "write_adapter"]
+__all__ = ["Conversion", "Output", "convert", "describe_adapter", "read_adapter", "write_adapter"]

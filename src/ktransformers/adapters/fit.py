@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.lora import Adapter, Experts, Module, Pair, PairForm
+from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm
 
 
 def power_of_two(ratio: float) -> bool:
@@ -27,7 +27,7 @@ def refitted(form: PairForm, rank: int, scaling: float) -> PairForm:
     return replace(form, rank=rank, scaling=scaling, dtype=dtype)
 
 
-def refit(pair: Pair, form: PairForm) -> Pair:
+def refit(pair: LoraPair, form: PairForm) -> LoraPair:
     """The pair as `form` says: rank padded, scaling folded into B."""
     a, b = pair.a, pair.b
     if pair.scaling != form.scaling:
@@ -36,7 +36,7 @@ def refit(pair: Pair, form: PairForm) -> Pair:
     if lack:
         a = torch.cat([a, a.new_zeros(*a.shape[:-2], lack, a.shape[-1])], dim=-2)
         b = torch.cat([b, b.new_zeros(*b.shape[:-1], lack)], dim=-1)
-    return Pair(a, b, form.scaling)
+    return LoraPair(a, b, form.scaling)
 
 
 def fitted(adapter: Adapter, wanted: Callable[[str, PairForm], PairForm]) -> Adapter:
@@ -48,7 +48,7 @@ def fitted(adapter: Adapter, wanted: Callable[[str, PairForm], PairForm]) -> Ada
 def _experts(layer: Experts, wanted: Callable[[str, PairForm], PairForm]) -> Experts:
     forms = {role: wanted(role, form) for role, form in layer.forms.items()}
 
-    def read() -> Mapping[str, Pair]:
+    def read() -> Mapping[str, LoraPair]:
         return {role: refit(pair, forms[role]) for role, pair in layer.read().items()}
 
     return replace(layer, forms=forms, read=read)

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair
+from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
 from ktransformers.adapters.names import in_model, place
 from ktransformers.checkpoint import ExpertTensors, Shards, find_experts, locate
 from ktransformers.errors import InputError
 
 FLOATS = {"BF16", "F16", "F32"}
-Reader = Callable[[], Mapping[str, Pair]]
+Reader = Callable[[], Mapping[str, LoraPair]]
 Place = tuple[str, int, str]
 
 
@@ -38,9 +38,9 @@ class _Last:
 
     def __init__(self) -> None:
         self._owner: Experts | None = None
-        self._pairs: Mapping[str, Pair] = {}
+        self._pairs: Mapping[str, LoraPair] = {}
 
-    def pairs(self, owner: Experts) -> Mapping[str, Pair]:
+    def pairs(self, owner: Experts) -> Mapping[str, LoraPair]:
         if self._owner is not owner:
             self._owner, self._pairs = owner, owner.read()
         return self._pairs
@@ -103,7 +103,7 @@ def _new_rows(extra: Extra, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
     return extra.read()[rows].to(dtype)
 
 
-def _rows(pair: Pair, rows: slice, dtype: torch.dtype) -> Tensor:
+def _rows(pair: LoraPair, rows: slice, dtype: torch.dtype) -> Tensor:
     return (pair.b[rows].to(dtype) @ pair.a.to(dtype)).mul_(pair.scaling)
 
 
@@ -121,7 +121,7 @@ def _single(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shar
 
 def _expert_rows(read: Reader, role: str, expert: int, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
     pair = read()[role]
-    return _rows(Pair(pair.a[expert], pair.b[expert], pair.scaling), rows, dtype)
+    return _rows(LoraPair(pair.a[expert], pair.b[expert], pair.scaling), rows, dtype)
 
 
 def _fused(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shards, interleaved: bool) -> list[Fold]:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ, Words
+from ktransformers.adapters.names import PROJ, ExpertNaming
 
 ROLES = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoraPair:
     a: Tensor
     b: Tensor
     scaling: float
@@ -60,7 +60,7 @@ class Module:
 
     name: str
     form: PairForm
-    read: Callable[[], Pair]
+    read: Callable[[], LoraPair]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Experts:
     layer: int
     experts: int
     forms: Mapping[str, PairForm]  # gate, up, down: those that there are
-    read: Callable[[], Mapping[str, Pair]]
+    read: Callable[[], Mapping[str, LoraPair]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Adapter:
     modules: tuple[Module, ...]
     extras: tuple[Extra, ...] = ()
     shared: bool = False  # gate and up have one A
-    words: Words = PROJ  # how per-expert files call this model's expert matrices
+    words: ExpertNaming = PROJ  # how per-expert files call this model's expert matrices
     config: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json as it was read
     model: ModelFacts | None = None
 
@@ -107,6 +107,6 @@ class Adapter:
         return replace(self, experts=())
 
 
-def form_of(pair: Pair) -> PairForm:
+def form_of(pair: LoraPair) -> PairForm:
     dtype = torch.promote_types(pair.a.dtype, pair.b.dtype)
     return PairForm(pair.rank, pair.a.shape[-1], pair.b.shape[-2], dtype, pair.scaling)

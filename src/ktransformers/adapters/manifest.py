@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters.content import SPELLED, Content
-from ktransformers.adapters.write import Record, record
+from ktransformers.adapters.write import WrittenTensor, record
 from ktransformers.errors import InputError
 from ktransformers.files import write_text
 
@@ -23,7 +23,7 @@ VERSION = 1
 STALE = "restore the file, or delete kt_manifest.json if the change was meant"
 
 
-def write_manifest(directory: Path, records: Iterable[Record], **about: Any) -> None:
+def write_manifest(directory: Path, records: Iterable[WrittenTensor], **about: Any) -> None:
     """`about` says what the tensors are: dialect, counts, the model."""
     lines = [
         f"{json.dumps(one.name)}: "

@@ -30,8 +30,8 @@ from ktransformers.adapters.divergence import MAX_KL, Divergence, check_divergen
 from ktransformers.adapters.fold import FLOATS, Fold, folds
 from ktransformers.adapters.manifest import write_manifest
 from ktransformers.adapters.write import (
-    Entry,
-    Record,
+    TensorSpec,
+    WrittenTensor,
     check_apart,
     check_target,
     checked_squares,
@@ -54,7 +54,7 @@ STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the distance 
 
 
 @dataclass(frozen=True)
-class Check:
+class MergeCheck:
     """What reading back has shown."""
 
     rows: int
@@ -69,7 +69,7 @@ class Merge:
     changed: int
     shards: int
     resumed: int  # shards that an earlier run had finished
-    check: Check
+    check: MergeCheck
     divergence: Divergence | None = None  # from the base with the adapter, where that was measured
     skipped: str | None = None  # why it was not, although it was asked for
 
@@ -83,9 +83,9 @@ class _Plan:
     folds: dict[str, Fold]
     dtypes: dict[str, str]  # of every tensor as it will be written
 
-    def entries(self, file: Path) -> list[Entry]:
+    def entries(self, file: Path) -> list[TensorSpec]:
         names = [name for name in self.shards.names if self.shards.file(name) == file]
-        return [Entry(name, self.shards.shape(name), TORCH[self.dtypes[name]]) for name in names]
+        return [TensorSpec(name, self.shards.shape(name), TORCH[self.dtypes[name]]) for name in names]
 
 
 def merge(
@@ -217,7 +217,7 @@ def _write_shard(plan: _Plan, file: Path, partial: Path) -> None:
     temporary.rename(partial / file.name)
 
 
-def _write_tensor(plan: _Plan, entry: Entry, file: str, descriptor: int, offset: int) -> Record:
+def _write_tensor(plan: _Plan, entry: TensorSpec, file: str, descriptor: int, offset: int) -> WrittenTensor:
     digest, total = hashlib.sha256(), 0.0
     for piece in _pieces(plan, entry):
         data = raw_bytes(piece)
@@ -225,10 +225,10 @@ def _write_tensor(plan: _Plan, entry: Entry, file: str, descriptor: int, offset:
         offset += data.nbytes
         digest.update(data)
         total += checked_squares(entry.name, piece) if entry.name in plan.folds else squares(piece)
-    return Record(entry.name, file, entry.shape, SPELLED[entry.dtype], math.sqrt(total), digest.hexdigest())
+    return WrittenTensor(entry.name, file, entry.shape, SPELLED[entry.dtype], math.sqrt(total), digest.hexdigest())
 
 
-def _pieces(plan: _Plan, entry: Entry) -> Iterator[Tensor]:
+def _pieces(plan: _Plan, entry: TensorSpec) -> Iterator[Tensor]:
     """The tensor as it will be, from its beginning to its end."""
     fold, weight = plan.folds.get(entry.name), plan.shards.read(entry.name)
     if weight.ndim == 0:
@@ -263,12 +263,12 @@ def _copy_rest(model: Path, partial: Path, config: dict[str, Any], dtype: str, p
         write_json(partial / "config.json", {**config, word: dtype})
     if (model / INDEX).is_file():
         index = json.loads((model / INDEX).read_text())
-        sizes = (Entry(n, plan.shards.shape(n), TORCH[plan.dtypes[n]]).size for n in plan.shards.names)
+        sizes = (TensorSpec(n, plan.shards.shape(n), TORCH[plan.dtypes[n]]).size for n in plan.shards.names)
         index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
         write_json(partial / INDEX, index)
 
 
-def _verify(plan: _Plan, partial: Path) -> Check:
+def _verify(plan: _Plan, partial: Path) -> MergeCheck:
     """Some rows of every changed tensor (of a few experts where they are stacked) against the sum in float64."""
     written = Shards.of_directory(partial)
     if set(written.names) != set(plan.shards.names):
@@ -300,14 +300,14 @@ def _verify(plan: _Plan, partial: Path) -> Check:
         if number % 256 == 0:
             written.release()
             plan.shards.release()
-    return Check(count, worst, along / whole if whole else 1.0)
+    return MergeCheck(count, worst, along / whole if whole else 1.0)
 
 
 def _finish(plan: _Plan, partial: Path, files: list[Path]) -> None:
     records = []
     for file in files:
         notes = partial / f"{file.name}.records.json"
-        records += [Record(**{**one, "shape": tuple(one["shape"])}) for one in json.loads(notes.read_text())]
+        records += [WrittenTensor(**{**one, "shape": tuple(one["shape"])}) for one in json.loads(notes.read_text())]
     if len(records) != len(plan.shards.names):
         raise InputError(str(partial), f"{len(records)} tensors written", f"{len(plan.shards.names)}", "start again")
     write_manifest(partial, records, dialect="model", tensor_count=len(records), changed=sorted(plan.folds))

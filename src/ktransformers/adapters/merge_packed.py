@@ -41,7 +41,7 @@ from ktransformers.files import write_json
 from ktransformers.nn.load import read_told
 from ktransformers.quant.convert import Progress, convert
 from ktransformers.quant.origin import Origin
-from ktransformers.quant.plan import Plan, plan_of, wanted
+from ktransformers.quant.plan import ConversionPlan, plan_of, wanted
 from ktransformers.quant.receipt import Receipt, write_receipt
 
 RECORD = "kt_merge.json"
@@ -116,7 +116,7 @@ def merge_packed(
     return result
 
 
-def _plan(model: Path, adapter: Path, formats: dict[str, str], threads: int | None) -> Plan:
+def _plan(model: Path, adapter: Path, formats: dict[str, str], threads: int | None) -> ConversionPlan:
     base = open_origin(model)
     content = open_content(adapter)
     files = [content.directory / name for name in content.files]
@@ -144,7 +144,7 @@ def _read(adapter: Path, base: Origin) -> Adapter:
 
 
 def _judge(
-    model: Path, adapter: Path, merged: Path, calib: Path | None, tokens: int, limit: float, plan: Plan
+    model: Path, adapter: Path, merged: Path, calib: Path | None, tokens: int, limit: float, plan: ConversionPlan
 ) -> Divergence:
     """The divergence; above the limit, or where it cannot be measured, nothing is left of what was written."""
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ktransformers import model_registry
-from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, Words, place
+from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, ExpertNaming, place
 from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.shards import INDEX
 from ktransformers.errors import InputError
@@ -64,7 +64,7 @@ class ModelFacts:
         return self.model_type in INTERLEAVED
 
     @property
-    def words(self) -> Words:
+    def words(self) -> ExpertNaming:
         return W123 if self.model_type in W123_FAMILIES else PROJ
 
     def attention_layers(self, block: str) -> tuple[int, ...] | None:

@@ -23,7 +23,7 @@ ORDER += ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "emb
 
 
 @dataclass(frozen=True)
-class Words:
+class ExpertNaming:
     """How per-expert files call the block of the experts and their matrices."""
 
     block: str
@@ -35,8 +35,8 @@ class Words:
         return {"gate": self.gate, "up": self.up, "down": self.down}[role]
 
 
-PROJ = Words("mlp", "gate_proj", "up_proj", "down_proj")
-W123 = Words("block_sparse_moe", "w1", "w3", "w2")
+PROJ = ExpertNaming("mlp", "gate_proj", "up_proj", "down_proj")
+W123 = ExpertNaming("block_sparse_moe", "w1", "w3", "w2")
 # Families whose released files use W123 while the model in transformers says `mlp`.
 W123_FAMILIES = {"mixtral", "minimax", "minimax_m2", "phimoe"}
 
@@ -56,7 +56,7 @@ def factor(key: str) -> tuple[str, str] | None:
     return (found["module"], found["factor"]) if found else None
 
 
-def in_model(name: str, words: Words = W123) -> str:
+def in_model(name: str, words: ExpertNaming = W123) -> str:
     """The model's own spelling of a module, where its files are known to spell the block of experts differently."""
     if words.block == "mlp":
         return name
@@ -65,7 +65,7 @@ def in_model(name: str, words: Words = W123) -> str:
     )
 
 
-def in_files(name: str, words: Words) -> str:
+def in_files(name: str, words: ExpertNaming) -> str:
     """And back: only the block of the experts is renamed, a dense `mlp` has no experts or router in it."""
     if words.block == "mlp":
         return name

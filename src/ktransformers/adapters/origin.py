@@ -15,9 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ktransformers.adapters.fold import find_tensor, tensor_places
-from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, Pair
+from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
 from ktransformers.adapters.names import place
-from ktransformers.checkpoint.experts import Piece
+from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.packed import is_packed, packed_words, read_manifest
 from ktransformers.checkpoint.recode import Weight, experts_of, numbers
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
@@ -51,12 +51,12 @@ class PackedOrigin(Origin):
     def _packed_layer(self, name: str, contract: Contract) -> OriginLayer:
         found = self._packed.check(name, contract)
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[ExpertChunk]:
             store = self._packed.store(name, contract)
             vectors = {role: tensor for role, tensor in store.memory().items() if role.endswith("_bias")}
             for expert in range(found.experts):
                 given: dict[str, Weight] = {role: store.decode(role, expert)[None] for role in found.formats}
-                yield Piece(expert, False, given | _biases(vectors, expert, contract))
+                yield ExpertChunk(expert, False, given | _biases(vectors, expert, contract))
 
         tensors = LayerSource(found.formats, sum(found.bytes.values()), pieces)
         return OriginLayer(name, place(name)[1], contract, tensors)
@@ -113,7 +113,7 @@ def _count(matrix: Weight) -> int:
     return matrix.shape[0] if isinstance(matrix, Tensor) else matrix.experts
 
 
-def _added(matrix: Weight, pair: Pair, expert: int) -> Tensor:
+def _added(matrix: Weight, pair: LoraPair, expert: int) -> Tensor:
     delta = (pair.b[expert].float() @ pair.a[expert].float()).mul_(pair.scaling)
     return delta.add_(numbers(matrix)[0])[None]
 

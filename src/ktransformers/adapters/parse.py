@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from ktransformers.adapters.config import AdapterConfig
-from ktransformers.adapters.content import Stored
-from ktransformers.adapters.lora import Experts, Extra, Module, Pair, PairForm
+from ktransformers.adapters.content import StoredTensor
+from ktransformers.adapters.lora import Experts, Extra, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PREFIX, PROJ, Words, bare, factor, in_model, place, stem
+from ktransformers.adapters.names import PREFIX, PROJ, ExpertNaming, bare, factor, in_model, place, stem
 from ktransformers.errors import InputError
 
 AUTOMATIC = ("embed_tokens.weight", "lm_head.weight")  # PEFT saves them unasked when the vocabulary has grown
 
 
 @dataclass(frozen=True)
-class Known:
+class ReadContext:
     """What the caller knows besides the files."""
 
     facts: ModelFacts | None = None
@@ -32,24 +32,24 @@ class Known:
     manifest: Mapping[str, Any] | None = None
 
     @property
-    def words(self) -> Words:
+    def words(self) -> ExpertNaming:
         return self.facts.words if self.facts else PROJ
 
 
 @dataclass(frozen=True)
-class Factors:
-    a: Stored
-    b: Stored
+class LoraTensors:
+    a: StoredTensor
+    b: StoredTensor
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.promote_types(self.a.dtype, self.b.dtype)
 
 
-def collect(tensors: Iterable[Stored]) -> tuple[dict[str, Factors], list[Stored]]:
+def collect(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
     """(module -> its two factors, tensors that are no factors). A factor without its partner is an error."""
-    halves: dict[str, dict[str, Stored]] = {}
-    others: list[Stored] = []
+    halves: dict[str, dict[str, StoredTensor]] = {}
+    others: list[StoredTensor] = []
     for stored in tensors:
         found = factor(stored.name)
         if found is None:
@@ -64,10 +64,10 @@ def collect(tensors: Iterable[Stored]) -> tuple[dict[str, Factors], list[Stored]
             if lack not in half:
                 partner = half[have].name.replace(f"lora_{have}", f"lora_{lack}")
                 raise InputError(partner, "no such tensor", f"the partner of {half[have].name}", "it was dropped")
-    return {module: Factors(half["A"], half["B"]) for module, half in halves.items()}, others
+    return {module: LoraTensors(half["A"], half["B"]) for module, half in halves.items()}, others
 
 
-def linear(factors: Factors) -> tuple[int, int, int]:
+def linear(factors: LoraTensors) -> tuple[int, int, int]:
     """(rank, inputs, outputs) of an ordinary pair."""
     a, b = factors.a.shape, factors.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
@@ -75,7 +75,7 @@ def linear(factors: Factors) -> tuple[int, int, int]:
     return a[0], a[1], b[0]
 
 
-def module_of(name: str, factors: Factors, config: AdapterConfig) -> Module:
+def module_of(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
     rank, inputs, outputs = linear(factors)
     expected = config.rank(name, f"{name}.weight")
     if rank != expected:
@@ -84,11 +84,11 @@ def module_of(name: str, factors: Factors, config: AdapterConfig) -> Module:
     return Module(
         name,
         PairForm(rank, inputs, outputs, factors.dtype, scaling),
-        lambda: Pair(factors.a.read(), factors.b.read(), scaling),
+        lambda: LoraPair(factors.a.read(), factors.b.read(), scaling),
     )
 
 
-def modules_of(found: Mapping[str, Factors], config: AdapterConfig, words: Words) -> tuple[Module, ...]:
+def modules_of(found: Mapping[str, LoraTensors], config: AdapterConfig, words: ExpertNaming) -> tuple[Module, ...]:
     """What is left after the experts were taken out; a name that says experts must not be among them."""
     modules = []
     for name, factors in found.items():
@@ -110,7 +110,7 @@ def _targeted(name: str, config: AdapterConfig) -> bool:
     return not named or any(name == target or name.endswith(f".{target}") for target in named)
 
 
-def extras_of(others: Iterable[Stored], config: AdapterConfig) -> tuple[Extra, ...]:
+def extras_of(others: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Extra, ...]:
     saved = config.modules_to_save or []
     extras = []
     for stored in others:

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.comparison import Difference, Measured, adapted_modules, difference, first_apart, measure
+from ktransformers.adapters.comparison import (
+    LogprobDifference,
+    LogprobsAndNorms,
+    adapted_modules,
+    difference,
+    first_apart,
+    measure,
+)
 from ktransformers.errors import InputError, KTError
 
 FILE = "kt_proof.safetensors"
@@ -25,10 +32,10 @@ FORMAT = "ktransformers-proof"
 
 
 @dataclass(frozen=True)
-class Record:
+class ProofRecord:
     rows: tuple[tuple[int, ...], ...]
-    base: Measured
-    adapter: Measured
+    base: LogprobsAndNorms
+    adapter: LogprobsAndNorms
     dtype: str  # of everything but experts and adapter, when it was recorded
     held_out: bool  # the rows were not trained on
 
@@ -39,7 +46,7 @@ def sample_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return cut[-ROWS:]
 
 
-def record(model: Any, rows: Sequence[Sequence[int]], *, held_out: bool) -> Record:
+def record(model: Any, rows: Sequence[Sequence[int]], *, held_out: bool) -> ProofRecord:
     """Of PEFT's model as it is now; `rows` are token ids."""
     taken = sample_rows(rows)
     if not taken:
@@ -48,10 +55,10 @@ def record(model: Any, rows: Sequence[Sequence[int]], *, held_out: bool) -> Reco
         base = measure(model, taken)
     adapter = measure(model, taken, adapted_modules(model))
     dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
-    return Record(tuple(tuple(row) for row in taken), base, adapter, dtype, held_out)
+    return ProofRecord(tuple(tuple(row) for row in taken), base, adapter, dtype, held_out)
 
 
-def write_record(path: Path, made: Record) -> None:
+def write_record(path: Path, made: ProofRecord) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -66,7 +73,7 @@ def write_record(path: Path, made: Record) -> None:
     save_file(tensors, path, metadata=about)
 
 
-def read_record(directory: Path) -> Record | None:
+def read_record(directory: Path) -> ProofRecord | None:
     from safetensors import SafetensorError, safe_open
 
     file = directory / FILE
@@ -81,10 +88,10 @@ def read_record(directory: Path) -> Record | None:
         count = sum(name.endswith(".tokens") for name in tensors)
         places = range(count)
         marks = {name: [tensors[f"marks.{at}.{name}"] for at in places] for name in about["modules"].split("\n")}
-        return Record(
+        return ProofRecord(
             tuple(tuple(tensors[f"rows.{at}.tokens"].tolist()) for at in places),
-            Measured(tuple(tensors[f"rows.{at}.base"] for at in places)),
-            Measured(tuple(tensors[f"rows.{at}.adapter"] for at in places), marks),
+            LogprobsAndNorms(tuple(tensors[f"rows.{at}.base"] for at in places)),
+            LogprobsAndNorms(tuple(tensors[f"rows.{at}.adapter"] for at in places), marks),
             about["dtype"],
             about["held_out"] == "1",
         )
@@ -99,7 +106,7 @@ class Reloaded:
     tensors: int
     rows: int
     tokens: int
-    difference: Difference
+    difference: LogprobDifference
     held_out: bool
 
     def __str__(self) -> str:
@@ -113,7 +120,7 @@ class Reloaded:
         )
 
 
-def check_reload(model: Any, folder: Path, made: Record) -> Reloaded:
+def check_reload(model: Any, folder: Path, made: ProofRecord) -> Reloaded:
     """Read `folder`'s adapter into the very model that saved it, all its numbers forgotten first."""
     from peft import load_peft_weights, set_peft_model_state_dict
 

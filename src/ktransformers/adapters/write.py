@@ -33,7 +33,7 @@ NOT_FINITE = ("NaN or infinite values", "finite numbers", "training diverged, or
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,13 +44,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Batch:
-    entries: tuple[Entry, ...]
+class TensorBatch:
+    entries: tuple[TensorSpec, ...]
     read: Callable[[], Sequence[Tensor]]  # in the order of entries
 
 
 @dataclass(frozen=True)
-class Record:
+class WrittenTensor:
     """What was written, for the manifest."""
 
     name: str
@@ -61,11 +61,11 @@ class Record:
     sha256: str
 
 
-def record(name: str, file: str, tensor: Tensor) -> Record:
+def record(name: str, file: str, tensor: Tensor) -> WrittenTensor:
     """Norm and sum of a tensor; numbers that are none are an error."""
     digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
     norm = math.sqrt(checked_squares(name, tensor))
-    return Record(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
+    return WrittenTensor(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
 
 
 def squares(tensor: Tensor) -> float:
@@ -92,11 +92,11 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_safetensors(path: Path, batches: Sequence[Batch]) -> list[Record]:
+def write_safetensors(path: Path, batches: Sequence[TensorBatch]) -> list[WrittenTensor]:
     """The file is complete and on disk when this returns; the name is the caller's (a temporary directory)."""
     entries = [entry for batch in batches for entry in batch.entries]
     offsets, header = layout(entries)
-    records: list[Record] = []
+    records: list[WrittenTensor] = []
     with path.open("wb") as stream:
         stream.write(header)
         stream.flush()
@@ -107,12 +107,12 @@ def write_safetensors(path: Path, batches: Sequence[Batch]) -> list[Record]:
                 write_at(stream.fileno(), data, len(header) + offsets[entry.name])
                 digest = hashlib.sha256(data).hexdigest()
                 spelled = SPELLED[entry.dtype]
-                records.append(Record(entry.name, path.name, entry.shape, spelled, math.sqrt(total), digest))
+                records.append(WrittenTensor(entry.name, path.name, entry.shape, spelled, math.sqrt(total), digest))
         os.fsync(stream.fileno())
     return records
 
 
-def _contents(batch: Batch) -> Iterator[tuple[Entry, memoryview, float]]:
+def _contents(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, float]]:
     """(entry, bytes, sum of squares) of every tensor; thousands of small ones are taken together, for their number."""
     tensors = batch.read()
     for entry, tensor in zip(batch.entries, tensors, strict=True):
@@ -133,7 +133,7 @@ def _contents(batch: Batch) -> Iterator[tuple[Entry, memoryview, float]]:
         end += entry.size
 
 
-def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
+def layout(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
     """Offset of every tensor in the data, and the header with its length."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets: dict[str, int] = {}

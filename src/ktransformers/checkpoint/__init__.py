@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ktransformers.checkpoint.encoded import Encoded, decode, encode
-from ktransformers.checkpoint.experts import ExpertShape, Piece, check, read
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check, read
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.shards import Shards
 
 __all__ = [
     "Encoded",
+    "ExpertChunk",
     "ExpertShape",
     "ExpertTensors",
-    "Piece",
     "Shards",
     "check",
     "decode",

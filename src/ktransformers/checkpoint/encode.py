@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import BLOCK, Encoded, Format, format_of, gguf_package, pair_nibbles
+from ktransformers.checkpoint.encoded import BLOCK, Encoded, EncodedFormat, format_of, gguf_package, pair_nibbles
 from ktransformers.errors import InputError
 
 FP8_MAX, E2M1_MAX = 448.0, 6.0
@@ -81,12 +81,12 @@ def _inverse(scales: Tensor) -> Tensor:
     return torch.where(scales == 0, 0.0, 1.0 / scales)
 
 
-def _int8(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: float) -> None:
+def _int8(numbers: Tensor, found: EncodedFormat, codes: Tensor, scales: Tensor, outer: float) -> None:
     scales.copy_(_largest(numbers) / 127)
     codes.copy_((numbers * _inverse(scales)[:, None]).round_().clamp_(-127, 127))
 
 
-def _int4(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: float) -> None:
+def _int4(numbers: Tensor, found: EncodedFormat, codes: Tensor, scales: Tensor, outer: float) -> None:
     groups = _groups(numbers, found.span)
     low, high = groups.aminmax(dim=-1)
     peak = torch.where(high >= -low, high, low)  # with its sign
@@ -106,7 +106,7 @@ def _int4(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: 
     codes.copy_(pair_nibbles(trial.to(torch.uint8).flatten(1)[:, : numbers.shape[1]]))
 
 
-def _fp8(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: float) -> None:
+def _fp8(numbers: Tensor, found: EncodedFormat, codes: Tensor, scales: Tensor, outer: float) -> None:
     groups = _groups(numbers, found.span)
     largest = _largest(groups)
     if found.row_span > 1:  # rows of this strip begin with a block
@@ -119,7 +119,7 @@ def _fp8(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: f
     codes.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def _mx(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: float) -> None:
+def _mx(numbers: Tensor, found: EncodedFormat, codes: Tensor, scales: Tensor, outer: float) -> None:
     """The power of two that just holds the largest number, or the one below it, whichever errs less."""
     limit = E2M1_MAX if found.per_byte == 2 else FP8_MAX
     groups = _groups(numbers, found.span)
@@ -141,7 +141,7 @@ def _mx(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: fl
     codes.copy_(pair_nibbles(flat) if found.per_byte == 2 else flat)
 
 
-def _nvfp4(numbers: Tensor, found: Format, codes: Tensor, scales: Tensor, outer: float) -> None:
+def _nvfp4(numbers: Tensor, found: EncodedFormat, codes: Tensor, scales: Tensor, outer: float) -> None:
     groups = _groups(numbers, found.span)
     stored = (_largest(groups) / (E2M1_MAX * outer)).clamp_max_(FP8_MAX).to(torch.float8_e4m3fn)
     scales.copy_(stored.view(torch.uint8))
@@ -163,7 +163,7 @@ def _nearest_e4m3(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return stored.view(torch.uint8), stored.float()
 
 
-_CODERS: dict[str, Callable[[Tensor, Format, Tensor, Tensor, float], None]] = {
+_CODERS: dict[str, Callable[[Tensor, EncodedFormat, Tensor, Tensor, float], None]] = {
     "int8": _int8,
     "int4": _int4,
     "fp8": _fp8,

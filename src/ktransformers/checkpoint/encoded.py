@@ -33,7 +33,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same, negative, from 
 
 
 @dataclass(frozen=True)
-class Format:
+class EncodedFormat:
     """What a format's tensors look like for matrices of N rows and K columns."""
 
     name: str
@@ -59,27 +59,27 @@ class Format:
         return (math.ceil(rows / self.row_span), math.ceil(columns / self.span))
 
 
-def format_of(name: str) -> Format:
+def format_of(name: str) -> EncodedFormat:
     """By its name; an unknown one is refused."""
     if found := INT4.fullmatch(name):
         group = int(found["group"])
         if group % 32:
             raise InputError("format", name, "a group that is a multiple of 32, or 0 for whole rows")
-        return Format(name, torch.uint8, 2, group, INT4_SCALES[found["scale"]], multiple=2)
+        return EncodedFormat(name, torch.uint8, 2, group, INT4_SCALES[found["scale"]], multiple=2)
     if name in GGUF_BLOCKS:
-        return Format(name, torch.uint8, 0, 0, None, multiple=GGUF_BLOCKS[name][0])
+        return EncodedFormat(name, torch.uint8, 0, 0, None, multiple=GGUF_BLOCKS[name][0])
     if name not in PLAIN:
         words = [*PLAIN, "int4:GROUP", *GGUF_BLOCKS]
         raise InputError("format", repr(name), "one of " + ", ".join(words))
     byte, single = torch.uint8, torch.float32
     return {
-        "int8": Format(name, torch.int8, 1, 0, single),
-        "fp8:128x128": Format(name, byte, 1, BLOCK, single, row_span=BLOCK),
-        "fp8:1x128": Format(name, byte, 1, BLOCK, single),
-        "fp8:row": Format(name, byte, 1, 0, single),
-        "mxfp8": Format(name, byte, 1, 32, byte, multiple=32),
-        "mxfp4": Format(name, byte, 2, 32, byte, multiple=32),
-        "nvfp4": Format(name, byte, 2, 16, byte, multiple=16),
+        "int8": EncodedFormat(name, torch.int8, 1, 0, single),
+        "fp8:128x128": EncodedFormat(name, byte, 1, BLOCK, single, row_span=BLOCK),
+        "fp8:1x128": EncodedFormat(name, byte, 1, BLOCK, single),
+        "fp8:row": EncodedFormat(name, byte, 1, 0, single),
+        "mxfp8": EncodedFormat(name, byte, 1, 32, byte, multiple=32),
+        "mxfp4": EncodedFormat(name, byte, 2, 32, byte, multiple=32),
+        "nvfp4": EncodedFormat(name, byte, 2, 16, byte, multiple=16),
     }[name]
 
 

@@ -61,7 +61,7 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpertChunk:
     """Tensors by role: of one expert, or of all from `first_expert` on. `fused`: they lie as the model's parameters."""
 
     first_expert: int
@@ -107,7 +107,7 @@ def read(
     shape: ExpertShape,
     quantisation: Quantisation = NONE,
     interleaved: bool = False,
-) -> Iterator[Piece]:
+) -> Iterator[ExpertChunk]:
     """The layer in pieces, in the order of experts; drop each before taking the next."""
     if tensors.fused:
         yield from _read_fused(shards, tensors, shape, interleaved)
@@ -119,7 +119,7 @@ def read(
             for role, matrix in _single(shards, tensors, shape, expert, quantisation).items()
         }
         found |= {role: shards.read(names[role]) for role in shape.single() if role.endswith("_bias")}
-        yield Piece(expert, False, found)
+        yield ExpertChunk(expert, False, found)
 
 
 def _single(
@@ -208,11 +208,11 @@ def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...
     return "fp8:128x128"
 
 
-def _read_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool) -> Iterator[Piece]:
+def _read_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool) -> Iterator[ExpertChunk]:
     formats = _check_fused(shards, tensors, shape, interleaved)
     shapes = shape.fused()
     if set(formats.values()) == {"bf16"}:
-        yield Piece(0, True, {role: shards.read(tensors.fused[role]) for role in shapes})
+        yield ExpertChunk(0, True, {role: shards.read(tensors.fused[role]) for role in shapes})
         return
     for expert in range(shape.num_experts):
         found: dict[str, Tensor | Encoded] = {}
@@ -228,7 +228,7 @@ def _read_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, inte
                 found[role] = whole
                 if bias is not None:
                     found[f"{role}_bias"] = bias
-        yield Piece(expert, False, found)
+        yield ExpertChunk(expert, False, found)
 
 
 def _fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, transposed: bool) -> Tensor | Encoded:

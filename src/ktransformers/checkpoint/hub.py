@@ -25,7 +25,7 @@ from typing import Any
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.files import sync, write_json
-from ktransformers.model_registry import Known
+from ktransformers.model_registry import FileFacts
 
 PARTIAL = ".kt-partial"
 RECORD = ".kt-files.json"  # hashes of the files that were fetched into a folder
@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]  # bytes here, bytes in all
 class Listing:
     repo: str
     revision: str  # the commit
-    files: Mapping[str, Known]
+    files: Mapping[str, FileFacts]
 
     @property
     def size(self) -> int:
@@ -87,7 +87,7 @@ def list_files(repo: str, revision: str | None = None, endpoint: str | None = No
         if path.is_absolute() or ".." in path.parts:
             raise InputError(repo, f"the file name {entry.path!r}", "names inside the model's folder")
         sha256 = entry.lfs.sha256 if entry.lfs is not None else None
-        files[entry.path] = Known(entry.size, sha256, None if sha256 else entry.blob_id)
+        files[entry.path] = FileFacts(entry.size, sha256, None if sha256 else entry.blob_id)
     return Listing(repo, commit, files)
 
 
@@ -184,7 +184,7 @@ class _Fetch:
                 found.append(name)
         return sorted(found, key=lambda name: -(self._listing.files[name].size or 0))  # the long ones first
 
-    def _is_here(self, name: str, known: Known) -> bool:
+    def _is_here(self, name: str, known: FileFacts) -> bool:
         """A new revision has other weights in files of the same size, so what no record vouches for is hashed."""
         file = self._target / name
         if not file.is_file() or file.stat().st_size != (known.size or file.stat().st_size):
@@ -231,14 +231,14 @@ class _Fetch:
         part.replace(destination)
         self._note(name)
 
-    def _by_hub(self, name: str, known: Known) -> None:
+    def _by_hub(self, name: str, known: FileFacts) -> None:
         from huggingface_hub import hf_hub_download
 
         words: Any = {"revision": self._listing.revision, "local_dir": self._target, "endpoint": self._endpoint}
         hf_hub_download(self._listing.repo, name, **words)
         self._arrived(known.size or 0)
 
-    def _whole(self, name: str, known: Known, part: Path) -> None:
+    def _whole(self, name: str, known: FileFacts, part: Path) -> None:
         """Until the part has every byte and the right hash."""
         tried, size = 0, part.stat().st_size if part.exists() else 0
         if known.size is None or size > known.size:
@@ -311,7 +311,7 @@ def _lost_when_broken(request: Any, name: str) -> Iterator[bytes]:
         raise _Lost(str(error) or type(error).__name__) from error
 
 
-def _sum_of(known: Known) -> str | None:
+def _sum_of(known: FileFacts) -> str | None:
     return known.sha256 or known.git_sha1
 
 
@@ -327,7 +327,7 @@ def _read_record(file: Path) -> dict[str, str | None]:
 class _Digest:
     """sha256 of a file, or git's sha1 of a small one, as its bytes pass."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: FileFacts) -> None:
         self._known = known
         self.clear()
 
@@ -349,7 +349,7 @@ class _Digest:
         return wanted is not None and self._sum.hexdigest() != wanted
 
 
-def hash_is_wrong(file: Path, known: Known) -> bool:
+def hash_is_wrong(file: Path, known: FileFacts) -> bool:
     digest = _Digest(known)
     digest.read(file)
     return digest.wrong()
@@ -374,7 +374,7 @@ def from_modelscope(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError("repo", f"{repo} ({reason})", "a model that ModelScope gives") from error
     found = [file for file in sorted(target.rglob("*")) if file.is_file() and not _hidden(file, target)]
-    files = {file.relative_to(target).as_posix(): Known(file.stat().st_size) for file in found}
+    files = {file.relative_to(target).as_posix(): FileFacts(file.stat().st_size) for file in found}
     kept = sum(file in before for file in found)
     return Downloaded(target, Listing(repo, revision or "master", files), len(found) - kept, kept, 0)
 

@@ -22,7 +22,7 @@ from ktransformers.files import sync
 JOURNAL = "journal.jsonl"
 
 
-class Journal:
+class ConversionJournal:
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
         """Begin, or go on where a conversion with the same plan stopped."""
         self.out = out

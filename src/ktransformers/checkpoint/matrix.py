@@ -42,7 +42,7 @@ Read = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorRef:
     """A tensor of the file, unread."""
 
     name: str
@@ -59,7 +59,7 @@ class Matrix:
     build: Callable[[Read], Tensor | Encoded]  # from a reader by name: [N, K], or [1, N, K]
 
 
-def recognise(parts: Mapping[str, Part], rows: int, columns: int, quantisation: Quantisation = NONE) -> Matrix:
+def recognise(parts: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation = NONE) -> Matrix:
     """`parts` by ending; there is one of `CODES` among them."""
     own = {ending: part for ending, part in parts.items() if ending not in ACTIVATIONS}
     if "qweight" in own:
@@ -89,7 +89,7 @@ def recognise(parts: Mapping[str, Part], rows: int, columns: int, quantisation: 
     raise weight.refuse(f"codes of [{rows}, {columns}]: F8_E4M3 or I8 of that shape, or U8 of half the columns")
 
 
-def dimensions(parts: Mapping[str, Part]) -> tuple[int, int]:
+def dimensions(parts: Mapping[str, TensorRef]) -> tuple[int, int]:
     """Rows and columns of a quantised matrix, where nothing but its parts says them."""
     if "qweight" in parts:
         return parts["qweight"].shape[1], parts["qweight"].shape[0] * 8
@@ -102,28 +102,28 @@ def dimensions(parts: Mapping[str, Part]) -> tuple[int, int]:
     return rows, across * 8 if codes.dtype == "I32" else across
 
 
-def _only(own: Mapping[str, Part], known: tuple[str, ...]) -> None:
+def _only(own: Mapping[str, TensorRef], known: tuple[str, ...]) -> None:
     for ending in sorted(set(own) - set(known)):
         raise InputError(own[ending].name, f"a tensor that this format has no use for ({ending})", ", ".join(known))
 
 
-def _shape(part: Part, shape: tuple[int, ...]) -> None:
+def _shape(part: TensorRef, shape: tuple[int, ...]) -> None:
     if part.shape != shape:
         raise InputError(part.name, f"shape {list(part.shape)}", f"{list(shape)}, as config.json says")
 
 
-def _multiple(part: Part, columns: int, multiple: int) -> None:
+def _multiple(part: TensorRef, columns: int, multiple: int) -> None:
     if columns % multiple:
         raise InputError(part.name, f"{columns} columns", f"a multiple of {multiple}")
 
 
-def _need(own: Mapping[str, Part], codes: Part, ending: str) -> Part:
+def _need(own: Mapping[str, TensorRef], codes: TensorRef, ending: str) -> TensorRef:
     if ending not in own:
         raise InputError(codes.name, f"no {ending} beside it", "codes and their scales")
     return own[ending]
 
 
-def _fp8(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
+def _fp8(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
     across, down = math.ceil(columns / BLOCK), math.ceil(rows / BLOCK)
     flat = tuple(size for size in scale.shape if size != 1)
     if scale.dtype in ("U8", "F8_E8M0") and scale.shape == (rows, math.ceil(columns / 32)):
@@ -155,7 +155,7 @@ def _fp8(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
     return Matrix(spec, build)
 
 
-def _int8(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
+def _int8(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
     if scale.dtype not in FLOATS or scale.shape not in ((rows,), (rows, 1), (1,), (), (1, 1)):
         raise scale.refuse(f"one float scale for each of {rows} rows")
 
@@ -166,7 +166,7 @@ def _int8(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
     return Matrix("int8", build)
 
 
-def _mxfp4(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
+def _mxfp4(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
     _multiple(weight, columns, 32)
     if scale.dtype not in ("U8", "F8_E8M0") or scale.shape != (rows, columns // 32):
         raise scale.refuse(f"e8m0 scales [{rows}, {columns // 32}], one for each 32 columns")
@@ -175,7 +175,7 @@ def _mxfp4(weight: Part, scale: Part, rows: int, columns: int) -> Matrix:
     ))  # fmt: skip
 
 
-def _nvfp4(weight: Part, scale: Part, outer: Part, rows: int, columns: int, divides: bool) -> Matrix:
+def _nvfp4(weight: TensorRef, scale: TensorRef, outer: TensorRef, rows: int, columns: int, divides: bool) -> Matrix:
     _multiple(weight, columns, 16)
     _shape(weight, (rows, columns // 2))
     if scale.dtype != "F8_E4M3" or scale.shape != (rows, columns // 16):
@@ -191,7 +191,7 @@ def _nvfp4(weight: Part, scale: Part, outer: Part, rows: int, columns: int, divi
     return Matrix("nvfp4", build)
 
 
-def _packed(own: Mapping[str, Part], rows: int, columns: int) -> Matrix:
+def _packed(own: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
     """compressed-tensors: int32 words of 8 nibbles or 4 bytes along a row, or bytes of e2m1."""
     codes, scale = own["weight_packed"], _need(own, own["weight_packed"], "weight_scale")
     for ending in ("weight_zero_point", "weight_g_idx"):
@@ -223,7 +223,7 @@ def _packed(own: Mapping[str, Part], rows: int, columns: int) -> Matrix:
     return Matrix(spec, build)
 
 
-def _packed_int8(codes: Part, scale: Part, rows: int, columns: int) -> Matrix:
+def _packed_int8(codes: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
     if scale.dtype not in FLOATS or scale.shape not in ((rows,), (rows, 1)):
         raise scale.refuse(f"one float scale for each of {rows} rows", "8 bits with groups are not read")
 
@@ -234,7 +234,7 @@ def _packed_int8(codes: Part, scale: Part, rows: int, columns: int) -> Matrix:
     return Matrix("int8", build)
 
 
-def _int4_spec(scale: Part, whole: bool, shape: tuple[int | None, int | None], columns: int) -> str:
+def _int4_spec(scale: TensorRef, whole: bool, shape: tuple[int | None, int | None], columns: int) -> str:
     """With groups by the number of scales along K, the one dimension that `shape` leaves open."""
     suffix = {"BF16": "", "F16": ":f16", "F32": ":f32"}.get(scale.dtype)
     along = shape.index(None)
@@ -247,7 +247,7 @@ def _int4_spec(scale: Part, whole: bool, shape: tuple[int | None, int | None], c
     return f"int4:{group}{suffix}"
 
 
-def _gptq(own: Mapping[str, Part], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
+def _gptq(own: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
     """Words hold 8 codes of a column, so the matrix lies on its side: one transposed copy of the codes is made."""
     _only(own, ("qweight", "scales", "qzeros", "g_idx"))
     codes, scale = own["qweight"], _need(own, own["qweight"], "scales")

@@ -32,32 +32,32 @@ VERSION = 1  # of the manifest
 AGAIN = "run kt quant again"
 
 
-class Part(BaseModel):
+class ManifestModel(BaseModel):
     """A part of the manifest: what it does not know is refused, and nothing in it changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class ShardRecord(Part):
+class ShardRecord(ManifestModel):
     bytes: int
     header_sha256: str
     sha256: str
 
 
-class SourceFile(Part):
+class SourceFile(ManifestModel):
     name: str
     bytes: int
     header_sha256: str  # of a safetensors file's header, of the first MiB of any other
     sha256: str | None = None  # of all of it, where the hub's cache or the caller knew it
 
 
-class Source(Part):
+class SourceRecord(ManifestModel):
     name: str  # of its directory or file
     files: list[SourceFile]
     quantisation: dict[str, Any] | None = None  # as its config.json has it
 
 
-class PackedLayer(Part):
+class PackedLayer(ManifestModel):
     module: str  # the model's: model.layers.3.mlp.experts
     file: str
     experts: int
@@ -71,13 +71,13 @@ class PackedLayer(Part):
     layout: dict[str, Any]  # sizes of blocks and strips, as the store gives them
 
 
-class Manifest(Part):
+class Manifest(ManifestModel):
     version: int
     layout: int  # version of the kernels' layout
     conversion: str  # its number, which every shard has in its header
     made_by: str
     formats: dict[str, str]  # what was asked for
-    source: Source
+    source: SourceRecord
     layers: list[PackedLayer]
     shards: dict[str, ShardRecord]
 

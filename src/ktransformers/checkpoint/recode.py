@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode, encode, format_of
-from ktransformers.checkpoint.experts import Piece
+from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.errors import InputError
 
 Weight = Tensor | Encoded  # [E, N, K], plain or as released
@@ -121,7 +121,7 @@ def _convert(source: Weight, target: str, rows: int, columns: int) -> Weight:
     return Encoded(target, codes, torch.cat(scales, 1) if scales else None, columns=columns)
 
 
-def split(piece: Piece, *, transposed: bool, interleaved: bool) -> dict[str, Weight]:
+def split(piece: ExpertChunk, *, transposed: bool, interleaved: bool) -> dict[str, Weight]:
     """gate, up and down `[E, N, K]`, and their biases `[E, N]`: views of whatever the piece has. Only plain floats are
     ever transposed or in one tensor for gate and up."""
     found: dict[str, Weight] = {}

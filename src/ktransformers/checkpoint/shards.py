@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ktransformers.checkpoint.matrix import Part
+from ktransformers.checkpoint.matrix import TensorRef
 from ktransformers.errors import InputError
 
 SINGLE = "model.safetensors"
@@ -26,7 +26,7 @@ class Shards:
     def __init__(self, files: Iterable[str | Path]) -> None:
         self._open: dict[Path, Any] = {}  # safe_open, whose methods are not annotated
         self._home: dict[str, Path] = {}
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, TensorRef] = {}
         for file in map(Path, files):
             if file.suffix != ".safetensors":
                 raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
@@ -65,11 +65,11 @@ class Shards:
     def file(self, name: str) -> Path:
         return self._home[name]
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> TensorRef:
         """What the header says of it."""
         if name not in self._parts:
             about = self._handle(self._home[name]).get_slice(name)
-            self._parts[name] = Part(name, str(about.get_dtype()), tuple(about.get_shape()))
+            self._parts[name] = TensorRef(name, str(about.get_dtype()), tuple(about.get_shape()))
         return self._parts[name]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ LIMIT = 100_000_000  # bytes of a header, the format's own
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where a tensor lies."""
 
     dtype: str
@@ -44,7 +44,7 @@ class Slot:
 @dataclass(frozen=True)
 class FileLayout:
     header: bytes  # with its length in front
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, TensorSlot]
 
     @property
     def size(self) -> int:
@@ -55,13 +55,13 @@ def lay_out(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, padding: str | None = None
 ) -> FileLayout:
     """For (name, dtype, shape) in this order; with `padding`, a name, every tensor begins at a page of the file."""
-    places: list[tuple[str, Slot]] = []
+    places: list[tuple[str, TensorSlot]] = []
     end = 0
     for name, dtype, shape in tensors:
         if padding is not None and end % PAGE:
-            places.append((f"{padding}.{len(places)}", Slot("U8", (PAGE - end % PAGE,), end)))
+            places.append((f"{padding}.{len(places)}", TensorSlot("U8", (PAGE - end % PAGE,), end)))
             end += PAGE - end % PAGE
-        slot = Slot(dtype, shape, end)
+        slot = TensorSlot(dtype, shape, end)
         if end % DTYPES[dtype].itemsize:
             raise ValueError(f"{name} would begin at {end}, which its dtype does not allow: give wide dtypes first")
         places.append((name, slot))
@@ -73,7 +73,7 @@ def lay_out(
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     begin = -(-(8 + len(text)) // PAGE) * PAGE
     header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
-    return FileLayout(header, {name: Slot(slot.dtype, slot.shape, begin + slot.offset) for name, slot in places})
+    return FileLayout(header, {name: TensorSlot(slot.dtype, slot.shape, begin + slot.offset) for name, slot in places})
 
 
 def read_layout(file: Path) -> FileLayout:
@@ -89,7 +89,7 @@ def read_layout(file: Path) -> FileLayout:
         fields = json.loads(text)
         fields.pop("__metadata__", None)
         slots = {
-            name: Slot(word["dtype"], tuple(word["shape"]), 8 + length + word["data_offsets"][0])
+            name: TensorSlot(word["dtype"], tuple(word["shape"]), 8 + length + word["data_offsets"][0])
             for name, word in fields.items()
         }
         layout = FileLayout(start + text, slots)

@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Family:
+class DenseFamily:
     """How one MoE class spells its layers."""
 
     architecture: str
@@ -65,9 +65,9 @@ class Family:
 
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 FAMILIES = {
-    "mixtral": Family("MixtralForCausalLM", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", "mlp", PROJECTIONS, "shared_expert", 0.5, may_have_bias=True),
-    "glm4_moe": Family("Glm4MoeForCausalLM", "mlp", PROJECTIONS, "shared_experts"),
+    "mixtral": DenseFamily("MixtralForCausalLM", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "qwen2_moe": DenseFamily("Qwen2MoeForCausalLM", "mlp", PROJECTIONS, "shared_expert", 0.5, may_have_bias=True),
+    "glm4_moe": DenseFamily("Glm4MoeForCausalLM", "mlp", PROJECTIONS, "shared_experts"),
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ktransformers.checkpoint.hub import PARTIAL, hash_is_wrong
 from ktransformers.checkpoint.shards import INDEX, SINGLE
 from ktransformers.errors import InputError
-from ktransformers.model_registry import Known, split_parts
+from ktransformers.model_registry import FileFacts, split_parts
 
 BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -36,7 +36,7 @@ AGAIN = "fetch the file again: delete it and run `kt model download`"
 
 
 @dataclass(frozen=True)
-class Finding:
+class FileProblem:
     level: str  # error: the model cannot be used; warning: it can, but something is odd
     file: str
     text: str
@@ -53,17 +53,17 @@ class Verified:
     dtypes: dict[str, int] = field(default_factory=dict)  # numbers by dtype
     hashed: int = 0  # files whose hash was known and computed
     unknown: int = 0  # weight files without a known hash
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[FileProblem] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
         return not any(finding.level == "error" for finding in self.findings)
 
     def error(self, file: str, text: str, fix: str = AGAIN) -> None:
-        self.findings.append(Finding("error", file, text, fix))
+        self.findings.append(FileProblem("error", file, text, fix))
 
     def warn(self, file: str, text: str, fix: str = "") -> None:
-        self.findings.append(Finding("warning", file, text, fix))
+        self.findings.append(FileProblem("warning", file, text, fix))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"whole": self.whole}
@@ -71,7 +71,7 @@ class Verified:
 
 def verify(
     path: Path,
-    known: Mapping[str, Known] | None = None,
+    known: Mapping[str, FileFacts] | None = None,
     *,
     hashes: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -89,11 +89,11 @@ def verify(
     names = expected if path.is_dir() else [part.name for part in weights if part.name in expected]
     for name in names:
         _compare(directory, name, expected[name], found, hashes, progress)
-    found.unknown = sum(not (expected.get(part.name, Known())).sha256 for part in weights)
+    found.unknown = sum(not (expected.get(part.name, FileFacts())).sha256 for part in weights)
     return found
 
 
-def _packed(directory: Path, found: Verified) -> dict[str, Known]:
+def _packed(directory: Path, found: Verified) -> dict[str, FileFacts]:
     """What the manifest of a packed directory says of its files; that the two fit is looked at here."""
     if not (directory / MANIFEST).is_file():
         return {}
@@ -106,11 +106,11 @@ def _packed(directory: Path, found: Verified) -> dict[str, Known]:
     except InputError as error:
         found.error(MANIFEST, str(error), ANEW)
         return {}
-    return {name: Known(record.bytes, record.sha256) for name, record in manifest.shards.items()}
+    return {name: FileFacts(record.bytes, record.sha256) for name, record in manifest.shards.items()}
 
 
 def _compare(
-    directory: Path, name: str, known: Known, found: Verified, hashes: bool, progress: Callable[[str], None] | None
+    directory: Path, name: str, known: FileFacts, found: Verified, hashes: bool, progress: Callable[[str], None] | None
 ) -> None:
     file = directory / name
     if not file.is_file():
@@ -122,15 +122,15 @@ def _compare(
             progress(name)
         found.hashed += 1
         # git's id has the size in it
-        if hash_is_wrong(file, known if known.size is not None else Known(file.stat().st_size, *_sums(known))):
+        if hash_is_wrong(file, known if known.size is not None else FileFacts(file.stat().st_size, *_sums(known))):
             found.error(name, "its hash is not the one that was published: the content has changed or decayed")
 
 
-def _sums(known: Known) -> tuple[str | None, str | None]:
+def _sums(known: FileFacts) -> tuple[str | None, str | None]:
     return known.sha256, known.git_sha1
 
 
-def beside(directory: Path) -> dict[str, Known]:
+def beside(directory: Path) -> dict[str, FileFacts]:
     """Hashes that huggingface_hub left: metadata of a download into a folder, or names of blobs in its cache."""
     found = {}
     records = directory / ".cache" / "huggingface" / "download"
@@ -144,10 +144,10 @@ def beside(directory: Path) -> dict[str, Known]:
     return found
 
 
-def _of_etag(word: str) -> Known | None:
+def _of_etag(word: str) -> FileFacts | None:
     if re.fullmatch(r"[0-9a-f]{64}", word):
-        return Known(sha256=word)
-    return Known(git_sha1=word) if re.fullmatch(r"[0-9a-f]{40}", word) else None
+        return FileFacts(sha256=word)
+    return FileFacts(git_sha1=word) if re.fullmatch(r"[0-9a-f]{40}", word) else None
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

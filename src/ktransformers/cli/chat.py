@@ -29,7 +29,7 @@ COMMANDS = """/clear          forget the conversation
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     model: str
     content: str
     tokens: int
@@ -44,7 +44,7 @@ class Answer:
         return f"[{self.tokens} tokens{rate}, first after {self.first:.2f} s]"
 
 
-class Conversation:
+class ChatHistory:
     def __init__(self, client: Client, model: str, options: dict[str, Any], quiet: bool = False) -> None:
         self.client, self.model, self.options, self.quiet = client, model, options, quiet
         self.system: str | None = None
@@ -63,7 +63,7 @@ class Conversation:
                     "history-file", f"{file} ({error})", "a list of messages, as `kt chat` writes it"
                 ) from error
 
-    def ask(self, text: str) -> Answer:
+    def ask(self, text: str) -> ChatAnswer:
         """Prints the answer while it comes."""
         self.messages.append({"role": "user", "content": text})
         first = [{"role": "system", "content": self.system}] if self.system else []
@@ -88,7 +88,7 @@ class Conversation:
 
             write_json(self.file, self.messages)
         now = time.monotonic()
-        return Answer(self.model, answer, tokens, begun - started if begun else None, now - started)
+        return ChatAnswer(self.model, answer, tokens, begun - started if begun else None, now - started)
 
     def command(self, line: str) -> bool:
         """False: end."""
@@ -146,7 +146,7 @@ def chat(
         raise InputError("model", model, f"one of {', '.join(known)}")
     given = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in given.items() if value is not None}
-    talk = Conversation(client, model or known[0], options, quiet=as_json)
+    talk = ChatHistory(client, model or known[0], options, quiet=as_json)
     talk.system = system
     if history_file is not None:
         talk.remember(history_file)
@@ -163,7 +163,7 @@ def _address(host: str | None, port: int | None) -> str:
     return f"http://{place}:{port if port is not None else server.port}"
 
 
-def _loop(talk: Conversation) -> None:
+def _loop(talk: ChatHistory) -> None:
     shown = sys.stdin.isatty() and not talk.quiet
     if shown:
         import readline  # noqa: F401 (editing and history in the prompt)

@@ -33,7 +33,7 @@ ROOT = Path("/")
 
 
 @dataclasses.dataclass
-class Report:
+class MachineReport:
     packages: dict[str, str | None]
     environment: dict[str, str]
     memory: system.Memory
@@ -57,7 +57,7 @@ class Report:
         return [finding for finding in self.findings if finding.level == "error"]
 
 
-def ask_core(report: Report) -> None:
+def ask_core(report: MachineReport) -> None:
     try:
         from ktransformers import _core
     except ImportError as error:
@@ -144,7 +144,7 @@ def own_requirements(name: str) -> list[str]:
         return []
 
 
-def ask_library(report: Report) -> None:
+def ask_library(report: MachineReport) -> None:
     from ktransformers import model_registry, settings
     from ktransformers.cli import checks
     from ktransformers.errors import InputError
@@ -159,14 +159,14 @@ def ask_library(report: Report) -> None:
     report.findings += checks.models(entries)
 
 
-def examine(root: Path = ROOT) -> Report:
+def examine(root: Path = ROOT) -> MachineReport:
     from ktransformers import env, system
     from ktransformers.cli import checks
 
     versions = {name: system.version_of(name) for name in (*PACKAGES, *OTHERS)}
     packages = {name: version for name, version in versions.items() if version or name in PACKAGES}
     cuda, torch_threads = ask_torch(root)
-    report = Report(packages, env.current(), system.memory(), system.gpus(), cuda, ask_disks(root))
+    report = MachineReport(packages, env.current(), system.memory(), system.gpus(), cuda, ask_disks(root))
     report.environment |= {name: os.environ[name] for name in FOREIGN if name in os.environ}
     report.torch_threads, report.nodes = torch_threads, numa(root)
     if platform.system() != "Linux":
@@ -192,7 +192,7 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def rows(report: Report) -> list[tuple[str, str]]:
+def rows(report: MachineReport) -> list[tuple[str, str]]:
     from ktransformers.cli.checks import why
 
     found = [("os", report.os), ("python", report.python)]

@@ -155,9 +155,9 @@ def _remote(
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
-        from ktransformers.evaluate.backend import Tokens
+        from ktransformers.evaluate.backend import PromptTokenizer
 
-        tokens = Tokens(AutoTokenizer.from_pretrained(tokenizer), str(tokenizer))
+        tokens = PromptTokenizer(AutoTokenizer.from_pretrained(tokenizer), str(tokenizer))
     listed = endpoint.models()
     if base:
         yield BASE, RemoteBackend(endpoint, served or listed[0], tokens, parallel)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ktransformers.loop.record import Record
+    from ktransformers.loop.record import StageRecord
     from ktransformers.loop.stages import Stage
 
 
-class Lines:
+class StageLines:
     """One line for each stage, and what the trainer says as it goes."""
 
-    def skipped(self, stage: Stage, record: Record) -> None:
+    def skipped(self, stage: Stage, record: StageRecord) -> None:
         print(f"{stage.name:<10} unchanged, done {record.ended} in {record.seconds:.0f} s", flush=True)
 
     def began(self, stage: Stage, going_on: bool) -> None:
@@ -34,10 +34,10 @@ class Lines:
         print(f"{'':<10} {seconds:.0f} s{'; ' if said else ''}{said}", flush=True)
 
 
-class Silent(Lines):
+class SilentStages(StageLines):
     """For --json: nothing but the document."""
 
-    def skipped(self, stage: Stage, record: Record) -> None:
+    def skipped(self, stage: Stage, record: StageRecord) -> None:
         pass
 
     def began(self, stage: Stage, going_on: bool) -> None:
@@ -66,7 +66,7 @@ def loop(
     from ktransformers.loop.settings import read_loop
 
     settings = read_loop(file, words or [])
-    runner = Runner(settings, Silent() if as_json else Lines())
+    runner = Runner(settings, SilentStages() if as_json else StageLines())
     if dry_run:
         steps = runner.look()
         if as_json:

@@ -104,13 +104,13 @@ def add(
 def _measured(path: Path) -> dict[str, Any]:
     import hashlib
 
-    from ktransformers.model_registry import Known, split_parts
+    from ktransformers.model_registry import FileFacts, split_parts
 
     files = split_parts(path) if path.is_file() else [file for file in sorted(path.glob("*")) if file.is_file()]
     found = {}
     for file in files:
         with file.open("rb") as handle:
-            found[file.name] = Known(file.stat().st_size, hashlib.file_digest(handle, "sha256").hexdigest())
+            found[file.name] = FileFacts(file.stat().st_size, hashlib.file_digest(handle, "sha256").hexdigest())
     return found
 
 

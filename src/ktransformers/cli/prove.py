@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ktransformers.prove.run import Check, Proof
+    from ktransformers.prove.run import Proof, ProofCheck
 
 WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
 
 
-def check_line(check: Check) -> str:
+def check_line(check: ProofCheck) -> str:
     return f"{check.what:<18} {WORDS[check.passed]:<10} {check.said}"
 
 
@@ -47,7 +47,7 @@ def prove(
     """Prove that the served adapter computes what was trained, and the base what it always did."""
     import transformers
 
-    from ktransformers.prove.run import Failed
+    from ktransformers.prove.run import ProofFailed
     from ktransformers.prove.run import prove as run
 
     bars: Any = transformers.logging
@@ -58,7 +58,7 @@ def prove(
 
     try:
         proof = run(output, say, server=server, api_key=api_key, dtype=dtype, device=device)
-    except Failed as error:
+    except ProofFailed as error:
         if as_json:
             found = {"what": error.check.what, "passed": False, "said": error.check.said}
             said = {"output": str(output), "passed": False, "culprit": error.check.culprit, "checks": [found]}

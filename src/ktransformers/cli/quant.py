@@ -23,7 +23,7 @@ from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.quant.convert import Converted
-    from ktransformers.quant.plan import Plan
+    from ktransformers.quant.plan import ConversionPlan
     from ktransformers.quant.receipt import Receipt
 
 OLD_FORMATS = {"moe_int8": "int8", "moe_int4": "int4"}
@@ -107,7 +107,7 @@ def table(receipt: Receipt) -> list[str]:
     return lines
 
 
-def calibrated(converted: Converted, plan: Plan, text: Path, tokens: int) -> Receipt:
+def calibrated(converted: Converted, plan: ConversionPlan, text: Path, tokens: int) -> Receipt:
     """With the text read, or with the reason why that was not possible."""
     from ktransformers.quant.receipt import calibrate, write_receipt
 
@@ -128,7 +128,7 @@ def calibrated(converted: Converted, plan: Plan, text: Path, tokens: int) -> Rec
     return receipt
 
 
-def show_plan(plan: Plan, seconds: float, as_json: bool) -> None:
+def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
     layers = [
         {
             "module": layer.origin.module,

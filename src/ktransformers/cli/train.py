@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ktransformers.train.plan import Plan
+    from ktransformers.train.plan import TrainPlan
     from ktransformers.train.watch import Progress
 
 
-def plan_lines(plan: Plan) -> list[str]:
+def plan_lines(plan: TrainPlan) -> list[str]:
     """The plan as a table of names and values."""
 
     settings, rows = plan.settings, []
@@ -71,10 +71,10 @@ def step_line(progress: Progress) -> str:
     return "  ".join(shown)
 
 
-class Lines:
+class StepLines:
     """One line for each thing that happens."""
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: TrainPlan) -> None:
         for line in plan_lines(plan):
             print(line)
 
@@ -96,7 +96,7 @@ class Lines:
         pass
 
 
-class Screen(Lines):
+class StepScreen(StepLines):
     """The same on a terminal: the last steps stay as lines, the state is a table that renews itself."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ def train(
 
     _quiet()
     first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
-    screen = Silent() if as_json or not first else Screen() if sys.stdout.isatty() else Lines()
+    screen = SilentSteps() if as_json or not first else StepScreen() if sys.stdout.isatty() else StepLines()
     try:
         result = run.train(settings, screen, force=force)
     except Interrupted as error:
@@ -204,10 +204,10 @@ def train(
             print(line)
 
 
-class Silent(Lines):
+class SilentSteps(StepLines):
     """For --json: nothing but the document."""
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: TrainPlan) -> None:
         pass
 
     def loading(self, done: int, layers: int) -> None:

@@ -15,7 +15,7 @@ from ktransformers.errors import InputError
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EvalPrompt:
     text: str
     system: str | None = None
     chat: bool = True
@@ -29,7 +29,7 @@ class Prompt:
 class Question:
     """How likely are these continuations of the prompt?"""
 
-    prompt: Prompt
+    prompt: EvalPrompt
     continuations: tuple[str, ...]
 
 
@@ -44,18 +44,18 @@ class Backend(Protocol):
     def name(self) -> str:
         """What the answers depend on: model and adapter; part of a run's fingerprint."""
 
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]: ...
+    def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]: ...
 
     def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]: ...
 
 
-class Tokens:
+class PromptTokenizer:
     """A tokenizer of transformers, as both backends use it."""
 
     def __init__(self, tokenizer: Any, source: str) -> None:
         self.tokenizer, self._source = tokenizer, source
 
-    def render(self, prompt: Prompt) -> str:
+    def render(self, prompt: EvalPrompt) -> str:
         if not prompt.chat:
             return prompt.text if prompt.system is None else f"{prompt.system}\n{prompt.text}"
         if not getattr(self.tokenizer, "chat_template", None):
@@ -70,7 +70,7 @@ class Tokens:
         ids: list[int] = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
         return ids
 
-    def split(self, prompt: Prompt, continuation: str) -> tuple[list[int], int]:
+    def split(self, prompt: EvalPrompt, continuation: str) -> tuple[list[int], int]:
         """(tokens of prompt and continuation, how many of them are the prompt's); the first token is never scored."""
         before = self.render(prompt)
         ids = self.encode(before + continuation, prompt.chat)

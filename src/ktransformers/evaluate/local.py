@@ -20,7 +20,7 @@ from torch import Tensor
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint import Shards, find_experts
 from ktransformers.errors import InputError
-from ktransformers.evaluate.backend import Likelihood, Prompt, Question, Tokens
+from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
 from ktransformers.system import bf16_is_fast
 
 ENGINES = ("auto", "kt", "transformers")
@@ -51,7 +51,12 @@ class LocalModel:
     def __init__(self, model: Any, tokenizer: Any, name: str, batch_size: int = 8) -> None:
         if batch_size < 1:
             raise InputError("batch-size", batch_size, "1 or more")
-        self.model, self.tokens, self.name, self.batch_size = model.eval(), Tokens(tokenizer, name), name, batch_size
+        self.model, self.tokens, self.name, self.batch_size = (
+            model.eval(),
+            PromptTokenizer(tokenizer, name),
+            name,
+            batch_size,
+        )
         self._adapters: dict[str, str] = {}
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -131,7 +136,7 @@ class LocalBackend:
     def name(self) -> str:
         return self._local.place(self._adapter)
 
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]:
         tokens = self._local.tokens
         encoded = [tokens.encode(tokens.render(prompt), prompt.chat) for prompt in prompts]
         answers = [""] * len(prompts)

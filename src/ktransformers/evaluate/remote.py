@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.evaluate.backend import Likelihood, Prompt, Question, Tokens
+from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
 
 TRIES, WAIT = 4, 1.0  # a busy server answers 429 or 503; each wait is twice the last
 BUSY = {408, 429, 500, 502, 503, 504}
@@ -56,17 +56,19 @@ class Endpoint:
 
 
 class RemoteBackend:
-    def __init__(self, endpoint: Endpoint, model: str, tokens: Tokens | None = None, parallel: int = 8) -> None:
+    def __init__(
+        self, endpoint: Endpoint, model: str, tokens: PromptTokenizer | None = None, parallel: int = 8
+    ) -> None:
         self._endpoint, self._model, self._tokens, self._parallel = endpoint, model, tokens, parallel
 
     @property
     def name(self) -> str:
         return f"{self._endpoint.url} {self._model}"
 
-    def generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+    def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]:
         common = {"model": self._model, "max_tokens": max_new_tokens, "temperature": 0, "seed": 0}
 
-        def answer(prompt: Prompt) -> str:
+        def answer(prompt: EvalPrompt) -> str:
             if prompt.chat:
                 reply = self._endpoint.ask("/v1/chat/completions", {**common, "messages": prompt.messages()})
                 return str(reply["choices"][0]["message"]["content"] or "").strip()
@@ -88,7 +90,7 @@ class RemoteBackend:
             scores = dict(zip(places, found, strict=True))
         return [[scores[at, nth] for nth in range(len(one.continuations))] for at, one in enumerate(questions)]
 
-    def _likelihood(self, prompt: Prompt, continuation: str) -> Likelihood:
+    def _likelihood(self, prompt: EvalPrompt, continuation: str) -> Likelihood:
         body: dict[str, Any] = {"model": self._model, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
         if self._tokens is not None:
             ids, start = self._tokens.split(prompt, continuation)

@@ -19,7 +19,7 @@ from typing import Any
 
 import ktransformers
 from ktransformers.errors import InputError
-from ktransformers.evaluate.backend import Backend, Prompt, Question
+from ktransformers.evaluate.backend import Backend, EvalPrompt, Question
 from ktransformers.evaluate.items import Item, items
 from ktransformers.evaluate.judge import Judge
 from ktransformers.evaluate.measure import Record, primary, statistics
@@ -118,7 +118,7 @@ def read_records(directory: Path, repair: bool = False) -> list[Record]:
 
 def _answer(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | None) -> list[Record]:
     chat = task.format == "chat" and task.kind != "text"
-    prompts = [Prompt(item.prompt, task.system, chat) for item in chunk]
+    prompts = [EvalPrompt(item.prompt, task.system, chat) for item in chunk]
     records: list[Record] = [
         {"id": item.id, "slice": item.slice, "prompt": item.prompt, "reference": item.reference} for item in chunk
     ]
@@ -139,7 +139,7 @@ def _answer(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | 
     if "text" in task.asked:
         lead = "" if chat else " "
         questions = [
-            Question(Prompt(item.question, task.system, chat), tuple(lead + choice for choice in item.choices))
+            Question(EvalPrompt(item.question, task.system, chat), tuple(lead + choice for choice in item.choices))
             for item in chunk
         ]
         for record, scores in zip(records, backend.likelihoods(questions), strict=True):

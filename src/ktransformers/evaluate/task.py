@@ -37,7 +37,7 @@ class Rubric(BaseModel):
     scale: dict[int, str] = {1: "not at all", 2: "hardly", 3: "partly", 4: "mostly", 5: "fully"}
 
 
-class Columns(BaseModel):
+class TaskColumns(BaseModel):
     """Which column of the data holds what; the defaults are alpaca's and the usual words of multiple choice."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,7 +62,7 @@ class Task(BaseModel):
     data: Path
     source: str = ""
     licence: str = ""
-    columns: Columns = Columns()
+    columns: TaskColumns = TaskColumns()
     where: dict[str, str] = {}  # keep the rows whose columns have these values
     format: Literal["chat", "plain"] = "chat"  # plain: no chat template
     system: str | None = None

@@ -34,7 +34,7 @@ TAIL = 12  # lines of a failed stage's log that are shown
 Line = Callable[[str], None]
 
 
-class Failed(KTError):
+class StageFailed(KTError):
     """A stage's command ended with an error."""
 
     def __init__(self, stage: str, code: int, log: Path) -> None:
@@ -160,7 +160,7 @@ def server(words: Sequence[str], port: int, log: Path, lock: int) -> Iterator[st
             began = time.monotonic()
             while not _answers(url):
                 if child.poll() is not None:
-                    raise Failed("serve", child.returncode, log)
+                    raise StageFailed("serve", child.returncode, log)
                 if time.monotonic() - began > START:
                     raise KTError(f"{url}: no answer after {START:.0f} s; {log} says how far it came")
                 time.sleep(0.2)

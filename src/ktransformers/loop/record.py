@@ -24,7 +24,7 @@ BEGUN, DONE = "begun", "done"
 
 
 @dataclass(frozen=True)
-class Record:
+class StageRecord:
     stage: str
     status: str
     words: list[str]
@@ -81,16 +81,16 @@ def fingerprint(words: Iterable[str], inputs: dict[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read(folder: Path, stage: str) -> Record | None:
+def read(folder: Path, stage: str) -> StageRecord | None:
     file = folder / f"{stage}.json"
     if not file.is_file():
         return None
     try:
-        return Record(**json.loads(file.read_text()))
+        return StageRecord(**json.loads(file.read_text()))
     except (ValueError, TypeError):
         return None  # of another version: the stage runs again
 
 
-def write(folder: Path, record: Record) -> None:
+def write(folder: Path, record: StageRecord) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{record.stage}.json", asdict(record))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ktransformers.files import write_json, write_text
 from ktransformers.loop.pace import chosen
-from ktransformers.loop.run import FAILED, Step
+from ktransformers.loop.run import FAILED, StageStatus
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import SERVED, places_of
 
@@ -32,7 +32,7 @@ LONG = 400  # characters of an answer
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     task: str
     metric: str
     base: float
@@ -47,14 +47,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerPair:
     asked: str
     base: str
     adapter: str
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSummary:
     steps: int
     seconds: float
     tokens_per_second: float | None
@@ -63,28 +63,28 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Report:
+class LoopReport:
     run: str
     name: str
-    rows: tuple[Row, ...]
-    answers: tuple[Answer, ...]
+    rows: tuple[MetricRow, ...]
+    answers: tuple[AnswerPair, ...]
     proof: str
     proven: bool | None
-    training: Training
-    stages: tuple[Step, ...]
+    training: TrainingSummary
+    stages: tuple[StageStatus, ...]
     next: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def make_report(loop: Loop, steps: Sequence[Step]) -> Report:
+def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     places = places_of(loop)
     compared = _document(places.document("compare"))
     tasks = compared["tasks"] if compared else []
     rows = tuple(row for task in sorted(tasks, key=lambda task: bool(task["unrelated"])) for row in _rows(task))
     samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _in_words(task)]
-    answers = tuple(Answer(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
+    answers = tuple(AnswerPair(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
     proven, proof = _proof(_document(places.document("prove"))) if loop.prove else (None, "not asked for")
     if any(step.status == FAILED for step in steps) and proven is not False:
         proven, proof = False, "NOT proven: kt prove did not end well; logs/prove.log says why"
@@ -95,7 +95,7 @@ def make_report(loop: Loop, steps: Sequence[Step]) -> Report:
         f'kt run {places.adapter} "Why are cats important?"',
     )
     training = _training(places.adapter, pace[1] if pace else "")
-    report = Report(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), after)
+    report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), after)
     write_json(places.run / "report.json", report.as_json())
     write_text(places.run / "report.md", markdown(report))
     return report
@@ -109,7 +109,7 @@ def _in_words(task: dict[str, Any]) -> bool:
     return any(line["metric"] in ("bleu-1", "rouge-l") for line in task["lines"])
 
 
-def _rows(task: dict[str, Any]) -> list[Row]:
+def _rows(task: dict[str, Any]) -> list[MetricRow]:
     lines = {line["metric"]: line for line in task["lines"]}
     wanted = [metric for metric in SHOWN if metric in lines] or [task["primary"]]
     found = []
@@ -118,7 +118,7 @@ def _rows(task: dict[str, Any]) -> list[Row]:
         base, adapter = (run["value"] for run in line["runs"][:2])
         better = (adapter > base) == line["more_is_better"] and adapter != base
         p = line["differences"][0]["p"]
-        found.append(Row(task["task"], metric, base, adapter, p, better, bool(task["unrelated"])))
+        found.append(MetricRow(task["task"], metric, base, adapter, p, better, bool(task["unrelated"])))
     return found
 
 
@@ -135,7 +135,7 @@ def _proof(found: Any) -> tuple[bool | None, str]:
     )
 
 
-def _training(adapter: Path, said: str) -> Training:
+def _training(adapter: Path, said: str) -> TrainingSummary:
     """The rate is the mean of what was logged after the first steps; of a run too short for that, the whole run's."""
     results = _document(adapter / "all_results.json") or {}
     steps = int((_document(adapter / "trainer_state.json") or {}).get("global_step", 0))
@@ -144,10 +144,10 @@ def _training(adapter: Path, said: str) -> Training:
     rates = [line["throughput"] for line in lines if line.get("throughput")]
     seconds, tokens = float(results.get("train_runtime", 0.0)), float(results.get("num_tokens", 0.0))
     rate = sum(rates) / len(rates) if rates else tokens / seconds if tokens and seconds else None
-    return Training(steps, seconds, rate, results.get("train_loss"), said)
+    return TrainingSummary(steps, seconds, rate, results.get("train_loss"), said)
 
 
-def table(report: Report) -> list[str]:
+def table(report: LoopReport) -> list[str]:
     """Plain lines, as wide as they need to be."""
     width = max([len(row.task) for row in report.rows], default=4)
     lines = [f"{'':<{width}}  {'':<14} {'base':>8} {report.name:>10}  change"]
@@ -164,13 +164,13 @@ def table(report: Report) -> list[str]:
     return lines
 
 
-def training_line(training: Training) -> str:
+def training_line(training: TrainingSummary) -> str:
     rate = f", {training.tokens_per_second:.0f} tokens/s" if training.tokens_per_second else ""
     loss = f", loss {training.loss:.3g}" if training.loss is not None else ""
     return f"{training.steps} steps in {training.seconds / 60:.1f} min{rate}{loss}"
 
 
-def text(report: Report) -> list[str]:
+def text(report: LoopReport) -> list[str]:
     """What the terminal shows at the end."""
     lines: list[str] = []
     if report.rows:
@@ -186,7 +186,7 @@ def text(report: Report) -> list[str]:
     return lines
 
 
-def times(stages: Sequence[Step]) -> str:
+def times(stages: Sequence[StageStatus]) -> str:
     parts = [f"{step.name} {step.seconds:.0f} s" + (" (before)" if step.status == "skipped" else "") for step in stages]
     now = sum(step.seconds for step in stages if step.status != "skipped")
     return f"{now / 60:.1f} min: {', '.join(parts)}"
@@ -197,7 +197,7 @@ def shorten(answer: str) -> str:
     return flat if len(flat) <= LONG else f"{flat[:LONG]}…"
 
 
-def markdown(report: Report) -> str:
+def markdown(report: LoopReport) -> str:
     lines = [f"# {report.name}: {report.run}", ""]
     if report.rows:
         lines += [f"| task | metric | {SERVED} | {report.name} |", "|---|---|---:|---:|"]

@@ -25,7 +25,7 @@ import yaml
 
 from ktransformers.files import write_text
 from ktransformers.loop import child, record
-from ktransformers.loop.record import BEGUN, DONE, Hashes, Record
+from ktransformers.loop.record import BEGUN, DONE, Hashes, StageRecord
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import SERVER, Stage, places_of, serve_words, stages_of
 
@@ -33,14 +33,14 @@ FAILED = "failed"  # a verdict; anything else that fails ends the loop
 
 
 class Listener(Protocol):
-    def skipped(self, stage: Stage, record: Record) -> None: ...
+    def skipped(self, stage: Stage, record: StageRecord) -> None: ...
     def began(self, stage: Stage, going_on: bool) -> None: ...
     def line(self, stage: Stage, text: str) -> None: ...
     def ended(self, stage: Stage, seconds: float, said: str) -> None: ...
 
 
 @dataclass(frozen=True)
-class Step:
+class StageStatus:
     """What became, or would become, of a stage."""
 
     name: str
@@ -56,10 +56,10 @@ class Runner:
         self._records = self.run / "stages"
         self._hashes = Hashes(self.run / ".hashes.json")
 
-    def go(self) -> list[Step]:
+    def go(self) -> list[StageStatus]:
         stages = stages_of(self.loop)
         self.run.mkdir(parents=True, exist_ok=True)
-        steps: list[Step] = []
+        steps: list[StageStatus] = []
         with child.locked(self.run) as lock, ended_by_signal(), ExitStack() as serving:
             self._write_settings(stages, lock)
             address: str | None = None
@@ -70,20 +70,20 @@ class Runner:
                 known, current = record.read(self._records, stage.name), self._current(stage)
                 if known is not None and self._is_done(stage, known, current):
                     self._listener.skipped(stage, known)
-                    steps.append(Step(stage.name, "skipped", known.seconds, child.command_line(stage.words)))
+                    steps.append(StageStatus(stage.name, "skipped", known.seconds, child.command_line(stage.words)))
                 else:
                     if stage.served and address is None:
                         began = time.perf_counter()
                         address = serving.enter_context(self._server(known, lock))
                         words = child.command_line(serve_words(self.loop, self.places, int(address.rpartition(":")[2])))
-                        steps.append(Step("serve", "run", round(time.perf_counter() - began, 1), words))
+                        steps.append(StageStatus("serve", "run", round(time.perf_counter() - began, 1), words))
                     steps.append(self._execute(stage, known, current, address, lock))
                 if place == last:
                     serving.close()
             self._hashes.save()
         return steps
 
-    def look(self) -> list[Step]:
+    def look(self) -> list[StageStatus]:
         """What `go` would do. A stage after one that would run would run too, unless that one changes nothing."""
         steps, stale = [], False
         for stage in stages_of(self.loop):
@@ -92,21 +92,23 @@ class Runner:
             stale = stale or known is None or not self._is_done(stage, known, self._current(stage))
             seconds = known.seconds if known is not None else 0.0
             steps.append(
-                Step(stage.name, "would run" if stale else "skipped", seconds, child.command_line(stage.words))
+                StageStatus(stage.name, "would run" if stale else "skipped", seconds, child.command_line(stage.words))
             )
         return steps
 
-    def _current(self, stage: Stage) -> Record:
+    def _current(self, stage: Stage) -> StageRecord:
         paths = dict.fromkeys((*stage.inputs, *stage.named()))
         inputs = {str(path): self._hashes.of(path) for path in paths}
         words = list(stage.words)
-        return Record(stage.name, BEGUN, words, inputs, record.fingerprint(words, inputs))
+        return StageRecord(stage.name, BEGUN, words, inputs, record.fingerprint(words, inputs))
 
-    def _is_done(self, stage: Stage, known: Record, current: Record) -> bool:
+    def _is_done(self, stage: Stage, known: StageRecord, current: StageRecord) -> bool:
         left = [*stage.outputs, *([stage.document] if stage.document else [])]
         return known.status == DONE and known.fingerprint == current.fingerprint and all(map(Path.exists, left))
 
-    def _execute(self, stage: Stage, known: Record | None, current: Record, address: str | None, lock: int) -> Step:
+    def _execute(
+        self, stage: Stage, known: StageRecord | None, current: StageRecord, address: str | None, lock: int
+    ) -> StageStatus:
         port = int(address.rpartition(":")[2]) if stage.served and address else None
         same = known is not None and known.status == BEGUN and known.words == current.words and known.port == port
         goes_on = same and known is not None and stage.resumes is not None and stage.resumes()
@@ -123,9 +125,9 @@ class Runner:
         if code > 0 and stage.verdict:
             seconds = round(time.perf_counter() - began, 1)
             self._listener.ended(stage, seconds, f"failed, and so will the loop; {log} says why")
-            return Step(stage.name, FAILED, seconds, child.command_line(stage.words))
+            return StageStatus(stage.name, FAILED, seconds, child.command_line(stage.words))
         if code != 0:
-            raise child.Failed(stage.name, code, log)
+            raise child.StageFailed(stage.name, code, log)
         said = stage.after() if stage.after is not None else ""
         seconds = round(time.perf_counter() - began, 1)
         if known is not None and goes_on:
@@ -135,7 +137,7 @@ class Runner:
         record.write(self._records, replace(done, status=DONE, seconds=seconds, port=port, ended=ended))
         self._hashes.save()
         self._listener.ended(stage, seconds, said)
-        return Step(stage.name, "resumed" if goes_on else "run", seconds, child.command_line(stage.words))
+        return StageStatus(stage.name, "resumed" if goes_on else "run", seconds, child.command_line(stage.words))
 
     def _clear(self, stage: Stage) -> None:
         inside = self.run.resolve()
@@ -147,7 +149,7 @@ class Runner:
                 path.unlink(missing_ok=True)
 
     @contextmanager
-    def _server(self, known: Record | None, lock: int) -> Iterator[str]:
+    def _server(self, known: StageRecord | None, lock: int) -> Iterator[str]:
         port = child.free_port(None if known is None else known.port)
         words = serve_words(self.loop, self.places, port)
         with child.server(words, port, self.run / "logs" / "serve.log", lock) as address:
@@ -171,7 +173,7 @@ class Runner:
         write_text(self.run / "commands.sh", "\n".join(lines) + "\n")
 
 
-def _unchanged(stage: Stage, known: Record, current: Record) -> bool:
+def _unchanged(stage: Stage, known: StageRecord, current: StageRecord) -> bool:
     """The inputs that were known when the stage began; those that it names itself came later."""
     firm = [str(path) for path in stage.inputs]
     return all(known.inputs.get(path) == current.inputs.get(path) for path in firm)

@@ -18,25 +18,25 @@ from ktransformers.errors import InputError
 Options = dict[str, Any]
 
 
-class Section(BaseModel):
+class LoopSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
-class ModelSettings(Section):
+class LoopModel(LoopSection):
     path: str | None = Field(None, description="a directory, a name of `kt model list`, or a hub id")
     make: str | None = Field(None, description="instead: a model that `kt model make` knows")
     upcycle: str | None = Field(None, description="instead: a dense model for `kt model upcycle`")
     options: Options = Field(default_factory=dict, description="flags of `make` or `upcycle`")
 
     @model_validator(mode="after")
-    def _one(self) -> ModelSettings:
+    def _one(self) -> LoopModel:
         given = [name for name in ("path", "make", "upcycle") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"one of path, make and upcycle, not {' and '.join(given) or 'none'}")
         return self
 
 
-class TrainSettings(Section):
+class TrainSettings(LoopSection):
     file: str | None = Field(None, description="a YAML file of `kt train`")
     keys: Options = Field(default_factory=dict, description="keys that win over the file's")
     minutes: float | None = Field(None, gt=0, description="as many steps as take about that long, by a measured pace")
@@ -44,7 +44,7 @@ class TrainSettings(Section):
     pace_steps: int = Field(3, ge=2, description="with minutes: steps of the measurement, the first not counted")
 
 
-class EvalSettings(Section):
+class EvalSettings(LoopSection):
     tasks: tuple[str, ...] = Field((), description="tasks, suites or task files; none: nothing is judged")
     limit: int | None = Field(None, ge=1, description="at most that many items of each task")
     options: Options = Field(default_factory=dict, description="flags of `kt eval`, the same for base and adapter")
@@ -55,12 +55,12 @@ class EvalSettings(Section):
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-class Loop(Section):
+class Loop(LoopSection):
     run: str = Field(description="the run's directory; everything it makes is in there")
     name: str = Field(
         "adapter", pattern=r"^[\w.-]+$", description="of the adapter: its folder, and what requests call it"
     )
-    model: ModelSettings
+    model: LoopModel
     plan: bool = Field(True, description="check keys, data, memory and time before anything is loaded")
     quantise: Options | None = Field(None, description="flags of `kt quant`; what it writes is trained, served, judged")
     train: TrainSettings

@@ -45,7 +45,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Places:
+class RunPaths:
     """Where things are in a run's directory."""
 
     run: Path
@@ -85,9 +85,9 @@ def flags(options: Options) -> list[str]:
     return words
 
 
-def places_of(loop: Loop) -> Places:
+def places_of(loop: Loop) -> RunPaths:
     run = Path(loop.run)
-    return Places(run, loop.name, _source(loop, run) if loop.quantise is None else str(run / "quantised"))
+    return RunPaths(run, loop.name, _source(loop, run) if loop.quantise is None else str(run / "quantised"))
 
 
 def _source(loop: Loop, run: Path) -> str:
@@ -95,7 +95,7 @@ def _source(loop: Loop, run: Path) -> str:
     return model_registry.resolve(loop.model.path) if loop.model.path else str(run / "model")
 
 
-def recipe_of(loop: Loop, places: Places) -> dict[str, Any]:
+def recipe_of(loop: Loop, places: RunPaths) -> dict[str, Any]:
     """The keys of `kt train`: the file's, the loop's, and those that follow from the run."""
     file = read_yaml(Path(loop.train.file), "a YAML file of `kt train`") if loop.train.file else {}
     keys = merged(file, loop.train.keys)
@@ -106,7 +106,7 @@ def recipe_of(loop: Loop, places: Places) -> dict[str, Any]:
     return keys
 
 
-def _experts(flag: str, loop: Loop, places: Places) -> list[str]:
+def _experts(flag: str, loop: Loop, places: RunPaths) -> list[str]:
     """What was trained is judged on the experts that it was trained on."""
     keys = recipe_of(loop, places)
     within = keys.get("kt_config")
@@ -123,11 +123,11 @@ def bring(file: Path, keys: dict[str, Any], look: bool) -> bool:
     return differs
 
 
-def bring_recipe(loop: Loop, places: Places, look: bool) -> bool:
+def bring_recipe(loop: Loop, places: RunPaths, look: bool) -> bool:
     return bring(places.recipe, recipe_of(loop, places), look)
 
 
-def bring_training(loop: Loop, places: Places, look: bool) -> bool:
+def bring_training(loop: Loop, places: RunPaths, look: bool) -> bool:
     """train.yaml: the recipe, with the steps that the pace allows."""
     keys = recipe_of(loop, places)
     if loop.train.minutes is not None:
@@ -138,7 +138,7 @@ def bring_training(loop: Loop, places: Places, look: bool) -> bool:
     return bring(places.train, keys, look)
 
 
-def can_go_on(places: Places) -> bool:
+def can_go_on(places: RunPaths) -> bool:
     """A trainer goes on from its checkpoints; it refuses a folder that holds an adapter and none of them."""
     return any(places.adapter.glob("checkpoint-*")) or not (places.adapter / ADAPTER_FILES[0]).exists()
 
@@ -147,7 +147,7 @@ def always() -> bool:
     return True
 
 
-def datasets_of(loop: Loop, places: Places) -> tuple[Path, ...]:
+def datasets_of(loop: Loop, places: RunPaths) -> tuple[Path, ...]:
     """The files that the plan found behind the names in `dataset`; without a plan, the names that are files."""
     if places.document("plan").is_file():
         found = json.loads(places.document("plan").read_text())
@@ -158,7 +158,7 @@ def datasets_of(loop: Loop, places: Places) -> tuple[Path, ...]:
     return tuple(Path(name.strip()) for name in listed if Path(name.strip()).is_file())
 
 
-def task_data(places: Places, run: str) -> tuple[Path, ...]:
+def task_data(places: RunPaths, run: str) -> tuple[Path, ...]:
     """The data of the tasks that were answered, as their runs name it."""
     heads = sorted((places.eval / run).glob("*/run.json"))
     return tuple(Path(json.loads(head.read_text())["task"]["data"]) for head in heads)
@@ -182,7 +182,7 @@ def stages_of(loop: Loop) -> list[Stage]:
     return found
 
 
-def _plan(loop: Loop, places: Places) -> Stage:
+def _plan(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "plan",
         ("train", str(places.recipe), f"output_dir={places.run / 'planned'}", "--dry-run", "--json"),
@@ -193,7 +193,7 @@ def _plan(loop: Loop, places: Places) -> Stage:
     )
 
 
-def _pace(loop: Loop, places: Places) -> Stage:
+def _pace(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "pace",
         ("train", str(places.recipe), *pace.words(loop.train.pace_steps, places.run / "pace")),
@@ -204,7 +204,7 @@ def _pace(loop: Loop, places: Places) -> Stage:
     )
 
 
-def _train(loop: Loop, places: Places) -> Stage:
+def _train(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "train",
         ("train", str(places.train)),
@@ -217,7 +217,7 @@ def _train(loop: Loop, places: Places) -> Stage:
     )
 
 
-def _prove(loop: Loop, places: Places) -> Stage:
+def _prove(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "prove",
         ("prove", str(places.adapter), "--server", SERVER, "--json"),
@@ -228,11 +228,11 @@ def _prove(loop: Loop, places: Places) -> Stage:
     )
 
 
-def _adapter_files(places: Places) -> tuple[Path, ...]:
+def _adapter_files(places: RunPaths) -> tuple[Path, ...]:
     return tuple(places.adapter / name for name in ADAPTER_FILES)
 
 
-def _task_words(loop: Loop, places: Places) -> list[str]:
+def _task_words(loop: Loop, places: RunPaths) -> list[str]:
     words = [word for name in loop.eval.tasks for word in ("--task", name)] + flags(loop.eval.options)
     words += [] if loop.eval.limit is None else ["--limit", str(loop.eval.limit)]
     return [*words, "--out", str(places.eval), "--json"]
@@ -242,7 +242,7 @@ def _task_files(loop: Loop) -> tuple[Path, ...]:
     return tuple(Path(name) for name in loop.eval.tasks if Path(name).is_file())
 
 
-def _baseline(loop: Loop, places: Places) -> Stage:
+def _baseline(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "baseline",
         ("eval", places.model, *_experts("--experts", loop, places), *_task_words(loop, places)),
@@ -254,7 +254,7 @@ def _baseline(loop: Loop, places: Places) -> Stage:
     )
 
 
-def _eval(loop: Loop, places: Places) -> Stage:
+def _eval(loop: Loop, places: RunPaths) -> Stage:
     asked = ("eval", SERVER, "--no-base", "--adapter", f"{loop.name}={SERVED}:{loop.name}")
     return Stage(
         "eval",
@@ -268,7 +268,7 @@ def _eval(loop: Loop, places: Places) -> Stage:
     )
 
 
-def _compare(loop: Loop, places: Places) -> Stage:
+def _compare(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "compare",
         ("eval", "--compare", "base", loop.name, "--out", str(places.eval), "--json"),
@@ -278,7 +278,7 @@ def _compare(loop: Loop, places: Places) -> Stage:
     )
 
 
-def _models(loop: Loop, places: Places) -> list[Stage]:
+def _models(loop: Loop, places: RunPaths) -> list[Stage]:
     found: list[Stage] = []
     source = _source(loop, places.run)
     if not loop.model.path:
@@ -305,7 +305,7 @@ def _models(loop: Loop, places: Places) -> list[Stage]:
     return found
 
 
-def serve_words(loop: Loop, places: Places, port: int) -> list[str]:
+def serve_words(loop: Loop, places: RunPaths, port: int) -> list[str]:
     words = ["serve", places.model, "--lora-paths", f"{loop.name}={places.adapter}", "--served-model-name", SERVED]
     words += _experts("--kt-weight-path", loop, places)
     return [*words, "--host", "127.0.0.1", "--port", str(port), *flags(loop.serve)]

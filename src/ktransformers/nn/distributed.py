@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
 from ktransformers.nn.peft_lora import lora_parameters
-from ktransformers.nn.placeholder import Ghost
+from ktransformers.nn.placeholder import Placeholder
 
 # A module's name as DDP sees it, when it wraps the model itself and when it wraps PEFT's.
 PREFIXES = ("", "base_model.model.")
@@ -41,7 +41,7 @@ class HostNames:
         if model is None:
             return
         parameters, lora = dict(model.named_parameters()), lora_parameters(model)
-        names = [name for name, parameter in parameters.items() if isinstance(parameter, Ghost)]
+        names = [name for name, parameter in parameters.items() if isinstance(parameter, Placeholder)]
         # DDP refuses a module of which it is to train nothing; expert LoRA alone, in a model on the CPU, is its own.
         rest = [parameter for name, parameter in parameters.items() if name not in lora]
         if any(parameter.requires_grad or parameter.device.type != "cpu" for parameter in rest):

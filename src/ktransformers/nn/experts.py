@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from ktransformers import _core
-from ktransformers.checkpoint import Encoded, Piece
+from ktransformers.checkpoint import Encoded, ExpertChunk
 from ktransformers.checkpoint.sources import LayerSource
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
@@ -98,7 +98,7 @@ def pack_layer(
     return store
 
 
-def pack_piece(store: ExpertStore, contract: Contract, piece: Piece) -> None:
+def pack_piece(store: ExpertStore, contract: Contract, piece: ExpertChunk) -> None:
     store.pack(
         **piece.tensors,  # type: ignore[arg-type]  # roles are the names of pack's arguments
         transposed=piece.fused and contract.shape.transposed,
@@ -124,7 +124,7 @@ def pack_module(
         tensors: dict[str, Tensor | Encoded] = {
             role: tensor[expert].detach().cpu() for role, tensor in parameters.items()
         }
-        pack_piece(store, contract, Piece(expert, True, tensors))
+        pack_piece(store, contract, ExpertChunk(expert, True, tensors))
     if free:
         settle(module, contract, store, strip(module, contract))
     else:

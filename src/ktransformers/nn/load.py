@@ -85,7 +85,7 @@ def load_model(
 
 
 @dataclass(frozen=True)
-class Told:
+class CheckpointFacts:
     """What config.json says of the weights: how those in its directory are quantised, and where the experts are if not
     there."""
 
@@ -94,21 +94,21 @@ class Told:
     experts_quantised: dict[str, Any] | None = None
 
 
-def read_told(path: Path) -> Told:
+def read_told(path: Path) -> CheckpointFacts:
     file = config_file(path)
     if file is None:
-        return Told()
+        return CheckpointFacts()
     _, words = take_quantisation(read_config(file.parent))
     if words is None or words.get("quant_method") != METHOD:
         accept(str(file), words)
-        return Told(words)
+        return CheckpointFacts(words)
     if words.get("experts") is None:  # what is prepared without copies, or packed
         accept(str(file), words.get("source"))
-        return Told(words.get("source"))
-    return Told(None, Path(words["experts"]), words.get("source"))
+        return CheckpointFacts(words.get("source"))
+    return CheckpointFacts(None, Path(words["experts"]), words.get("source"))
 
 
-def _experts(told: Told, given: Path | None) -> Source | None:
+def _experts(told: CheckpointFacts, given: Path | None) -> Source | None:
     """Opened, where they are not beside the rest; what the caller names counts."""
     if given is not None:
         there = read_told(given)
@@ -144,7 +144,7 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class Unread:
+class LazyTensor:
     """A tensor as transformers takes it from a file: decoded when it is indexed."""
 
     tensor: PlainTensor
@@ -163,7 +163,7 @@ def _from_tensors(path: Path, source: Source, asked: KTConfig, options: dict[str
     """`from_pretrained` of a dictionary; what it then does not find beside the weights is read here."""
     config = options["config"]
     kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING if _is_causal(config) else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    tensors = {tensor.name: Unread(tensor) for tensor in source.rest()}
+    tensors = {tensor.name: LazyTensor(tensor) for tensor in source.rest()}
     model, info = kinds[type(config)].from_pretrained(None, state_dict=tensors, quantization_config=asked, **options)
     directory = path if path.is_dir() else path.parent
     if (directory / "generation_config.json").is_file():

@@ -29,7 +29,7 @@ KEPT = 4  # packed adapters that a store remembers: those of one step, and a few
 
 
 @dataclass(frozen=True)
-class Factors:
+class LoraFactors:
     """The tensors of one adapter by role, and the scales of gate, up and down."""
 
     roles: tuple[str, ...]
@@ -49,7 +49,7 @@ class Factors:
 CORE_ROLES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 
 
-def factors_of(lora: ExpertLora) -> Factors:
+def factors_of(lora: ExpertLora) -> LoraFactors:
     """By role. A shared A appears once."""
     found: dict[str, Tensor] = {}
     gate, up, down, fused = lora.gate, lora.up, lora.down, lora.gate_up
@@ -69,7 +69,7 @@ def factors_of(lora: ExpertLora) -> Factors:
         found |= {"down_a": down.a, "down_b": down.b}
     if not found:
         raise InputError("lora", "no factor", "at least one of gate_up, gate, up and down")
-    return Factors(tuple(found), tuple(found.values()), (_scale(gate), _scale(up), _scale(down)))
+    return LoraFactors(tuple(found), tuple(found.values()), (_scale(gate), _scale(up), _scale(down)))
 
 
 def _scale(factor: Factor | None) -> float:
@@ -83,7 +83,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 @dataclass
 class _Packed:
     adapter: _core.Adapter
-    factors: Factors  # detached; they keep the memory from being given to others
+    factors: LoraFactors  # detached; they keep the memory from being given to others
     versions: tuple[int, ...] | None = None  # None: not packed yet, or not known
 
     def renew(self) -> None:
@@ -107,7 +107,7 @@ class _Packed:
         self.versions = versions
 
 
-class _Shelf:
+class _PackedCache:
     """What a store has packed, the last used last; one thread at a time packs."""
 
     def __init__(self) -> None:
@@ -115,12 +115,12 @@ class _Shelf:
         self.lock = threading.Lock()
 
 
-_shelves: weakref.WeakKeyDictionary[ExpertStore, _Shelf] = weakref.WeakKeyDictionary()
+_shelves: weakref.WeakKeyDictionary[ExpertStore, _PackedCache] = weakref.WeakKeyDictionary()
 
 
-def packed(store: ExpertStore, factors: Factors) -> _core.Adapter:
+def packed(store: ExpertStore, factors: LoraFactors) -> _core.Adapter:
     """The factors as the core reads them; packed only if they are new or have changed."""
-    shelf = _shelves.setdefault(store, _Shelf())
+    shelf = _shelves.setdefault(store, _PackedCache())
     key = _key(factors)
     with shelf.lock:
         entry = shelf.known.get(key)
@@ -144,18 +144,18 @@ def pack_again(store: ExpertStore) -> None:
                 last.renew()
 
 
-def is_packed(store: ExpertStore, factors: Factors) -> bool:
+def is_packed(store: ExpertStore, factors: LoraFactors) -> bool:
     """Whether `packed` would have nothing to do."""
     shelf = _shelves.get(store)
     entry = None if shelf is None else shelf.known.get(_key(factors))
     return entry is not None and entry.versions is not None and entry.versions == _versions(factors)
 
 
-def _key(factors: Factors) -> tuple[Any, ...]:
+def _key(factors: LoraFactors) -> tuple[Any, ...]:
     return (factors.roles, factors.scales, *(_identity(tensor) for tensor in factors.tensors))
 
 
-def _versions(factors: Factors) -> tuple[int, ...] | None:
+def _versions(factors: LoraFactors) -> tuple[int, ...] | None:
     """None: inference tensors count none, so they are packed every time."""
     if any(tensor.is_inference() for tensor in factors.tensors):
         return None
@@ -175,7 +175,7 @@ def _new_adapter(store: ExpertStore, views: dict[str, Tensor]) -> _core.Adapter:
     return store.new_adapter(rank("gate_b"), rank("up_b"), rank("down_b"), shared=shared)
 
 
-def gradients_like(factors: Factors, pinned: bool = False) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+def gradients_like(factors: LoraFactors, pinned: bool = False) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
     """New tensors for the gradients, in the places of `factors.tensors`, and the same memory in the core's order."""
     empty = functools.partial(torch.empty, pin_memory=True) if pinned else buffer_pool.empty
     made = [empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
@@ -188,7 +188,7 @@ def experts_innermost(tensor: Tensor) -> bool:
     return tensor.shape[0] > 1 and tensor[0].numel() > 1 and tensor.permute(1, 2, 0).is_contiguous()
 
 
-def turned(store: ExpertStore, factors: Factors, grads: Sequence[Tensor]) -> list[Tensor]:
+def turned(store: ExpertStore, factors: LoraFactors, grads: Sequence[Tensor]) -> list[Tensor]:
     """The gradients with the strides of their factors. PEFT's B has the experts innermost, and autograd would turn its
     gradient by one thread, in the worst order for a cache."""
     found = []

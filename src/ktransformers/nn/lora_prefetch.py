@@ -17,7 +17,7 @@ from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import ExpertStore
 
 
-class Ahead:
+class LoraPrefetch:
     """One walk over layers, again and again. Without a `worker` of somebody's it has one of its own."""
 
     def __init__(self, worker: Executor | None = None) -> None:

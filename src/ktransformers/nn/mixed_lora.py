@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.lora_factors import LoraFactors
 
 
 @dataclass(frozen=True)
 class MixedLora:
     rows: Tensor
     adapters: Sequence[_core.Adapter]
-    factors: Sequence[Factors] = ()
+    factors: Sequence[LoraFactors] = ()
 
 
 _active: ContextVar[Mapping[nn.Module, MixedLora] | None] = ContextVar("mixed", default=None)

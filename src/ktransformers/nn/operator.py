@@ -22,8 +22,8 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.nn.checkpointing import computed
 from ktransformers.nn.lora import ExpertLora
-from ktransformers.nn.lora_factors import Factors, experts_innermost, factors_of, gradients_like, packed, turned
-from ktransformers.nn.lora_prefetch import Ahead
+from ktransformers.nn.lora_factors import LoraFactors, experts_innermost, factors_of, gradients_like, packed, turned
+from ktransformers.nn.lora_prefetch import LoraPrefetch
 from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.store import Dropout, ExpertStore
 from ktransformers.nn.transfer import down, up
@@ -31,7 +31,7 @@ from ktransformers.nn.transfer import down, up
 _stores: weakref.WeakValueDictionary[int, ExpertStore] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[ExpertStore, int] = weakref.WeakKeyDictionary()
 _count = itertools.count(1)
-_ahead = Ahead()
+_ahead = LoraPrefetch()
 
 
 def handle_of(store: ExpertStore) -> int:
@@ -49,14 +49,14 @@ def _store_of(handle: int) -> ExpertStore:
     return store
 
 
-class Placed(Protocol):
+class PlacedExperts(Protocol):
     """Whoever computes a store's experts for tensors on its device."""
 
     @property
     def device(self) -> torch.device: ...
 
     def __call__(
-        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, dropout: Dropout, retain: bool
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: LoraFactors | None, dropout: Dropout, retain: bool
     ) -> Tensor: ...
 
     def several(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
@@ -64,17 +64,17 @@ class Placed(Protocol):
         ...
 
 
-_placed: weakref.WeakKeyDictionary[ExpertStore, Placed] = weakref.WeakKeyDictionary()
+_placed: weakref.WeakKeyDictionary[ExpertStore, PlacedExperts] = weakref.WeakKeyDictionary()
 
 
-def place_store(store: ExpertStore, placed: Placed | None) -> None:
+def place_store(store: ExpertStore, placed: PlacedExperts | None) -> None:
     """From now on `placed` computes what comes from its device; None: the CPU does, as before."""
     _placed.pop(store, None)
     if placed is not None:
         _placed[store] = placed
 
 
-def placed_for(store: ExpertStore, device: torch.device) -> Placed | None:
+def placed_for(store: ExpertStore, device: torch.device) -> PlacedExperts | None:
     found = _placed.get(store)
     return found if found is not None and found.device == device else None
 
@@ -83,9 +83,9 @@ def is_placed(store: ExpertStore) -> bool:
     return store in _placed
 
 
-def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> Factors:
+def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> LoraFactors:
     gate, up, down = scales
-    return Factors(tuple(roles.split()), tuple(tensors), (gate, up, down))
+    return LoraFactors(tuple(roles.split()), tuple(tensors), (gate, up, down))
 
 
 @torch.library.custom_op("ktransformers::experts", mutates_args=(), device_types="cpu")
@@ -228,7 +228,7 @@ def apply_experts(
     without gradients nothing is dropped. `training`: weights are those of a backward pass even where no gradients are
     wanted, as in the first of the two passes of reentrant checkpointing.
     """
-    factors = Factors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
+    factors = LoraFactors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
     inputs = (hidden, weights, *factors.tensors)
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     if learns and store.w8a8:

@@ -1,4 +1,4 @@
-"""`Ghost`: a frozen weight with shape and dtype and without bytes, in the place of experts that live in a store.
+"""`Placeholder`: a frozen weight with shape and dtype and without bytes, in the place of experts that live in a store.
 
 Adapter frameworks find what they adapt among a module's parameters, by name and shape; `gate_up_proj` [E, 2I, H] must
 therefore be there although its numbers are packed elsewhere. A ghost can be renamed, cast, copied and moved like any
@@ -20,10 +20,10 @@ from ktransformers.errors import InputError
 _SAME = {"detach", "alias", "clone", "_to_copy", "lift_fresh", "view_as", "empty_like"}
 
 
-class Ghost(Tensor):
+class Placeholder(Tensor):
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> Ghost:
-        ghost: Ghost = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> Placeholder:
+        ghost: Placeholder = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         return ghost
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -31,9 +31,9 @@ class Ghost(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Ghost:
+    ) -> Placeholder:
         name = func.overloadpacket.__name__
-        ghost = next((value for value in args if isinstance(value, Ghost)), None)
+        ghost = next((value for value in args if isinstance(value, Placeholder)), None)
         if ghost is None or name not in _SAME:
             raise InputError(
                 "packed experts",
@@ -51,5 +51,5 @@ class Ghost(Tensor):
 
 
 def frozen_ghost(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
-    """As a parameter; it is a `Ghost` as well."""
-    return nn.Parameter(Ghost(shape, dtype), requires_grad=False)
+    """As a parameter; it is a `Placeholder` as well."""
+    return nn.Parameter(Placeholder(shape, dtype), requires_grad=False)

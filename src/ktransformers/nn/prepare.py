@@ -37,7 +37,7 @@ KEYS = ("quantization_config", "compression_config")  # the second is what older
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDirectory:
     directory: str
     source: str
     model_type: str
@@ -111,7 +111,7 @@ def is_ours(directory: Path) -> bool:
     return taken is not None and taken.get("quant_method") == METHOD
 
 
-def prepare(source: str | Path, directory: str | Path, experts: str | Path | None = None) -> Prepared:
+def prepare(source: str | Path, directory: str | Path, experts: str | Path | None = None) -> PreparedDirectory:
     """Write `directory`, which must not exist; whole or not at all. `experts` as in `load_model`."""
     origin, target = Path(source).absolute(), Path(directory).absolute()
     if target.exists() or target.is_symlink():
@@ -140,7 +140,7 @@ def prepare(source: str | Path, directory: str | Path, experts: str | Path | Non
             shutil.rmtree(draft)
         raise
     kind = None if quantised is None else describe(quantised)
-    return Prepared(str(target), str(origin), str(stock.get("model_type")), kind, links)
+    return PreparedDirectory(str(target), str(origin), str(stock.get("model_type")), kind, links)
 
 
 def _open(origin: Path) -> tuple[dict[str, Any], dict[str, Any] | None, Source]:

@@ -89,7 +89,7 @@ class KTConfig(QuantizationConfigMixin):
 
 
 @dataclass(frozen=True)
-class Layer:
+class PendingLayer:
     """One layer of experts on its way from the files into a store."""
 
     name: str
@@ -106,7 +106,7 @@ class KTQuantizer(HfQuantizer):
     def __init__(self, quantization_config: KTConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._config = quantization_config
-        self._layers: list[Layer] = []
+        self._layers: list[PendingLayer] = []
         self._shapes: dict[str, torch.Size] = {}
         self._source: Source | None = None
         self._packed: PackedExperts | None = None
@@ -131,7 +131,7 @@ class KTQuantizer(HfQuantizer):
             experts = None if self._packed else source.layer(name, contract.shape, contract.interleaved)
             if experts is not None:
                 refuse_uncomputable(name, experts.formats, self._config)
-            self._layers.append(Layer(name, module, contract, experts, strip(module, contract)))
+            self._layers.append(PendingLayer(name, module, contract, experts, strip(module, contract)))
             module._is_hf_initialized = True  # type: ignore[assignment]
         names = [tensor.name for tensor in source.rest()]
         self._inside = not hasattr(model, "language_model") and any(

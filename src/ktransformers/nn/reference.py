@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layer:
+class ReferenceLayer:
     up: Tensor  # [E, I, H]
     down: Tensor  # [E, H, I]
     gate: Tensor | None = None  # [E, I, H]
@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _linear(layer: Layer, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(layer: ReferenceLayer, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     y = x @ matrix.to(layer.packed).double().T
     return y if bias is None else y + bias.double()
 
@@ -50,7 +50,7 @@ def _of(stacked: Tensor | None, expert: int) -> Tensor | None:
     return None if stacked is None else stacked[expert]
 
 
-def expert(layer: Layer, index: int, x: Tensor) -> Tensor:
+def expert(layer: ReferenceLayer, index: int, x: Tensor) -> Tensor:
     """One expert for rows `[n, H]` in float64."""
     up = _linear(layer, x, layer.up[index], _of(layer.up_bias, index))
     if layer.gate is None:
@@ -65,7 +65,7 @@ def expert(layer: Layer, index: int, x: Tensor) -> Tensor:
     return _linear(layer, inner, layer.down[index], _of(layer.down_bias, index))
 
 
-def forward(layer: Layer, hidden: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None = None) -> Tensor:
+def forward(layer: ReferenceLayer, hidden: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None = None) -> Tensor:
     """`[T, H]` in float64; ids outside [0, E) and skipped experts add nothing."""
     out = torch.zeros(hidden.shape, dtype=torch.float64)
     x, scale = hidden.double(), weights.double()

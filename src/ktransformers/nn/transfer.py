@@ -46,7 +46,7 @@ def side_streams(device: torch.device) -> Streams:
 
 
 @dataclass(frozen=True)
-class Descent:
+class DeviceToHost:
     """Copies on their way into host memory."""
 
     sources: tuple[Tensor, ...]
@@ -64,7 +64,7 @@ class Descent:
 
 
 @dataclass(frozen=True)
-class Ascent:
+class HostToDevice:
     """Copies on their way to a device."""
 
     targets: tuple[Tensor, ...]
@@ -80,7 +80,7 @@ class Ascent:
         return self.targets
 
 
-def start_down(tensors: Sequence[Tensor]) -> Descent:
+def start_down(tensors: Sequence[Tensor]) -> DeviceToHost:
     """From the device that all are on, as they are when the current stream gets here; contiguous when they arrive."""
     device = tensors[0].device
     for tensor in tensors:
@@ -88,7 +88,9 @@ def start_down(tensors: Sequence[Tensor]) -> Descent:
             raise InputError("experts", f"tensors on {device} and {tensor.device}", "all of a layer on one device")
     if device.type != "cuda":
         rows = torch.contiguous_format
-        return Descent((), tuple(tensor.detach().to("cpu", copy=True, memory_format=rows) for tensor in tensors), None)
+        return DeviceToHost(
+            (), tuple(tensor.detach().to("cpu", copy=True, memory_format=rows) for tensor in tensors), None
+        )
     sources = tuple(tensor.detach().contiguous() for tensor in tensors)
     side = side_streams(device).down
     side.wait_stream(torch.cuda.current_stream(device))
@@ -96,18 +98,18 @@ def start_down(tensors: Sequence[Tensor]) -> Descent:
     with torch.cuda.stream(side):
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
-        return Descent(sources, targets, side.record_event())
+        return DeviceToHost(sources, targets, side.record_event())
 
 
-def start_up(tensors: Sequence[Tensor], device: torch.device) -> Ascent:
+def start_up(tensors: Sequence[Tensor], device: torch.device) -> HostToDevice:
     """From host memory. A tensor that is pinned goes as it lies and must not be written to any more."""
     if device.type != "cuda":
-        return Ascent(tuple(tensor.detach().to(device, copy=True) for tensor in tensors), None)
+        return HostToDevice(tuple(tensor.detach().to(device, copy=True) for tensor in tensors), None)
     staged = [pinned(tensor.detach()) for tensor in tensors]
     side = side_streams(device).up
     with torch.cuda.stream(side):
         targets = tuple(tensor.to(device, non_blocking=True) for tensor in staged)
-        return Ascent(targets, side.record_event())
+        return HostToDevice(targets, side.record_event())
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ def pinned(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-class _Down(torch.autograd.Function):
+class _DownBuffers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         found = start_down((hidden, ids, weights)).finish()
@@ -136,7 +138,7 @@ class _Down(torch.autograd.Function):
         return tuple(None if grad is None else next(there) for grad in wanted)
 
 
-class _Up(torch.autograd.Function):
+class _UpBuffers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, device: torch.device) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -150,11 +152,11 @@ class _Up(torch.autograd.Function):
 
 def down(hidden: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three in host memory, ready to be read; gradients of the first and the last go back up."""
-    on_host: tuple[Tensor, Tensor, Tensor] = _Down.apply(hidden, ids, weights)  # type: ignore[no-untyped-call]
+    on_host: tuple[Tensor, Tensor, Tensor] = _DownBuffers.apply(hidden, ids, weights)  # type: ignore[no-untyped-call]
     return on_host
 
 
 def up(result: Tensor, device: torch.device) -> Tensor:
     """A result in host memory to the device, in the order of its current stream; the gradient comes down."""
-    on_device: Tensor = _Up.apply(result, device)  # type: ignore[no-untyped-call]
+    on_device: Tensor = _UpBuffers.apply(result, device)  # type: ignore[no-untyped-call]
     return on_device

@@ -1,5 +1,5 @@
-"""A `Wish` made true on a loaded model, in the order in which a server and a trainer can: layers to their devices, then
-the engine, and residents at last, when it is known what else wants memory.
+"""A `PlacementOptions` made true on a loaded model, in the order in which a server and a trainer can: layers to their
+devices, then the engine, and residents at last, when it is known what else wants memory.
 
 Without a GPU nothing is done and it is said once (`attach`); what was wished for then has no effect, and experts are
 computed by the CPU as ever.
@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 from ktransformers.errors import InputError
-from ktransformers.place.device_map import Homes, find_stack, spread, visible
+from ktransformers.place.device_map import DeviceMap, find_stack, spread, visible
 from ktransformers.place.free_memory import free_bytes, resident_bytes
-from ktransformers.place.options import Wish
+from ktransformers.place.options import PlacementOptions
 from ktransformers.place.placement import Placement, attach
 from ktransformers.place.rules import Rule, devices_of, homes_by, read_rules
 
 WITH_RESIDENTS = ("auto", "resident")  # policies for which free memory is filled by itself
 
 
-def rules_of(wish: Wish) -> tuple[Rule, ...]:
+def rules_of(wish: PlacementOptions) -> tuple[Rule, ...]:
     """Those of the file; a name without a file has none."""
     path = wish.kt_optimize_rule
     return read_rules(path) if path is not None and Path(path).is_file() else ()
 
 
-def needs_spreading(wish: Wish, gpus: int) -> bool:
+def needs_spreading(wish: PlacementOptions, gpus: int) -> bool:
     """Whether a model has to be loaded into host memory first, to be moved from there; GPUs that a rule names and that
     are not here are refused now."""
     rules = rules_of(wish)
@@ -42,19 +42,19 @@ def _wanted(rules: tuple[Rule, ...], gpus: int) -> int:
     return max(gpus, *named, 1)
 
 
-def find_homes(model: nn.Module, wish: Wish, gpus: int) -> Homes:
+def find_homes(model: nn.Module, wish: PlacementOptions, gpus: int) -> DeviceMap:
     """By rules, else by plan: layers in equal runs over so many GPUs."""
     rules = rules_of(wish)
     devices = visible(_wanted(rules, gpus))[: max(gpus, 1)]
     if rules:
         return homes_by(model, rules, devices)
-    return Homes(tuple(spread(find_stack(model).count, devices)), devices[0], devices[0], {})
+    return DeviceMap(tuple(spread(find_stack(model).count, devices)), devices[0], devices[0], {})
 
 
 def place(
     model: nn.Module,
-    wish: Wish,
-    homes: Homes | None = None,
+    wish: PlacementOptions,
+    homes: DeviceMap | None = None,
     *,
     device: torch.device | str | None = None,
     learns: bool = False,
@@ -89,7 +89,7 @@ def room_for_residents(placement: Placement, later: Mapping[torch.device, int]) 
 
 
 def settle_residents(
-    placement: Placement, wish: Wish, homes: Homes | None, room: Mapping[torch.device, int]
+    placement: Placement, wish: PlacementOptions, homes: DeviceMap | None, room: Mapping[torch.device, int]
 ) -> list[tuple[int, ...]]:
     """Residents of each layer as the wish has them: a count, a share, or as many bytes as there is room for."""
     whole = homes.whole if homes is not None else []
@@ -106,7 +106,7 @@ def settle_residents(
     )
 
 
-def in_words(placement: Placement, wish: Wish, residents: list[tuple[int, ...]]) -> str:
+def in_words(placement: Placement, wish: PlacementOptions, residents: list[tuple[int, ...]]) -> str:
     """What became of the wish, for a log line."""
     counts = [len(row) for row in residents]
     taken = sum(

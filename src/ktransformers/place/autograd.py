@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ktransformers.nn.checkpointing import computed
-from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.store import Dropout
-from ktransformers.place.choose import Layer
-from ktransformers.place.engine import Engine, Kept
-from ktransformers.place.gpu.device_lora import Leaving
-from ktransformers.place.gpu.executor import Batch
+from ktransformers.place.choose import PlacedLayer
+from ktransformers.place.engine import ExpertEngine, Kept
+from ktransformers.place.gpu.device_lora import PendingCopies
+from ktransformers.place.gpu.executor import ExpertBatch
 
 _count = itertools.count(1)
 _known: weakref.WeakValueDictionary[int, PlacedStore] = weakref.WeakValueDictionary()
@@ -36,7 +36,7 @@ class Awaited:
     """Gradients of one pass's factors that are on their way."""
 
     def __init__(self) -> None:
-        self.leaving: list[Leaving] = []
+        self.leaving: list[PendingCopies] = []
         self.handle = next(_count)
         _awaited[self.handle] = self
 
@@ -71,11 +71,11 @@ def _placed(handle: int) -> PlacedStore:
     return found
 
 
-def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> Factors | None:
+def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> LoraFactors | None:
     if not roles:
         return None
     gate, up, down = scales
-    return Factors(tuple(roles.split()), tuple(tensors), (gate, up, down))
+    return LoraFactors(tuple(roles.split()), tuple(tensors), (gate, up, down))
 
 
 @torch.library.custom_op("ktransformers::placed_experts", mutates_args=())
@@ -94,7 +94,7 @@ def placed_experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def compute() -> tuple[Tensor, ...]:
         placed = _placed(store)
-        batch = Batch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed), learns=True)
+        batch = ExpertBatch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed), learns=True)
         out, kept = placed.engine.forward(placed.layer, batch, retain)
         return out, kept.ids, kept.keep, kept.cpu
 
@@ -117,7 +117,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tuple[Any
         return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 7
     hidden, ids, weights, *rest = ctx.saved_tensors
     kept, lora = Kept(*rest[:3]), rest[3:]
-    batch = Batch(hidden.detach(), ids, weights.detach(), _factors(lora, ctx.roles, ctx.scales), ctx.dropout)
+    batch = ExpertBatch(hidden.detach(), ids, weights.detach(), _factors(lora, ctx.roles, ctx.scales), ctx.dropout)
     placed = ctx.placed
     with torch.no_grad():
         grad_hidden, grad_weights, grads, leaving = placed.engine.backward(
@@ -134,13 +134,13 @@ placed_experts.register_autograd(_backward, setup_context=_save)
 class PlacedStore:
     """What `nn.operator.place_store` is given for one store."""
 
-    def __init__(self, engine: Engine, layer: Layer) -> None:
+    def __init__(self, engine: ExpertEngine, layer: PlacedLayer) -> None:
         self.engine, self.layer = engine, layer
         self.handle = next(_count)
         _known[self.handle] = self
 
     def __call__(
-        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, dropout: Dropout, retain: bool
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: LoraFactors | None, dropout: Dropout, retain: bool
     ) -> Tensor:
         rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
         awaited, tensors = Awaited(), ()

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ktransformers.nn.lora_factors import Factors, is_packed
+from ktransformers.nn.lora_factors import LoraFactors, is_packed
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.corrections import Corrections
-from ktransformers.place.gpu.executor import Batch, Packed, Side
+from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.host_callback import MOST
 from ktransformers.place.phase import PHASES, Phase
 from ktransformers.place.trials import POLICY, QUEUED, WHOLE, Trials, size_of
@@ -30,8 +30,8 @@ NEARLY_ALL = 0.9  # of a layer's experts were wanted the last time: under `strea
 
 
 @dataclass
-class Layer:
-    packed: Packed
+class PlacedLayer:
+    packed: LayerOnDevice
     home: weakref.ReferenceType[ExpertStore]  # the operator finds layers by their store, which must be free to go
     costs: dict[str, Costs]  # by direction
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
@@ -49,9 +49,9 @@ class Layer:
 class Chooser:
     """Of all layers of a model on one device."""
 
-    def __init__(self, policy: str, side: Side) -> None:
+    def __init__(self, policy: str, side: GpuExecutor) -> None:
         self.policy, self.side, self.slots, self.device = policy, side, side.slots, side.device
-        self.layers: dict[int, Layer] = {}
+        self.layers: dict[int, PlacedLayer] = {}
         self.trials = Trials(side.device)
         self.corrections = Corrections()
         self._after: dict[tuple[int, str], tuple[int, str]] = {}
@@ -64,12 +64,12 @@ class Chooser:
 
     def decide(
         self,
-        layer: Layer,
+        layer: PlacedLayer,
         counts: NDArray[np.int64],
         tokens: int,
         phase: Phase,
         way: str,
-        factors: Factors | None = None,
+        factors: LoraFactors | None = None,
     ) -> Split:
         """Of a pass whose ids were seen."""
         index = layer.packed.index
@@ -89,7 +89,12 @@ class Chooser:
         return split(counts, tokens, costs, there=there, coming=coming, backlog=self.slots.backlog(), policy=policy)
 
     def _way(
-        self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None = None, queued: bool | None = False
+        self,
+        layer: PlacedLayer,
+        batch: ExpertBatch,
+        phase: Phase,
+        learns: bool | None = None,
+        queued: bool | None = False,
     ) -> str:
         """Of a pass whose ids nobody has seen. `learns` None: forward; `queued`: whether host functions have to take
         it, None: they may. Few tokens have a choice even where all experts are resident: launching their kernels may
@@ -115,22 +120,24 @@ class Chooser:
             way = "stream"
         return "cpu" if way == "resident" and not there else way
 
-    def _replays(self, layer: Layer, batch: Batch, learns: bool | None) -> bool:
+    def _replays(self, layer: PlacedLayer, batch: ExpertBatch, learns: bool | None) -> bool:
         """Whether a pass with all of its experts needs no look at its ids; the first of its size is looked at."""
         return size_of(batch.ids.shape[0]) in layer.seen and self.side.replays(layer.packed, batch, learns)
 
-    def _nearly_all(self, layer: Layer, batch: Batch) -> bool:
+    def _nearly_all(self, layer: PlacedLayer, batch: ExpertBatch) -> bool:
         """Whether the last batch like this one wanted nearly all experts."""
         counts = layer.seen.get(size_of(batch.ids.shape[0]))
         return counts is not None and bool(np.count_nonzero(counts) >= NEARLY_ALL * len(counts))
 
-    def _costs(self, layer: Layer, tokens: int, phase: Phase, factors: Factors | None) -> Costs:
+    def _costs(self, layer: PlacedLayer, tokens: int, phase: Phase, factors: LoraFactors | None) -> Costs:
         costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
         if factors is not None and not is_packed(layer.store, factors):
             costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
         return costs
 
-    def _enter(self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None, queued: bool | None) -> str:
+    def _enter(
+        self, layer: PlacedLayer, batch: ExpertBatch, phase: Phase, learns: bool | None, queued: bool | None
+    ) -> str:
         self._entered = True
         return self.trials.enter(
             phase.walk,
@@ -140,7 +147,7 @@ class Chooser:
         )
 
     def _foretell(
-        self, layer: Layer, batch: Batch, phase: Phase, learns: bool | None, queued: bool | None
+        self, layer: PlacedLayer, batch: ExpertBatch, phase: Phase, learns: bool | None, queued: bool | None
     ) -> dict[str, float]:
         """Seconds of a layer like this one by way, as costs have it, if it wants what the last batch of this size did;
         both only where they gain. Other layers may have residents where this one has none."""
@@ -172,7 +179,7 @@ class Chooser:
                 self.trials.spoil()
             self.trials.leave()
 
-    def _prefetch(self, layer: Layer, phase: Phase, tokens: int, rows: int) -> None:
+    def _prefetch(self, layer: PlacedLayer, phase: Phase, tokens: int, rows: int) -> None:
         """Queue copies for the layer that came after this one the last time, if it will want the same experts as it did
         of the last batch of this size."""
         here = (layer.packed.index, phase.name)
@@ -201,7 +208,7 @@ class Chooser:
             likely = split(before, tokens, costs, there=resident, backlog=-lead, policy=policy).streamed
         self.slots.fetch(index, target.packed.source, sorted(likely[: self.slots.count]))
 
-    def _everybody(self, layer: Layer) -> Split:
+    def _everybody(self, layer: PlacedLayer) -> Split:
         """All experts on the GPU, wanted or not."""
         there, experts = self._resident(layer.packed.index), range(layer.packed.geometry.experts)
         return Split(tuple(sorted(there)), tuple(e for e in experts if e not in there), (), 0.0, 0.0)

@@ -21,7 +21,7 @@ from ktransformers.nn.contract import expert_modules
 
 
 @dataclass(frozen=True)
-class Stack:
+class DecoderLayers:
     """Where a model's decoder layers are."""
 
     name: str  # of the list
@@ -37,7 +37,7 @@ class Stack:
         return int(word) if not head and word.isdigit() else None
 
 
-def find_stack(model: nn.Module) -> Stack:
+def find_stack(model: nn.Module) -> DecoderLayers:
     """The longest list of modules that has the experts in it; of a model without any, the longest."""
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     experts = list(expert_modules(model))
@@ -46,7 +46,7 @@ def find_stack(model: nn.Module) -> Stack:
     if not found:
         raise InputError("layers", f"none in {type(model).__name__}", "a list of decoder layers")
     name = max(found, key=lambda name: found[name])
-    return Stack(name, found[name])
+    return DecoderLayers(name, found[name])
 
 
 def spread(layers: int, devices: Sequence[str]) -> list[str]:
@@ -56,7 +56,7 @@ def spread(layers: int, devices: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Homes:
+class DeviceMap:
     """Devices by place: of the layers, of embedding and head, and what rules say of layers of experts."""
 
     layers: tuple[str, ...]
@@ -74,7 +74,7 @@ class Homes:
         return [name for name, device in self.experts.items() if device != "cpu"]
 
 
-def scatter(model: nn.Module, homes: Homes) -> None:
+def scatter(model: nn.Module, homes: DeviceMap) -> None:
     """Move everything but the experts, and let hidden states follow."""
     asked: Any = model
     stack = find_stack(model)

@@ -28,17 +28,17 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.nn.lora_factors import gradients_like, is_packed, packed, turned
-from ktransformers.nn.lora_prefetch import Ahead
+from ktransformers.nn.lora_prefetch import LoraPrefetch
 from ktransformers.nn.pool import beside_the_pool
-from ktransformers.nn.transfer import Descent, start_down
-from ktransformers.place.choose import Chooser, Layer
+from ktransformers.nn.transfer import DeviceToHost, start_down
+from ktransformers.place.choose import Chooser, PlacedLayer
 from ktransformers.place.corrections import SETTLE
-from ktransformers.place.gpu.device_lora import Leaving, start_to_host
-from ktransformers.place.gpu.executor import Batch, Side
-from ktransformers.place.gpu.expert_cache import Slots
+from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
+from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor
+from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import host_options
-from ktransformers.place.gpu.zero_copy import Puller
-from ktransformers.place.host_callback import MOST, Few
+from ktransformers.place.gpu.zero_copy import ZeroCopyReader
+from ktransformers.place.host_callback import MOST, HostCallbackPath
 from ktransformers.place.phase import FEW, PHASES, Phase, phase_of
 from ktransformers.place.trials import QUEUED, WHOLE, size_of
 from ktransformers.plan.split import Split
@@ -55,19 +55,19 @@ class Kept:
     cpu: Tensor  # bool [E]: what the CPU computed
 
 
-class Engine(Chooser):
+class ExpertEngine(Chooser):
     """All layers of a model on one device."""
 
-    def __init__(self, device: torch.device, policy: str, slots: Slots) -> None:
-        super().__init__(policy, Side(device, slots))
-        self._puller = Puller(device)
-        self.few = Few(device, self.side)
+    def __init__(self, device: torch.device, policy: str, slots: ExpertCache) -> None:
+        super().__init__(policy, GpuExecutor(device, slots))
+        self._puller = ZeroCopyReader(device)
+        self.few = HostCallbackPath(device, self.side)
         self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
         weakref.finalize(self, self._worker.shutdown, wait=False)
-        self._ahead = Ahead(self._worker)
+        self._ahead = LoraPrefetch(self._worker)
         self._lock = threading.RLock()
         self._packed = 0.0  # seconds that an adapter took that has just changed
-        self._unseen: deque[tuple[Layer, Descent]] = deque()  # ids that nobody has waited for
+        self._unseen: deque[tuple[PlacedLayer, DeviceToHost]] = deque()  # ids that nobody has waited for
 
     def settle(self, wait: bool = True) -> None:
         """Count the rows of passes that nobody waited for."""
@@ -76,25 +76,25 @@ class Engine(Chooser):
                 layer, descent = self._unseen.popleft()
                 self._count(layer, descent.finish()[0])
 
-    def _count(self, layer: Layer, ids: Tensor) -> NDArray[np.int64]:
+    def _count(self, layer: PlacedLayer, ids: Tensor) -> NDArray[np.int64]:
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
         layer.seen[size_of(ids.shape[0])] = counts
         return counts
 
-    def counts(self, layer: Layer) -> NDArray[np.int64]:
+    def counts(self, layer: PlacedLayer) -> NDArray[np.int64]:
         """Rows of each expert so far."""
         with self._lock:
             self.settle()
             return layer.counts.copy()
 
-    def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
+    def forward(self, layer: PlacedLayer, batch: ExpertBatch, retain: bool) -> tuple[Tensor, Kept]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock:
             phase = phase_of("forward")
             return self._forward(layer, batch, retain, phase, self._way(layer, batch, phase))
 
-    def infer(self, layer: Layer, batch: Batch) -> Tensor:
+    def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
         """The result alone; nothing is kept, so few tokens need nobody to wait for their ids."""
         with self._lock:
             phase = FEW if self.few.suits(batch) else PHASES["forward"]
@@ -108,7 +108,9 @@ class Engine(Chooser):
             self._leave()
             return result
 
-    def _forward(self, layer: Layer, batch: Batch, retain: bool, phase: Phase, way: str) -> tuple[Tensor, Kept]:
+    def _forward(
+        self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, phase: Phase, way: str
+    ) -> tuple[Tensor, Kept]:
         self.settle(wait=way != WHOLE)
         tokens = batch.ids.shape[0]
         at_once = way == "cpu" and tokens <= MOST  # nobody has to know who is wanted to know who computes them
@@ -147,16 +149,16 @@ class Engine(Chooser):
         return result, Kept(ids, keep, cpu)
 
     def backward(
-        self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
+        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, kept: Kept, wanted: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
         """Gradients of hidden, of the routing weights and, if `wanted`, of the factors, in host memory; whoever reads
         these has to finish what is still leaving."""
         with self._lock:
             return self._backward(layer, batch, grad_out, kept, wanted)
 
     def _backward(
-        self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
+        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, kept: Kept, wanted: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
         phase, wanted = phase_of("backward"), wanted and batch.factors is not None
         way, counts = self._way(layer, batch, phase, wanted), None
         self.settle(wait=way != WHOLE)
@@ -209,7 +211,14 @@ class Engine(Chooser):
     # The CPU's share: tensors in host memory.
 
     def _cpu_forward(
-        self, layer: Layer, batch: Batch, rows: Descent, ids: Tensor, found: Split, cpu: Tensor, keep: Tensor
+        self,
+        layer: PlacedLayer,
+        batch: ExpertBatch,
+        rows: DeviceToHost,
+        ids: Tensor,
+        found: Split,
+        cpu: Tensor,
+        keep: Tensor,
     ) -> Callable[[], Tensor]:
         hidden, weights = rows.finish()[-2:]
         out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.device.type == "cuda")
@@ -232,8 +241,8 @@ class Engine(Chooser):
 
     def _cpu_backward(
         self,
-        layer: Layer,
-        batch: Batch,
+        layer: PlacedLayer,
+        batch: ExpertBatch,
         grad_out: Tensor,
         kept: Kept,
         found: Split,
@@ -258,7 +267,7 @@ class Engine(Chooser):
 
         return self._start("backward", kept.ids.shape[0], found, work)
 
-    def _adapters(self, layer: Layer, batch: Batch) -> list[_core.Adapter]:
+    def _adapters(self, layer: PlacedLayer, batch: ExpertBatch) -> list[_core.Adapter]:
         if batch.factors is None:
             return []
         known, begun = is_packed(layer.store, batch.factors), time.perf_counter()

@@ -37,9 +37,9 @@ from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.cuda_driver import call_on_host
-from ktransformers.place.gpu.executor import Batch, Packed, Side
-from ktransformers.place.gpu.expert_cache import Slots
-from ktransformers.place.gpu.multi_lora import Several, Terms
+from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
+from ktransformers.place.gpu.expert_cache import ExpertCache
+from ktransformers.place.gpu.multi_lora import LoraPointers, MultiLora
 
 MOST = 32  # tokens
 
@@ -48,7 +48,7 @@ Adapters = tuple[_core.Adapter, ...]  # of one layer, in the order by which rows
 
 
 @dataclass(frozen=True)
-class Buffers:
+class PinnedBuffers:
     """For batches of one size: pinned, but for the last."""
 
     hidden: Tensor
@@ -60,51 +60,51 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Residents:
-    room: Slots
+class ResidentTable:
+    room: ExpertCache
     place: Tensor  # int32 [E] on the device: an expert's slot, or -1
     skip: Tensor  # bool [E] in host memory: whom the core leaves out
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedCall:
     """One layer's call over the buffers of a size, with these adapters."""
 
     call: ExpertCall
-    buffers: Buffers
-    residents: Residents | None
+    buffers: PinnedBuffers
+    residents: ResidentTable | None
     adapters: Adapters = ()
-    terms: Terms | None = None  # of the residents
+    terms: LoraPointers | None = None  # of the residents
 
 
 def _size(hidden: Tensor, ids: Tensor, weights: Tensor) -> Size:
     return tuple(hidden.shape), ids.shape[1], (hidden.dtype, ids.dtype, weights.dtype)
 
 
-class Few:
-    def __init__(self, device: torch.device, side: Side) -> None:
+class HostCallbackPath:
+    def __init__(self, device: torch.device, side: GpuExecutor) -> None:
         self.device, self.side = device, side
         self.unasked: bool | None = None  # outside of a capture: always, never, or (None) where it is faster
         self.rehearsing = False  # outside of a capture, but taken and refused as in one; what a graph needs is made
         self.generation = 0  # of rooms for residents: graphs of another one leave whole layers to the CPU
         self._cuda = device.type == "cuda"
-        self._buffers: dict[Size, Buffers] = {}
-        self._residents: dict[int, Residents | None] = {}  # by layer
-        self._ready: dict[tuple[int, Size, Adapters], Ready] = {}
-        self._terms: dict[tuple[int, Adapters], Terms] = {}
+        self._buffers: dict[Size, PinnedBuffers] = {}
+        self._residents: dict[int, ResidentTable | None] = {}  # by layer
+        self._ready: dict[tuple[int, Size, Adapters], PreparedCall] = {}
+        self._terms: dict[tuple[int, Adapters], LoraPointers] = {}
         self._counts: dict[int, Tensor] = {}
-        self._captured: dict[int, list[tuple[Ready, ExpertStore]]] = {}
+        self._captured: dict[int, list[tuple[PreparedCall, ExpertStore]]] = {}
         self._stream: torch.cuda.Stream | None = None
         self._last_stream = -1
         _living.add(self)
 
     # Who is taken.
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: ExpertBatch) -> bool:
         """Whether such batches may be taken in some layer, outside of a capture."""
         return batch.factors is None and batch.several is None and 0 < batch.ids.shape[0] <= MOST
 
-    def takes(self, layer: Packed, batch: Batch, policy: str) -> bool | None:
+    def takes(self, layer: LayerOnDevice, batch: ExpertBatch, policy: str) -> bool | None:
         """None: it may be, if somebody has found that to be faster."""
         capturing = self.rehearsing or self._capturing()
         tokens, reason = batch.ids.shape[0], ""
@@ -131,7 +131,7 @@ class Few:
             return None
         return layer.index in self.side.residents or not self.ready(layer, batch)  # without residents asking is faster
 
-    def ready(self, layer: Packed, batch: Batch) -> bool:
+    def ready(self, layer: LayerOnDevice, batch: ExpertBatch) -> bool:
         """Whether there is what a graph needs, which a first call outside of it makes."""
         key = layer.index, _size(batch.hidden, batch.ids, batch.weights), ()
         return key in self._ready and self._is_current(layer.index)
@@ -141,7 +141,7 @@ class Few:
 
     # One batch.
 
-    def forward(self, layer: Packed, store: ExpertStore, batch: Batch) -> Tensor:
+    def forward(self, layer: LayerOnDevice, store: ExpertStore, batch: ExpertBatch) -> Tensor:
         """In hidden's dtype, on the device, in the order of the current stream."""
         given = tuple(tensor.detach().contiguous() for tensor in (batch.hidden, batch.ids, batch.weights))
         if batch.several is not None:
@@ -154,7 +154,7 @@ class Few:
                 self._captured.setdefault(layer.index, []).append((ready, store))
             return self._forward(layer, ready, given)
 
-    def _forward(self, layer: Packed, ready: Ready, given: tuple[Tensor, ...]) -> Tensor:
+    def _forward(self, layer: LayerOnDevice, ready: PreparedCall, given: tuple[Tensor, ...]) -> Tensor:
         hidden, ids, weights, *adapters = given
         residents, share = ready.residents, ready.buffers.share
         lora = None if ready.terms is None else (adapters[0], ready.terms)
@@ -172,7 +172,7 @@ class Few:
             self._cpu(ready, given, share)
         return torch.add(part, share, out=torch.empty_like(hidden))
 
-    def _beside(self, ready: Ready, given: tuple[Tensor, ...]) -> torch.cuda.Event:
+    def _beside(self, ready: PreparedCall, given: tuple[Tensor, ...]) -> torch.cuda.Event:
         """The CPU's share on a stream of its own. The current one waits for the event before it goes on, so inputs and
         buffers are in its order, as if there were one stream."""
         if self._stream is None:
@@ -183,7 +183,7 @@ class Few:
             arrived: torch.cuda.Event = self._stream.record_event()
         return arrived
 
-    def _cpu(self, ready: Ready, given: tuple[Tensor, ...], target: Tensor) -> None:
+    def _cpu(self, ready: PreparedCall, given: tuple[Tensor, ...], target: Tensor) -> None:
         buffers = ready.buffers
         buffered = (buffers.hidden, buffers.ids, buffers.weights, buffers.adapters)
         for source, pinned in zip(given, buffered, strict=False):  # the last where there are adapters
@@ -199,7 +199,9 @@ class Few:
 
     # What is made once.
 
-    def _find(self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], several: Several | None) -> Ready:
+    def _find(
+        self, layer: LayerOnDevice, store: ExpertStore, given: tuple[Tensor, ...], several: MultiLora | None
+    ) -> PreparedCall:
         hidden, ids, weights, *_ = given
         size, adapters = _size(hidden, ids, weights), () if several is None else tuple(several.lora.adapters)
         found = self._ready.get((layer.index, size, adapters))
@@ -220,7 +222,7 @@ class Few:
         held = self._residents.get(index)
         return self.side.residents.get(index) is (None if held is None else held.room)
 
-    def _settle(self, ready: Ready) -> None:
+    def _settle(self, ready: PreparedCall) -> None:
         """Buffers follow one stream: another one begins when the last is through. An error of a host function is told
         here, at the next call of its layer."""
         stream = self._current_stream()
@@ -234,8 +236,8 @@ class Few:
         return torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
 
     def _make(
-        self, layer: Packed, store: ExpertStore, given: tuple[Tensor, ...], size: Size, several: Several | None
-    ) -> Ready:
+        self, layer: LayerOnDevice, store: ExpertStore, given: tuple[Tensor, ...], size: Size, several: MultiLora | None
+    ) -> PreparedCall:
         buffers = self._buffers.get(size)
         if buffers is None:
             hidden, ids, weights, out = (
@@ -244,7 +246,7 @@ class Few:
             )
             rows = torch.full(hidden.shape[:1], -1, dtype=torch.int32, pin_memory=self._cuda)
             share = torch.empty_like(out, device=self.device, pin_memory=False)
-            buffers = self._buffers[size] = Buffers(hidden, ids, weights, rows, out, share)
+            buffers = self._buffers[size] = PinnedBuffers(hidden, ids, weights, rows, out, share)
         if layer.index not in self._residents:
             self._residents[layer.index] = self._bind(layer)
         if layer.index not in self._counts:
@@ -255,24 +257,24 @@ class Few:
         skip = None if residents is None else residents.skip
         inputs = (buffers.hidden, buffers.ids, buffers.weights)
         if several is None:
-            ready = Ready(store.prepare(*inputs, out=buffers.out, skip=skip), buffers, residents)
+            ready = PreparedCall(store.prepare(*inputs, out=buffers.out, skip=skip), buffers, residents)
         else:
             adapters = tuple(several.lora.adapters)
             terms = None if residents is None else self._lay(layer, several, adapters)
             _synchronize(self.device)  # calls before this one read the buffer,
             buffers.adapters.fill_(-1)  # which may name adapters of theirs that this one has not
             call = store.prepare(*inputs, out=buffers.out, skip=skip, adapter=buffers.adapters, adapters=adapters)
-            ready = Ready(call, buffers, residents, adapters, terms)
+            ready = PreparedCall(call, buffers, residents, adapters, terms)
         self._ready[layer.index, size, ready.adapters] = ready
         _synchronize(self.device)  # tables and residents are there for whatever stream comes
         self._last_stream = self._current_stream()
         return ready
 
-    def _lay(self, layer: Packed, several: Several, adapters: Adapters) -> Terms:
+    def _lay(self, layer: LayerOnDevice, several: MultiLora, adapters: Adapters) -> LoraPointers:
         found = self._terms.get((layer.index, adapters))
         if found is None:
             wide = layer.geometry.first.out_rows
-            found = Terms.hold(self.side.shelf, several.lora.factors, wide, self.device)
+            found = LoraPointers.hold(self.side.shelf, several.lora.factors, wide, self.device)
             self._terms[layer.index, adapters] = found
         return found
 
@@ -296,14 +298,14 @@ class Few:
         _synchronize(self.device)
         self._captured.clear()
 
-    def _bind(self, layer: Packed) -> Residents | None:
+    def _bind(self, layer: LayerOnDevice) -> ResidentTable | None:
         room = self.side.residents.get(layer.index)
         if room is None:
             return None
         place = _places(layer, room)
-        return Residents(room, place.to(self.device), place >= 0)
+        return ResidentTable(room, place.to(self.device), place >= 0)
 
-    def exchange(self, layer: Packed, change: Callable[[], None]) -> None:
+    def exchange(self, layer: LayerOnDevice, change: Callable[[], None]) -> None:
         """Other residents in the same room, brought by `change`: tables are written where they lie, so calls and graphs
         go on with them."""
         held = self._residents.get(layer.index)
@@ -353,7 +355,7 @@ class Few:
             counts += seen.numpy()
 
 
-def _places(layer: Packed, room: Slots) -> Tensor:
+def _places(layer: LayerOnDevice, room: ExpertCache) -> Tensor:
     """int32 [E]: an expert's slot, or -1; the current stream is behind their copies."""
     experts = sorted(room.present(layer.index))
     place = torch.full((layer.geometry.experts,), -1, dtype=torch.int32)
@@ -367,7 +369,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-_living: weakref.WeakSet[Few] = weakref.WeakSet()
+_living: weakref.WeakSet[HostCallbackPath] = weakref.WeakSet()
 
 
 @atexit.register

@@ -1,10 +1,9 @@
 """What a user may ask of the placement engine: one field for each flag and YAML key, with the same words.
 
-`kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both hand the same `Wish` to `place/apply.py`. The
-words are those of the launch lines for SGLang with kt-kernel, with their meanings: a number of residents for each
-layer, or a share of all, which wins; a strategy that says which; a number of tokens from which on a batch is streamed
-to the GPU whole.
-"""
+`kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both hand the same `PlacementOptions` to
+`place/apply.py`. The words are those of the launch lines for SGLang with kt-kernel, with their meanings: a number of
+residents for each layer, or a share of all, which wins; a strategy that says which; a number of tokens from which on a
+batch is streamed to the GPU whole."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ UPDATE_STEPS = 100
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlacementOptions:
     kt_place: str | None = None
     kt_num_gpu_experts: int | None = None  # residents of each layer
     kt_gpu_experts_ratio: float | None = None  # of all experts
@@ -82,7 +81,7 @@ class Wish:
         not left out."""
         return self.kt_optimize_rule is not None or self.policies not in (UNASKED, (DEFAULT,))
 
-    def as_planned(self, plan: Plan | None) -> Wish:
+    def as_planned(self, plan: Plan | None) -> PlacementOptions:
         """With the policy that a plan for `policies` has chosen. A plan without a GPU leaves alone what was asked for:
         who asked is told that there is none."""
         if plan is None:
@@ -115,11 +114,11 @@ class Wish:
 
 def taken_from(found: dict[str, Any]) -> dict[str, Any]:
     """The fields of a wish, taken out of a dictionary; those that say nothing are left out."""
-    given = {field.name: found.pop(field.name, None) for field in fields(Wish)}
+    given = {field.name: found.pop(field.name, None) for field in fields(PlacementOptions)}
     return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
-def read_wish(*layers: Mapping[str, Any]) -> Wish:
+def read_options(*layers: Mapping[str, Any]) -> PlacementOptions:
     """From words of flags or YAML, the first that has a key wins; other keys are not looked at."""
     from pydantic import TypeAdapter, ValidationError
 
@@ -128,7 +127,7 @@ def read_wish(*layers: Mapping[str, Any]) -> Wish:
         flat = {**layer, **(layer.get("kt_config") or {})}
         given |= taken_from(flat)
     try:
-        return TypeAdapter(Wish).validate_python(given)
+        return TypeAdapter(PlacementOptions).validate_python(given)
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")

@@ -18,20 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.lora_factors import Factors, packed
+from ktransformers.nn.lora_factors import LoraFactors, packed
 from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.pool import beside_the_pool
 from ktransformers.nn.store import NO_DROPOUT, Dropout
-from ktransformers.nn.transfer import Descent, start_down, start_up
+from ktransformers.nn.transfer import DeviceToHost, start_down, start_up
 from ktransformers.place.autograd import PlacedStore
-from ktransformers.place.choose import Layer
-from ktransformers.place.engine import Engine, Kept, count
-from ktransformers.place.gpu.device_lora import Leaving
-from ktransformers.place.gpu.executor import Batch
-from ktransformers.place.gpu.multi_lora import Several, host_options
+from ktransformers.place.choose import PlacedLayer
+from ktransformers.place.engine import ExpertEngine, Kept, count
+from ktransformers.place.gpu.device_lora import PendingCopies
+from ktransformers.place.gpu.executor import ExpertBatch
+from ktransformers.place.gpu.multi_lora import MultiLora, host_options
 
 
-class ThresholdEngine(Engine):
+class ThresholdEngine(ExpertEngine):
     """Streams batches of at least `threshold` tokens whole; of smaller ones residents are computed on the device and
     the rest on the CPU. 0: the policy says."""
 
@@ -40,19 +40,19 @@ class ThresholdEngine(Engine):
     def policy_of(self, tokens: int) -> str:
         return self.policy if not self.threshold else "stream" if tokens >= self.threshold else "resident"
 
-    def forward(self, layer: Layer, batch: Batch, retain: bool) -> tuple[Tensor, Kept]:
+    def forward(self, layer: PlacedLayer, batch: ExpertBatch, retain: bool) -> tuple[Tensor, Kept]:
         with self._lock:
             self.policy = self.policy_of(batch.ids.shape[0])
             return super().forward(layer, batch, retain)
 
-    def infer(self, layer: Layer, batch: Batch) -> Tensor:
+    def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
         with self._lock:
             self.policy = self.policy_of(batch.ids.shape[0])
             return super().infer(layer, batch)
 
     def backward(
-        self, layer: Layer, batch: Batch, grad_out: Tensor, kept: Kept, wanted: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor], Leaving | None]:
+        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, kept: Kept, wanted: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
         with self._lock:
             self.policy = self.policy_of(batch.ids.shape[0])
             return super().backward(layer, batch, grad_out, kept, wanted)
@@ -88,7 +88,7 @@ class Deferral:
         late = self._pending.pop(layer, None)
         return out if late is None else out + start_up((late.result(),), out.device).finish()[0].to(out.dtype)
 
-    def put(self, following: int, placed: ServedStore, batch: Batch, descent: Descent) -> None:
+    def put(self, following: int, placed: ServedStore, batch: ExpertBatch, descent: DeviceToHost) -> None:
         """Compute a batch on the CPU for the next layer; `batch` has the deferred ids, `descent` brings its hidden
         states, ids and weights."""
         layer, pinned = placed.layer, batch.hidden.is_cuda
@@ -108,7 +108,7 @@ class Deferral:
 class ServedStore(PlacedStore):
     """One layer of a placement. `number` is its decoder layer's, `following` the next one's if that has experts."""
 
-    def __init__(self, engine: ThresholdEngine, layer: Layer, number: int = -1) -> None:
+    def __init__(self, engine: ThresholdEngine, layer: PlacedLayer, number: int = -1) -> None:
         super().__init__(engine, layer)
         self.number = number
         self.following: int | None = None
@@ -122,7 +122,7 @@ class ServedStore(PlacedStore):
         return self.engine.device
 
     def __call__(
-        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, dropout: Dropout, retain: bool
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: LoraFactors | None, dropout: Dropout, retain: bool
     ) -> Tensor:
         if torch.is_grad_enabled():
             return super().__call__(hidden, ids, weights, factors, dropout, retain)
@@ -130,14 +130,14 @@ class ServedStore(PlacedStore):
 
     def several(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
         with torch.no_grad():
-            return self._pass(hidden, ids, weights, None, Several(lora, self.device))
+            return self._pass(hidden, ids, weights, None, MultiLora(lora, self.device))
 
     def _pass(
-        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: Factors | None, several: Several | None
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: LoraFactors | None, several: MultiLora | None
     ) -> Tensor:
         rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
         ids, weights = ids.reshape(-1, top_k), weights.reshape(-1, top_k)
-        batch = Batch(rows, ids, weights, factors, NO_DROPOUT, several)
+        batch = ExpertBatch(rows, ids, weights, factors, NO_DROPOUT, several)
         assert isinstance(self.engine, ThresholdEngine)
         whole = self.engine.policy_of(rows.shape[0]) == "stream"
         if self.deferral is not None and self.first:
@@ -153,11 +153,12 @@ class ServedStore(PlacedStore):
             out = self.deferral.add(self.number, out)
         return out.view(hidden.shape)
 
-    def _without_the_late(self, deferral: Deferral, following: int, batch: Batch) -> Tensor:
+    def _without_the_late(self, deferral: Deferral, following: int, batch: ExpertBatch) -> Tensor:
         experts = self.layer.packed.geometry.experts
         now, late = select(batch.ids, batch.weights, deferral.late, experts, self._never_late(experts))
         parts = [
-            Batch(batch.hidden, ids, batch.weights, batch.factors, batch.dropout, batch.several) for ids in (now, late)
+            ExpertBatch(batch.hidden, ids, batch.weights, batch.factors, batch.dropout, batch.several)
+            for ids in (now, late)
         ]
         descent = start_down((batch.hidden, late, batch.weights))  # not behind what the device computes next
         out = self.engine.forward(self.layer, parts[0], False)[0]

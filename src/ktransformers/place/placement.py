@@ -22,19 +22,19 @@ from torch import Tensor, nn
 
 from ktransformers import _core, env, log
 from ktransformers.errors import InputError
-from ktransformers.nn.attention_graphs.replay import Attention, record_attention
+from ktransformers.nn.attention_graphs.replay import GraphedAttention, record_attention
 from ktransformers.nn.contract import Contract, expert_modules
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents as chosen
-from ktransformers.place.choose import Layer
-from ktransformers.place.engine import Engine
+from ktransformers.place.choose import PlacedLayer
+from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.free_memory import free_bytes
-from ktransformers.place.gpu.executor import AHEAD, Packed
-from ktransformers.place.gpu.expert_cache import Slots, Source
+from ktransformers.place.gpu.executor import AHEAD, LayerOnDevice
+from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
 from ktransformers.place.gpu.layer_costs import costs_of
-from ktransformers.place.gpu.layout import Geometry, Matrix, geometry
+from ktransformers.place.gpu.layout import Geometry, PackedMatrix, geometry
 from ktransformers.place.gpu.pinned import MODES, Registered
 from ktransformers.place.gpu.resident_decode import DECODED_BYTES
 from ktransformers.place.placed_store import Deferral, ServedStore, ThresholdEngine
@@ -58,12 +58,12 @@ class Placement:
 
     policy: str
     names: list[str]
-    layers: list[Layer]
+    layers: list[PlacedLayer]
     engines: list[ThresholdEngine]
     left: dict[str, str]  # layers that stay with the CPU, and why
     _registered: Registered | None = None
     _placed: list[ServedStore] = field(default_factory=list)  # in the order of `layers`
-    _attention: list[Attention] = field(default_factory=list)
+    _attention: list[GraphedAttention] = field(default_factory=list)
     _renewed: list[chosen.Row] = field(default_factory=list)  # counts of each layer when residents were last renewed
 
     def counts(self) -> list[chosen.Row]:
@@ -151,7 +151,7 @@ class Placement:
             room.retain(packed.index, frozenset(experts))  # an update: only what is new crosses
         elif experts:
             room = None  # before there is another
-            room = Slots(packed.geometry, len(experts), engine.device, self._registered)
+            room = ExpertCache(packed.geometry, len(experts), engine.device, self._registered)
         if experts and room is not None:
             room.fetch(packed.index, packed.source, experts)
             engine.side.residents[packed.index] = room
@@ -283,7 +283,7 @@ def attach(
         engine = kinds.get((where, sizes))
         if engine is None:
             room = _slots(sizes, where, buffer_bytes) if streams else AHEAD + 1
-            engine = ThresholdEngine(where, word, Slots(sizes, room, where, registered))
+            engine = ThresholdEngine(where, word, ExpertCache(sizes, room, where, registered))
             kinds[where, sizes] = engine
             placement.engines.append(engine)
         _add(placement, engine, name, store, contract, calibrate)
@@ -311,15 +311,15 @@ def _add(
     place_store(store, placed)
 
 
-def new_layer(engine: Engine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> Layer:
+def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> PlacedLayer:
     memory = store.memory()
-    source = Source(_by_expert(memory["gate_up"], sizes.experts), _by_expert(memory["down"], sizes.experts))
+    source = LayerBytes(_by_expert(memory["gate_up"], sizes.experts), _by_expert(memory["down"], sizes.experts))
     biases = (
         _bias(memory.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
         _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
     )
-    packed = Packed(index, sizes, gate, source, biases)
-    return Layer(
+    packed = LayerOnDevice(index, sizes, gate, source, biases)
+    return PlacedLayer(
         packed, weakref.ref(store), dict.fromkeys(("forward", "backward"), NOMINAL), np.zeros(sizes.experts, np.int64)
     )
 
@@ -330,7 +330,7 @@ def _by_expert(packed: Tensor, experts: int) -> Tensor:
     return torch.from_numpy(packed.numpy().reshape(experts, -1))
 
 
-def _bias(bias: Tensor | None, matrix: Matrix, experts: int, device: torch.device) -> Tensor | None:
+def _bias(bias: Tensor | None, matrix: PackedMatrix, experts: int, device: torch.device) -> Tensor | None:
     """As blocks lie -> [E, rows], gate's before up's."""
     if bias is None:
         return None

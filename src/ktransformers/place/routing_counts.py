@@ -13,7 +13,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.place.residents import Row, save_counts
 
 
-class Recorder:
+class RoutingCounter:
     def __init__(self, model: nn.Module) -> None:
         self.counts: dict[str, Row] = {}
         self._handles = []

@@ -22,7 +22,7 @@ from torch import nn
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.device_map import Homes, Stack, find_stack, spread
+from ktransformers.place.device_map import DecoderLayers, DeviceMap, find_stack, spread
 
 DEVICES = re.compile(r"cpu|meta|cuda(:\d+)?", re.IGNORECASE)
 NAME = "kt_optimize_rule"
@@ -140,7 +140,7 @@ def first_rules(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
     return found
 
 
-def homes_by(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) -> Homes:
+def homes_by(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) -> DeviceMap:
     """`model` may be a skeleton; `devices` are what the plan spreads layers over where no rule says otherwise. `cuda`
     alone is the GPU that a module would have anyway."""
     stack, experts = find_stack(model), expert_modules(model)
@@ -156,7 +156,7 @@ def homes_by(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) ->
     names = {id(module): name for name, module in model.named_modules()}
     ends = [names.get(id(module), "") for module in (asked.get_input_embeddings(), asked.get_output_embeddings())]
     embedding, head = (_own(found.get(name), layers[0]) for name in ends)
-    return Homes(tuple(layers), embedding, head, _said_of_experts(found, experts, layers, stack))
+    return DeviceMap(tuple(layers), embedding, head, _said_of_experts(found, experts, layers, stack))
 
 
 def _own(rule: Rule | None, otherwise: str) -> str:
@@ -173,7 +173,9 @@ def _transferred(layers: list[str], found: dict[str, Rule], first: str) -> list[
     return layers
 
 
-def _said_of_layers(found: dict[str, Rule], stack: Stack, experts: dict[str, nn.Module]) -> dict[int, dict[str, str]]:
+def _said_of_layers(
+    found: dict[str, Rule], stack: DecoderLayers, experts: dict[str, nn.Module]
+) -> dict[int, dict[str, str]]:
     """Layer -> module -> device, of what rules say of modules with numbers of their own."""
     said: dict[int, dict[str, str]] = {}
     for name, rule in found.items():
@@ -187,7 +189,7 @@ def _said_of_layers(found: dict[str, Rule], stack: Stack, experts: dict[str, nn.
 
 
 def _said_of_experts(
-    found: dict[str, Rule], experts: dict[str, nn.Module], layers: Sequence[str], stack: Stack
+    found: dict[str, Rule], experts: dict[str, nn.Module], layers: Sequence[str], stack: DecoderLayers
 ) -> dict[str, str]:
     """By layer of experts: cpu, or the layer's device where they are to be computed on a GPU. A prefill on the GPU with
     answers from the CPU is what the engine decides by itself."""

@@ -5,22 +5,22 @@ torch."""
 from __future__ import annotations
 
 from ktransformers.plan.machine import Machine, profile, profiles, with_gpus, with_memory
-from ktransformers.plan.meter import Comparison, Meter, compare
+from ktransformers.plan.meter import Meter, PlanComparison, compare
 from ktransformers.plan.model_shape import ModelShape, open_shape, shipped
-from ktransformers.plan.planner import Candidate, Plan, Way, make_plan, refuse
+from ktransformers.plan.planner import Candidate, Plan, Remedy, make_plan, refuse
 from ktransformers.plan.workload import Choice, Serving, Training
 
 __all__ = [
     "Candidate",
     "Choice",
-    "Comparison",
     "Machine",
     "Meter",
     "ModelShape",
     "Plan",
+    "PlanComparison",
+    "Remedy",
     "Serving",
     "Training",
-    "Way",
     "compare",
     "make_plan",
     "open_shape",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ktransformers import system
 from ktransformers.files import write_json
-from ktransformers.plan.machine import Cpu, Gpu, Machine, gpu_rows
+from ktransformers.plan.machine import CpuRates, GpuRates, Machine, gpu_rows
 
 if TYPE_CHECKING:
     from ktransformers import _core
@@ -166,15 +166,15 @@ def _dense_rate(name: str) -> float:
     return rate
 
 
-def _gpu(found: system.Gpu) -> Gpu:
+def _gpu(found: system.Gpu) -> GpuRates:
     rows = gpu_rows()
     like = next((row for row in rows.values() if row.name.removeprefix("GeForce ") in found.name), rows["rtx-4090"])
-    return Gpu(found.name, found.memory, like.flops, like.bandwidth, like.link, like.records)
+    return GpuRates(found.name, found.memory, like.flops, like.bandwidth, like.link, like.records)
 
 
 def this_machine(*, anew: bool = False) -> Machine:
     rates = calibrate(anew=anew)
-    cpu = Cpu(
+    cpu = CpuRates(
         rates.cpu,
         rates.isa,
         rates.threads,

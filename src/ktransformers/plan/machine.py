@@ -1,9 +1,8 @@
 """The machine that a plan is for: rates and sizes, measured here or taken from a named profile.
 
-Rates are bytes and operations a second of bare loops (`_core.Pool.rate`), and `Shares` what real layers reach of them.
-A profile is a YAML file in `profiles/`; what in it was measured and what was estimated stands in its `sources`. GPUs
-are rows of `profiles/gpus.yaml`, so that `--gpu` may name one.
-"""
+Rates are bytes and operations a second of bare loops (`_core.Pool.rate`), and `KernelShares` what real layers reach of
+them. A profile is a YAML file in `profiles/`; what in it was measured and what was estimated stands in its `sources`.
+GPUs are rows of `profiles/gpus.yaml`, so that `--gpu` may name one."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
-class Shares:
+class KernelShares:
     """What a layer of experts reaches of the bare loops; `sum` is how the two add up (1: after each other)."""
 
     tile: float
@@ -39,11 +38,11 @@ class Shares:
 # Fitted to the 35 cells of bench/results: of the 28 of amx 7 % off on average, 20 % at most (tested). generic was
 # measured on two Neoverse cores, whose panels do not wait for memory.
 SHARES = {
-    "amx": Shares(tile=0.70, read=0.86),
-    "avx512_bf16": Shares(tile=0.96, read=0.94),
-    "avx512": Shares(tile=0.96, read=0.94),
-    "avx2": Shares(tile=1.0, read=0.70),
-    "generic": Shares(tile=1.0, read=0.70),
+    "amx": KernelShares(tile=0.70, read=0.86),
+    "avx512_bf16": KernelShares(tile=0.96, read=0.94),
+    "avx512": KernelShares(tile=0.96, read=0.94),
+    "avx2": KernelShares(tile=1.0, read=0.70),
+    "generic": KernelShares(tile=1.0, read=0.70),
 }
 # Backward runs at this rate of forward's, whatever bounds it: 1.49 to 1.55 times as long in four cells of amx
 # (bench/results/train-step.json).
@@ -54,7 +53,7 @@ DECODE = 110
 
 
 @dataclass(frozen=True)
-class Cpu:
+class CpuRates:
     name: str
     isa: str
     threads: int
@@ -73,7 +72,7 @@ class Cpu:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuRates:
     name: str
     memory: int  # bytes
     flops: float  # dense bf16, f32 sums
@@ -85,9 +84,9 @@ class Gpu:
 @dataclass(frozen=True)
 class Machine:
     name: str
-    cpu: Cpu
+    cpu: CpuRates
     memory: int  # bytes of host memory that may be used
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuRates, ...]
     measured: bool
     sources: tuple[str, ...]
     layer_seconds: float = LAYER_SECONDS
@@ -144,11 +143,11 @@ def _documents() -> dict[str, Any]:
     return {entry.name.removesuffix(".yaml"): yaml.safe_load(entry.read_text()) for entry in entries}
 
 
-def gpu_rows() -> dict[str, Gpu]:
+def gpu_rows() -> dict[str, GpuRates]:
     """Short name -> GPU."""
     rows = {name: _GpuRow(**row) for name, row in _documents()["gpus"].items()}
     return {
-        name: Gpu(
+        name: GpuRates(
             row.title,
             parse_bytes(name, row.memory),
             row.tflops * 1e12,
@@ -171,7 +170,7 @@ def profiles() -> dict[str, Machine]:
             profile = _Profile(**document)
         except ValidationError as error:
             raise InputError(f"profile {name}", str(error), "the keys of a profile") from error
-        cpu = Cpu(
+        cpu = CpuRates(
             profile.title,
             profile.isa,
             profile.threads,

@@ -35,7 +35,7 @@ Table = dict[str, int]  # purpose -> bytes
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSizes:
     """Sizes of the placement engine (placement.py, gpu/side.py, which import torch; a test compares)."""
 
     slot_layers: float = 1.2  # whose experts there is room for
@@ -47,11 +47,11 @@ class Engine:
     factor_bytes: int = 256 << 20  # of expert LoRA in bf16 that stays there, two layers at least
 
 
-ENGINE = Engine()
+ENGINE = EngineSizes()
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPlan:
     host: Table  # anonymous
     gpus: tuple[Table, ...]
     disk: Table
@@ -139,7 +139,9 @@ def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: boo
     return layers * layer + max(0, loss)
 
 
-def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: Engine = ENGINE) -> Memory:
+def memory_of(
+    model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineSizes = ENGINE
+) -> MemoryPlan:
     experts = model.expert_layers * _huge(model.experts * expert_bytes(model, choice))
     host: Table = {"process": PROCESS, "experts": experts}
     gpus: list[Table] = [{} for _ in range(choice.gpus)]
@@ -171,7 +173,7 @@ def memory_of(model: ModelShape, work: Work, choice: Choice, machine: Machine, e
     sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
     nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
     nodes[0] += elsewhere  # whoever touches it first, which is one process
-    return Memory(host, tuple(gpus), disk, tuple(nodes), pinned, mapped)
+    return MemoryPlan(host, tuple(gpus), disk, tuple(nodes), pinned, mapped)
 
 
 def _share(model: ModelShape, gpus: int, place: int) -> int:
@@ -201,7 +203,7 @@ def slot_count(model: ModelShape, work: Work, choice: Choice, machine: Machine) 
     return _slots(model, choice, machine.gpus[0].memory - bare.gpu_bytes[0], ENGINE)
 
 
-def recorded(model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: Engine = ENGINE) -> bool:
+def recorded(model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineSizes = ENGINE) -> bool:
     """Whether passes of experts are replayed on the first GPU: all of a layer are decoded at once, in one group."""
     if not choice.uses_engine or not machine.gpus[0].records or not model.gated:
         return False
@@ -214,12 +216,12 @@ def recorded(model: ModelShape, work: Work, choice: Choice, machine: Machine, en
     )
 
 
-def _slots(model: ModelShape, choice: Choice, free: int, engine: Engine) -> int:
+def _slots(model: ModelShape, choice: Choice, free: int, engine: EngineSizes) -> int:
     most = int(engine.slot_share * free) // expert_bytes(model, choice)
     return max(0, min(int(engine.slot_layers * model.experts), most))
 
 
-def _engine_bytes(model: ModelShape, work: Work, choice: Choice, free: int, engine: Engine) -> Table:
+def _engine_bytes(model: ModelShape, work: Work, choice: Choice, free: int, engine: EngineSizes) -> Table:
     """What computing experts on a GPU takes there: slots, decoded weights and rows of a group, results in float32."""
     table = {"slots": _slots(model, choice, free, engine) * expert_bytes(model, choice)}
     one = 2 * model.expert_numbers

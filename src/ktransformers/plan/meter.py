@@ -51,7 +51,7 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     what: str
     predicted: float
     measured: float
@@ -68,15 +68,15 @@ class Comparison:
 
 def compare(
     plan: Candidate, *, host: int = 0, gpu: int = 0, tokens_per_second: float | None = None
-) -> tuple[Comparison, ...]:
+) -> tuple[PlanComparison, ...]:
     """Predicted beside measured; what was not measured is left out. `gpu`: what torch's allocator reserved, to which
     the context does not belong."""
     found = []
     if host:
-        found.append(Comparison("host memory", plan.memory.host_bytes / 1e9, host / 1e9, "GB"))
+        found.append(PlanComparison("host memory", plan.memory.host_bytes / 1e9, host / 1e9, "GB"))
     if gpu and plan.memory.gpus:
         predicted = plan.memory.gpu_bytes[0] - plan.memory.gpus[0]["context"]
-        found.append(Comparison("GPU memory", predicted / 1e9, gpu / 1e9, "GB"))
+        found.append(PlanComparison("GPU memory", predicted / 1e9, gpu / 1e9, "GB"))
     if tokens_per_second:
-        found.append(Comparison("speed", plan.time.tokens_per_second, tokens_per_second, "tokens/s"))
+        found.append(PlanComparison("speed", plan.time.tokens_per_second, tokens_per_second, "tokens/s"))
     return tuple(found)

@@ -39,7 +39,7 @@ CODES = {"qweight": "gptq", "blocks": "mxfp4", "weight_global_scale": "nvfp4", "
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """A matrix that LoRA may adapt."""
 
     inputs: int
@@ -60,7 +60,7 @@ class ModelShape:
     rest_per_layer: int  # numbers of an average layer besides routed experts
     embedding: int  # numbers; the head has as many unless it is tied
     tied: bool
-    linears: tuple[Linear, ...]  # attention of the whole model, what `lora_target: all` adapts beside the experts
+    linears: tuple[LinearShape, ...]  # attention of the whole model, what `lora_target: all` adapts beside the experts
     attention_width: int  # numbers of queries, keys, values and their result, of a token in one layer
     scores_width: int  # heads * (key + value size): what a token costs for each token before it
     mlp_width: int  # intermediate numbers of a token in dense and shared MLPs, of the widest layer
@@ -146,7 +146,7 @@ def _expert_layers(words: Mapping[str, Any], layers: int) -> int:
 
 @dataclass(frozen=True)
 class _Attention:
-    linears: tuple[Linear, ...]  # of one layer
+    linears: tuple[LinearShape, ...]  # of one layer
     norms: int
     width: int
     scores: int
@@ -159,19 +159,21 @@ def _attention(words: Mapping[str, Any]) -> _Attention:
         latent, rope = _number(words, "kv_lora_rank"), _number(words, "qk_rope_head_dim")
         nope, value = _number(words, "qk_nope_head_dim"), _number(words, "v_head_dim")
         low, queries = words.get("q_lora_rank"), heads * (nope + rope)
-        query = (Linear(hidden, int(low)), Linear(int(low), queries)) if low else (Linear(hidden, queries),)
-        keys = (Linear(hidden, latent + rope), Linear(latent, heads * (nope + value)))
-        out = Linear(heads * value, hidden)
+        query = (
+            (LinearShape(hidden, int(low)), LinearShape(int(low), queries)) if low else (LinearShape(hidden, queries),)
+        )
+        keys = (LinearShape(hidden, latent + rope), LinearShape(latent, heads * (nope + value)))
+        out = LinearShape(heads * value, hidden)
         width = 2 * queries + heads * 2 * value + latent + rope + (int(low) if low else 0)
         norms = latent + (int(low) if low else 0)
         return _Attention((*query, *keys, out), norms, width, heads * (nope + rope + value), latent + rope)
     size = _number(words, "head_dim", default=hidden // heads)
     pairs = _number(words, "num_key_value_heads", default=heads)
     linears = (
-        Linear(hidden, heads * size),
-        Linear(hidden, pairs * size),
-        Linear(hidden, pairs * size),
-        Linear(heads * size, hidden),
+        LinearShape(hidden, heads * size),
+        LinearShape(hidden, pairs * size),
+        LinearShape(hidden, pairs * size),
+        LinearShape(heads * size, hidden),
     )
     norms = 2 * size if str(words.get("model_type", "")).startswith(("qwen3", "glm4_moe")) else 0
     return _Attention(linears, norms, 2 * heads * size + 2 * pairs * size, heads * 2 * size, 2 * pairs * size)
@@ -331,7 +333,7 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
         elif "lm_head" not in parts:
             rest += math.prod(size)
             if len(size) == 2 and parts[-1] in WEIGHTS and any(word in parts for word in ATTENTION):
-                linears.append(Linear(size[1], size[0]))
+                linears.append(LinearShape(size[1], size[0]))
     counts = _experts_of(shards, own[0], shape) | {"expert_layers": len(own)}
     files = {shards.file(name) for name in shards.names}
     shards.release()

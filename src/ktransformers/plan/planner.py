@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ktransformers.errors import InputError
 from ktransformers.plan.formats import FORMATS, counted_as, format_of
 from ktransformers.plan.machine import Machine
-from ktransformers.plan.memory import Memory, memory_of
+from ktransformers.plan.memory import MemoryPlan, memory_of
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.step_time import Time, time_of
 from ktransformers.plan.workload import DEFAULT, POLICIES, Choice, Serving, Training, Work, expert_bytes
@@ -34,7 +34,7 @@ class Candidate:
 
     work: Work
     choice: Choice
-    memory: Memory
+    memory: MemoryPlan
     time: Time
     lacking: dict[str, int]  # place -> bytes that are missing there; empty: it fits
 
@@ -53,7 +53,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Way:
+class Remedy:
     """Out of a plan that does not fit."""
 
     changes: tuple[str, ...]
@@ -67,7 +67,7 @@ class Plan:
     machine: Machine
     best: Candidate | None
     nearest: Candidate  # the best, or the one that lacks least
-    ways: tuple[Way, ...]
+    ways: tuple[Remedy, ...]
     others: tuple[Candidate, ...]  # with `everything`: what fits besides the best, the fastest first
     notes: tuple[str, ...]
     left_out: str = ""  # why the best uses no GPU, where there is one
@@ -241,7 +241,7 @@ def _changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
             yield _Change("format", f"experts in {name}", work, replace(choice, format=name), False)
 
 
-def _with_hardware(model: ModelShape, candidate: Candidate, machine: Machine, words: tuple[str, ...]) -> Way:
+def _with_hardware(model: ModelShape, candidate: Candidate, machine: Machine, words: tuple[str, ...]) -> Remedy:
     """The same on a machine that has what is lacking, in round numbers."""
     memory, gpus, more = machine.memory, list(machine.gpus), []
     for place, short in candidate.lacking.items():
@@ -254,20 +254,20 @@ def _with_hardware(model: ModelShape, candidate: Candidate, machine: Machine, wo
             more.append(f"a GPU with {gpus[index].memory / 1e9:.0f} GB")
     larger = replace(machine, memory=memory, gpus=tuple(gpus))
     same = candidate.choice.format == counted_as(model.stored)
-    return Way((*words, *more), evaluate(model, candidate.work, candidate.choice, larger), same)
+    return Remedy((*words, *more), evaluate(model, candidate.work, candidate.choice, larger), same)
 
 
 def _round_up(size: float) -> int:
     return -(-int(size) // 10**9) * 10**9
 
 
-def _ways_out(model: ModelShape, nearest: Candidate, machine: Machine) -> tuple[Way, ...]:
+def _ways_out(model: ModelShape, nearest: Candidate, machine: Machine) -> tuple[Remedy, ...]:
     singles = list(_changes(nearest.work, nearest.choice, machine))
-    found: list[tuple[frozenset[str], Way]] = []
+    found: list[tuple[frozenset[str], Remedy]] = []
     for change in singles:
         candidate = evaluate(model, change.work, change.choice, machine)
         if candidate.fits:
-            found.append((frozenset({change.kind}), Way((change.words,), candidate, change.same)))
+            found.append((frozenset({change.kind}), Remedy((change.words,), candidate, change.same)))
     enough = {words for _, way in found for words in way.changes}
     pairs = ((first, second) for first in singles for second in _changes(first.work, first.choice, machine))
     for first, second in pairs:
@@ -275,9 +275,9 @@ def _ways_out(model: ModelShape, nearest: Candidate, machine: Machine) -> tuple[
             continue
         candidate = evaluate(model, second.work, second.choice, machine)
         if candidate.fits:
-            way = Way((first.words, second.words), candidate, first.same and second.same)
+            way = Remedy((first.words, second.words), candidate, first.same and second.same)
             found.append((frozenset({first.kind, second.kind}), way))
-    ways: dict[frozenset[str], Way] = {}
+    ways: dict[frozenset[str], Remedy] = {}
     for kinds, way in sorted(found, key=lambda pair: _cost_of(pair[1])):
         ways.setdefault(kinds, way)
     bought = [_with_hardware(model, nearest, machine, ())]
@@ -289,7 +289,7 @@ def _ways_out(model: ModelShape, nearest: Candidate, machine: Machine) -> tuple[
     return (*ways.values(), *bought)[:WAYS]
 
 
-def _cost_of(way: Way) -> tuple[bool, int, bool, float]:
+def _cost_of(way: Remedy) -> tuple[bool, int, bool, float]:
     """What can be run comes first, then fewer changes, then the same results, then speed."""
     return bool(way.candidate.missing), len(way.changes), not way.same, way.candidate.seconds_per_token
 

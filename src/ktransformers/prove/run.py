@@ -3,8 +3,8 @@
 The rows are those that training recorded (`adapters/proof_record.py`), else a few sentences. One model is in memory at
 a time: the trainer's graph (loaded as `kt train` does, the adapter attached by PEFT) is measured first, its noise floor
 with it; then the server answers over HTTP, base and adapter mixed in one batch; then stock transformers and PEFT where
-they fit. Each is a `Check`; the first that fails says which tensor or layer is the culprit. Nothing is printed here.
-"""
+they fit. Each is a `ProofCheck`; the first that fails says which tensor or layer is the culprit. Nothing is printed
+here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ktransformers import system
 from ktransformers.adapters.comparison import (
-    Difference,
-    Floor,
-    Measured,
+    LogprobDifference,
+    LogprobsAndNorms,
+    NoiseFloor,
     adapted_modules,
     difference,
     first_apart,
@@ -34,7 +34,7 @@ from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.dialects import detect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
-from ktransformers.adapters.proof_record import Record, read_record
+from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.prepare import is_ours
 from ktransformers.prove.server import ask, bound_matrices, find_names, in_process, served_marks
@@ -55,11 +55,11 @@ FREE = 0.9  # of the free memory may be used for stock
 
 
 @dataclass(frozen=True)
-class Check:
+class ProofCheck:
     what: str
     passed: bool | None  # None: could not be done here
     said: str
-    difference: Difference | None = None
+    difference: LogprobDifference | None = None
     culprit: str = ""  # tensor or layer
 
 
@@ -71,9 +71,9 @@ class Proof:
     rows: int
     tokens: int
     sample: str  # where the rows are from
-    floor: Difference
-    effect: Difference  # of the adapter on the base
-    checks: tuple[Check, ...]
+    floor: LogprobDifference
+    effect: LogprobDifference  # of the adapter on the base
+    checks: tuple[ProofCheck, ...]
     counts: dict[str, int] = field(default_factory=dict)  # trained, saved, consumed
 
     @property
@@ -104,21 +104,21 @@ class Proof:
         }
 
 
-class Failed(KTError):
+class ProofFailed(KTError):
     """A tensor is wrong before anything was computed."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: ProofCheck) -> None:
         super().__init__(f"{check.culprit}: {check.said}")
         self.check = check
 
 
 @dataclass(frozen=True)
-class Graph:
+class TrainerRun:
     """The trainer's graph on the rows."""
 
-    base: Measured
-    adapter: Measured
-    floor: Floor
+    base: LogprobsAndNorms
+    adapter: LogprobsAndNorms
+    floor: NoiseFloor
     consumed: int
     modules: tuple[str, ...]
 
@@ -175,7 +175,7 @@ def _spelled(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rows(record: Record | None, target: Target) -> tuple[list[list[int]], str]:
+def _rows(record: ProofRecord | None, target: Target) -> tuple[list[list[int]], str]:
     if record is not None:
         kind = "held-out rows" if record.held_out else "rows (none were held out)"
         return [list(row) for row in record.rows], f"{kind} of the training"
@@ -185,7 +185,7 @@ def _rows(record: Record | None, target: Target) -> tuple[list[list[int]], str]:
     return [tokenizer(text)["input_ids"] for text in TEXTS], "sentences of our own: training recorded none"
 
 
-def check_tensors(content: Content, model: str) -> tuple[Check, dict[str, int]]:
+def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, int]]:
     """The files: every tensor as the manifest says, every tensor with its place in this model."""
     source, document = detect(content), read_manifest(content.directory)
     if source.name != "peft":
@@ -196,16 +196,18 @@ def check_tensors(content: Content, model: str) -> tuple[Check, dict[str, int]]:
         adapter = read_adapter(content.path, model=model, verify=document is None)
     except InputError as error:
         name, _, said = str(error).partition(": given ")
-        raise Failed(Check("tensors", False, said, culprit=name)) from error
+        raise ProofFailed(ProofCheck("tensors", False, said, culprit=name)) from error
     matrices = len(adapter.modules) + sum(len(layer.forms) for layer in adapter.experts)
     counts = {"saved": len(content.tensors), "matrices": matrices}
     if document is None:
-        return Check("tensors", None, f"no manifest: what {len(content.tensors)} tensors were is not known"), counts
+        return ProofCheck(
+            "tensors", None, f"no manifest: what {len(content.tensors)} tensors were is not known"
+        ), counts
     counts["trained"] = len(document["tensors"])
     pairs = sum(source.pairs(layer) for layer in adapter.experts) + len(adapter.modules)
     placed = 2 * pairs + len(adapter.extras)
     said = f"{counts['trained']} trained, {counts['saved']} saved, {placed} with a place in the model; hashes agree"
-    return Check("tensors", counts["trained"] == counts["saved"] == placed, said), counts
+    return ProofCheck("tensors", counts["trained"] == counts["saved"] == placed, said), counts
 
 
 def trainer_graph(
@@ -215,7 +217,7 @@ def trainer_graph(
     dtype: torch.dtype,
     device: str,
     precision: str = SERVED,
-) -> Graph:
+) -> TrainerRun:
     """`precision`: of the experts."""
     from peft import PeftModel
 
@@ -234,9 +236,9 @@ def trainer_graph(
         off, off_floor = measure(model, rows), floor_of(model, rows, base)
     if not difference(off, base).none:
         said = "the base computes otherwise while an adapter is attached and off"
-        raise Failed(Check("trainer's graph", False, said, difference(off, base), "base"))
-    noise = Floor(larger(floor.logprobs, off_floor.logprobs), floor.marks)
-    return Graph(base, adapter, noise, consumed, tuple(modules))
+        raise ProofFailed(ProofCheck("trainer's graph", False, said, difference(off, base), "base"))
+    noise = NoiseFloor(larger(floor.logprobs, off_floor.logprobs), floor.marks)
+    return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
 def _read_back(model: Any, content: Content) -> int:
@@ -246,33 +248,39 @@ def _read_back(model: Any, content: Content) -> int:
     state: dict[str, Tensor] = get_peft_model_state_dict(model)
     for name, stored in content.tensors.items():
         if name not in state:
-            raise Failed(Check("trainer's graph", False, "PEFT has no place for it", culprit=name))
+            raise ProofFailed(ProofCheck("trainer's graph", False, "PEFT has no place for it", culprit=name))
         if not torch.equal(state[name].float().cpu(), stored.read().float()):
-            raise Failed(Check("trainer's graph", False, "PEFT did not read it as it is in the file", culprit=name))
+            raise ProofFailed(
+                ProofCheck("trainer's graph", False, "PEFT did not read it as it is in the file", culprit=name)
+            )
     content.release()
     left = sorted(set(state) - set(content.tensors))
     if left:
-        raise Failed(Check("trainer's graph", False, "PEFT expects it and the file lacks it", culprit=left[0]))
+        raise ProofFailed(
+            ProofCheck("trainer's graph", False, "PEFT expects it and the file lacks it", culprit=left[0])
+        )
     return len(state)
 
 
-def _consumed(graph: Graph, content: Content) -> Check:
+def _consumed(graph: TrainerRun, content: Content) -> ProofCheck:
     said = f"{graph.consumed} of {len(content.tensors)} tensors are in the graph, number for number"
-    return Check("trainer's graph", graph.consumed == len(content.tensors), said)
+    return ProofCheck("trainer's graph", graph.consumed == len(content.tensors), said)
 
 
-def compared(what: str, found: Measured, expected: Measured, floor: Difference, where: Callable[[], str]) -> Check:
+def compared(
+    what: str, found: LogprobsAndNorms, expected: LogprobsAndNorms, floor: LogprobDifference, where: Callable[[], str]
+) -> ProofCheck:
     """`where` is asked for the culprit only if it is needed."""
     apart = difference(found, expected)
     if apart.none:
-        return Check(what, True, "the same to the bit", apart)
+        return ProofCheck(what, True, "the same to the bit", apart)
     said = f"max {apart.max:.2g}, mean {apart.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
     if apart.within(floor):
-        return Check(what, True, said, apart)
-    return Check(what, False, f"{said}; largest at token {apart.token} of row {apart.row}", apart, where())
+        return ProofCheck(what, True, said, apart)
+    return ProofCheck(what, False, f"{said}; largest at token {apart.token} of row {apart.row}", apart, where())
 
 
-def against_record(record: Record, graph: Graph) -> Check:
+def against_record(record: ProofRecord, graph: TrainerRun) -> ProofCheck:
     """The numbers that the trainer's own model said before it was saved, maybe on another machine."""
     control = difference(record.base, graph.base)
     floor = larger(graph.floor.logprobs, control)
@@ -292,10 +300,10 @@ def against_server(
     launch: Launch,
     target: Target,
     rows: Sequence[Sequence[int]],
-    graph: Graph,
+    graph: TrainerRun,
     matrices: int,
     say: Say,
-) -> list[Check]:
+) -> list[ProofCheck]:
     if url is not None:
         return _served(Client(url, key), target, rows, graph, matrices, lambda name: "")
     with in_process(launch, target, say) as (address, service):
@@ -307,7 +315,7 @@ def against_server(
         return _served(Client(address, None), target, rows, graph, matrices, where)
 
 
-def _rounded(check: Check, target: Target, rounded: Graph, graph: Graph) -> Check:
+def _rounded(check: ProofCheck, target: Target, rounded: TrainerRun, graph: TrainerRun) -> ProofCheck:
     """Where training was more exact than a server is, its answers are said with how far that is from training."""
     pairs = {"server, adapter": (rounded.adapter, graph.adapter), "server, base": (rounded.base, graph.base)}
     if target.precision == SERVED or check.what not in pairs:
@@ -321,16 +329,16 @@ def _served(
     client: Client,
     target: Target,
     rows: Sequence[Sequence[int]],
-    graph: Graph,
+    graph: TrainerRun,
     matrices: int,
     where: Callable[[str], str],
-) -> list[Check]:
+) -> list[ProofCheck]:
     base, adapter, loaded = find_names(client, target)
     try:
         with ThreadPoolExecutor(2 * len(rows)) as pool:  # base and adapter in one batch
             asked = [pool.submit(ask, client, name, row) for row in rows for name in (adapter, base)]
             answers = [one.result() for one in asked]
-        ours = Measured(tuple(answers[0::2])), Measured(tuple(answers[1::2]))
+        ours = LogprobsAndNorms(tuple(answers[0::2])), LogprobsAndNorms(tuple(answers[1::2]))
         floor = graph.floor.logprobs
         same = compared("server, base", ours[1], graph.base, floor, lambda: f"base ({base})")
         mine = compared("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
@@ -342,18 +350,18 @@ def _served(
             client.open("/v1/unload_lora_adapter", {"lora_name": loaded}).close()
 
 
-def _placed(client: Client, adapter: str, matrices: int) -> Check:
+def _placed(client: Client, adapter: str, matrices: int) -> ProofCheck:
     """What the server says that it has bound."""
     bound = bound_matrices(client, adapter)
     if bound is None:
-        return Check("server, tensors", None, "it does not say how many matrices it has bound")
+        return ProofCheck("server, tensors", None, "it does not say how many matrices it has bound")
     said = f"{bound} of {matrices} matrices with factors are bound"
-    return Check("server, tensors", bound == matrices, said, culprit="" if bound == matrices else adapter)
+    return ProofCheck("server, tensors", bound == matrices, said, culprit="" if bound == matrices else adapter)
 
 
 def against_stock(
-    target: Target, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, graph: Graph
-) -> Check:
+    target: Target, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, graph: TrainerRun
+) -> ProofCheck:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -361,14 +369,14 @@ def against_stock(
 
     packed = target.experts_of(None) or (target.model if is_ours(target.model) else None)
     if packed is not None:  # this process has taught transformers to read them, which proves nothing
-        return Check("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
+        return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
     shards = Shards.of_directory(target.model)
     numbers = sum(torch.Size(shards.shape(name)).numel() for name in shards.names)
     needed = int(numbers * dtype.itemsize * STOCK_ROOM)
     free = system.memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed > free * FREE:
         said = f"left out: it needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
-        return Check("stock PEFT", None, said)
+        return ProofCheck("stock PEFT", None, said)
     stock: Any = AutoModelForCausalLM.from_pretrained(target.model, dtype=dtype)
     stock = stock.to(device)
     base = measure(stock, rows)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import __version__, _core
-from ktransformers.checkpoint.journal import Journal
+from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.packed import ShardRecord, SourceFile
 from ktransformers.checkpoint.recode import Recoded, Weight, experts_of, recode
 from ktransformers.checkpoint.rest import RestShard, divide
@@ -32,7 +32,7 @@ from ktransformers.log import logger
 from ktransformers.nn.store import LAYOUT_VERSION
 from ktransformers.quant.directory import finish, is_made
 from ktransformers.quant.layer_file import LayerFile
-from ktransformers.quant.plan import LayerPlan, Plan, small_store
+from ktransformers.quant.plan import ConversionPlan, LayerPlan, small_store
 from ktransformers.quant.receipt import Receipt, receipt_of
 
 STORE_BYTES = 256 << 20  # of the store that experts pass through
@@ -54,7 +54,7 @@ class Converted:
 
 
 def convert(
-    plan: Plan,
+    plan: ConversionPlan,
     out: str | Path,
     *,
     layers: set[int] | None = None,
@@ -73,14 +73,14 @@ def convert(
         return Converted(target, True, made, 0.0, 0, len(plan.layers))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(str(target), "something that exists", "a new directory", "remove it or name another")
-    journal = Journal(target, _plan_words(plan))
+    journal = ConversionJournal(target, _plan_words(plan))
     try:
         return _Run(plan, journal, layers, progress).run(files)
     finally:
         journal.close()
 
 
-def _plan_words(plan: Plan) -> dict[str, Any]:
+def _plan_words(plan: ConversionPlan) -> dict[str, Any]:
     """What a resumed conversion must have in common with the one that was interrupted."""
     stats = [(path.name, path.stat()) for path in plan.origin.paths]
     return {
@@ -96,7 +96,9 @@ def _plan_words(plan: Plan) -> dict[str, Any]:
 class _Run:
     """One call of `convert`."""
 
-    def __init__(self, plan: Plan, journal: Journal, layers: set[int] | None, progress: Progress | None) -> None:
+    def __init__(
+        self, plan: ConversionPlan, journal: ConversionJournal, layers: set[int] | None, progress: Progress | None
+    ) -> None:
         self._plan = plan
         self._journal = journal
         self._chosen = layers

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers import __version__
-from ktransformers.checkpoint.journal import Journal
+from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.packed import (
     MANIFEST,
     VERSION,
     Manifest,
     PackedLayer,
-    Source,
     SourceFile,
+    SourceRecord,
     is_packed,
     manifest_words,
     read_manifest,
@@ -35,7 +35,7 @@ from ktransformers.quant.receipt import QUALITY, Receipt, read_receipt
 
 
 def finish(
-    origin: Origin, journal: Journal, asked: dict[str, str], files: Sequence[SourceFile], receipt: Receipt
+    origin: Origin, journal: ConversionJournal, asked: dict[str, str], files: Sequence[SourceFile], receipt: Receipt
 ) -> None:
     """All shards are there: index, manifest, configuration, tokenizer, receipt; then the directory gets its name."""
     directory = journal.directory
@@ -46,7 +46,7 @@ def finish(
         conversion=journal.plan["conversion"],
         made_by=f"ktransformers {__version__}",
         formats=asked,
-        source=Source(name=origin.name, files=list(files), quantisation=origin.quantisation),
+        source=SourceRecord(name=origin.name, files=list(files), quantisation=origin.quantisation),
         layers=sorted(layers, key=lambda layer: layer.file),
         shards=dict(sorted(journal.shards.items())),
     )

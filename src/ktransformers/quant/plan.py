@@ -36,7 +36,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     origin: Origin
     asked: dict[str, str]  # gate, up, down -> a format or keep
     layers: list[LayerPlan]
@@ -65,11 +65,11 @@ def wanted(word: str, group: int | None = None, down: str | None = None) -> dict
 
 def make_plan(
     path: str | Path, asked: dict[str, str], threads: int | None = None, experts: str | Path | None = None
-) -> Plan:
+) -> ConversionPlan:
     return plan_of(Origin(path, experts), asked, threads)
 
 
-def plan_of(origin: Origin, asked: dict[str, str], threads: int | None = None) -> Plan:
+def plan_of(origin: Origin, asked: dict[str, str], threads: int | None = None) -> ConversionPlan:
     """Whatever the origin is: a checkpoint, or one with an adapter folded into it."""
     sizes: dict[tuple[object, ...], int] = {}
     layers: list[LayerPlan] = []
@@ -83,7 +83,7 @@ def plan_of(origin: Origin, asked: dict[str, str], threads: int | None = None) -
         file = f"packed-{layer.number:05}{f'-{same}' if same else ''}.safetensors"
         layers.append(LayerPlan(layer, file, formats, sizes[key]))
     rest = sum(tensor_bytes(tensor) for tensor in origin.rest())
-    return Plan(origin, asked, layers, rest, threads or len(os.sched_getaffinity(0)))
+    return ConversionPlan(origin, asked, layers, rest, threads or len(os.sched_getaffinity(0)))
 
 
 def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:
@@ -102,7 +102,7 @@ def small_store(
     return new_store(few, pool=pool, formats=formats)
 
 
-def estimate(plan: Plan) -> float:
+def estimate(plan: ConversionPlan) -> float:
     """Seconds: one expert is recoded by one thread and the clock read; disks are not in it."""
     layer = plan.layers[0]
     _, roles = next(iter(layer.origin.experts()))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktransformers.errors import InputError
-from ktransformers.plan import Comparison, Plan, Serving, make_plan, open_shape, with_gpus
+from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, with_gpus
 from ktransformers.plan.meter import anonymous_bytes
 from ktransformers.plan.workload import DEFAULT
 from ktransformers.serve.flags import Launch
@@ -51,21 +51,21 @@ def forecast(
         return None, f"no forecast of memory and time: {error}"
 
 
-def at_start(plan: Plan, service: Service) -> Comparison:
+def at_start(plan: Plan, service: Service) -> PlanComparison:
     """Predicted and measured host memory before the first request: no cache yet, nothing computed."""
     later = ("KV cache", "activations", "scores", "workspace", "transfers")
     expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later) + _adapters(service)
-    return Comparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
+    return PlanComparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
-def at_end(plan: Plan, service: Service) -> Comparison:
+def at_end(plan: Plan, service: Service) -> PlanComparison:
     """And after the last one, with the cache as large as it became, and scores of prompts where they were asked for."""
     host, scored = plan.nearest.memory.host, service.engine.counts.scored_tokens > 0
     left = ("KV cache",) if scored else ("KV cache", "scores")
     expected = sum(size for name, size in host.items() if name not in left) + _adapters(service)
     if "KV cache" in host:
         expected += service.engine.slots.most * service.per_token
-    return Comparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
+    return PlanComparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
 def _adapters(service: Service) -> int:

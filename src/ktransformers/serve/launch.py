@@ -65,10 +65,10 @@ def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | No
     has asked for it, everything is on the CPU (`device_of`)."""
     from transformers import AutoConfig
 
-    from ktransformers.place.options import read_wish
+    from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
 
-    longest, wish = _longest(AutoConfig.from_pretrained(target.model)), read_wish(launch.place, target.keys)
+    longest, wish = _longest(AutoConfig.from_pretrained(target.model)), read_options(launch.place, target.keys)
     needs_gpu = wish.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
 
     def planned(device: str) -> tuple[Plan | None, str]:
@@ -103,9 +103,9 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     """The service with its engine, not started yet."""
     from transformers import AutoTokenizer
 
-    from ktransformers.serve.engine.engine import Engine, Limits
+    from ktransformers.serve.engine.engine import Limits, ServeEngine
     from ktransformers.serve.engine.forward import open_forward
-    from ktransformers.serve.engine.lora import Places
+    from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import Service
     from ktransformers.serve.placement import cache_room, place_experts, spread_model, wants_several, wish_of
@@ -128,9 +128,9 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     tokens = launch.tokens or max(256, min(room, launch.running * context))
     limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
     say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
-    engine = Engine(forward, limits)
+    engine = ServeEngine(forward, limits)
     served = launch.served or target.name
-    registry = Registry(served, Places(model), str(target.model), engine.forget, launch.always)
+    registry = Registry(served, LoraModules(model), str(target.model), engine.forget, launch.always)
     for name, place in (*target.adapters, *launch.lora_paths):
         made = registry.load(name, place)
         say(f"adapter {served}:{name} from {place}, {made.bytes() / 2**20:.1f} MiB")
@@ -146,12 +146,12 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
 
 def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     """What became of it."""
-    from ktransformers.serve.graphs.decode_graphs import Graphs, why_not
+    from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, why_not
 
     why = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
     if why:
         return f"new tokens are computed kernel by kernel: {why}"
-    forward.graphs = Graphs(forward.model, placement, most=launch.graph_rows)
+    forward.graphs = DecodeGraphs(forward.model, placement, most=launch.graph_rows)
     return f"new tokens are computed in CUDA graphs, up to {forward.graphs.most} sequences at once"
 
 

@@ -24,11 +24,11 @@ from ktransformers.place.apply import (
     room_for_residents,
     settle_residents,
 )
-from ktransformers.place.device_map import Homes, find_stack, scatter
+from ktransformers.place.device_map import DeviceMap, find_stack, scatter
 from ktransformers.place.free_memory import free_bytes, to_come
-from ktransformers.place.options import Wish, read_wish
+from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement, attach
-from ktransformers.place.routing_counts import Recorder
+from ktransformers.place.routing_counts import RoutingCounter
 from ktransformers.plan import Plan
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target
@@ -36,9 +36,9 @@ from ktransformers.serve.target import Target
 Say = Callable[[str], None]
 
 
-def wish_of(launch: Launch, target: Target) -> Wish:
+def wish_of(launch: Launch, target: Target) -> PlacementOptions:
     """The line's words, then those of the YAML file that it names."""
-    return read_wish(launch.place, target.keys)
+    return read_options(launch.place, target.keys)
 
 
 def gpus_of(launch: Launch, plan: Plan | None) -> int:
@@ -49,11 +49,11 @@ def gpus_of(launch: Launch, plan: Plan | None) -> int:
     return max(1, plan.nearest.choice.gpus if plan is not None else 1)
 
 
-def wants_several(wish: Wish, launch: Launch, plan: Plan | None) -> bool:
+def wants_several(wish: PlacementOptions, launch: Launch, plan: Plan | None) -> bool:
     return needs_spreading(wish, gpus_of(launch, plan))
 
 
-def spread_model(model: nn.Module, wish: Wish, launch: Launch, plan: Plan | None, say: Say) -> Homes:
+def spread_model(model: nn.Module, wish: PlacementOptions, launch: Launch, plan: Plan | None, say: Say) -> DeviceMap:
     """From host memory to the devices."""
     homes = find_homes(model, wish, gpus_of(launch, plan))
     scatter(model, homes)
@@ -77,16 +77,16 @@ def cache_room(model: nn.Module, launch: Launch, per_token: int) -> int:
     return min(rooms, default=2**31)  # a rule may have every layer on the CPU
 
 
-class Placed:
+class ServedPlacement:
     """The experts of a served model, and the record of who was asked for. `bare`: the CPU is to have all of them, and
     the engine is there because graphs go through it."""
 
     def __init__(
         self,
-        wish: Wish,
-        homes: Homes | None,
+        wish: PlacementOptions,
+        homes: DeviceMap | None,
         placement: Placement | None,
-        recorder: Recorder | None,
+        recorder: RoutingCounter | None,
         graphs: bool = False,
         bare: bool = False,
     ) -> None:
@@ -123,7 +123,9 @@ class Placed:
             say(f"counts of routed tokens are in {path}")
 
 
-def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say, graphs: bool = False) -> Placed:
+def place_experts(
+    model: nn.Module, wish: PlacementOptions, homes: DeviceMap | None, say: Say, graphs: bool = False
+) -> ServedPlacement:
     """`graphs`: new tokens are to be computed in CUDA graphs, for which the CPU alone needs an engine, too."""
     if wish.kt_w8a8:
         say(f"8-bit activations in {use_w8a8(model)} layers: an approximation")
@@ -133,7 +135,7 @@ def place_experts(model: nn.Module, wish: Wish, homes: Homes | None, say: Say, g
     if placement is None and graphs and wish.policy == "cpu" and homes is None:
         bare = attach(model, policy="resident", streams=False)
         if bare is None or not bare.left or wish.kt_record_experts is None:
-            return Placed(wish, homes, bare, None, graphs, bare=True)
+            return ServedPlacement(wish, homes, bare, None, graphs, bare=True)
         bare.detach()  # layers that an engine leaves alone are to be counted, too
-    recorder = Recorder(model) if placement is None and wish.kt_record_experts is not None else None
-    return Placed(wish, homes, placement, recorder, graphs)
+    recorder = RoutingCounter(model) if placement is None and wish.kt_record_experts is not None else None
+    return ServedPlacement(wish, homes, placement, recorder, graphs)

@@ -10,15 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ktransformers.train.plan import Plan, make_plan
+    from ktransformers.train.plan import TrainPlan, make_plan
     from ktransformers.train.resolve import read_settings
     from ktransformers.train.run import train
 
-__all__ = ["Plan", "make_plan", "read_settings", "train"]
+__all__ = ["TrainPlan", "make_plan", "read_settings", "train"]
 
 _HOME = {
     "read_settings": "ktransformers.train.resolve",
-    "Plan": "ktransformers.train.plan",
+    "TrainPlan": "ktransformers.train.plan",
     "make_plan": "ktransformers.train.plan",
     "train": "ktransformers.train.run",
 }

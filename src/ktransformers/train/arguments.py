@@ -16,17 +16,17 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.system import bf16_is_fast
 from ktransformers.train.resolve import trainer_fields
-from ktransformers.train.settings import Settings
+from ktransformers.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from trl import DPOConfig, SFTConfig  # type: ignore[attr-defined]
 
 
-def packs(settings: Settings) -> bool:
+def packs(settings: TrainSettings) -> bool:
     return settings.data.packing or settings.data.neat_packing
 
 
-def step_rows(settings: Settings) -> tuple[int, int]:
+def step_rows(settings: TrainSettings) -> tuple[int, int]:
     """Rows of one batch and batches of one optimiser step, of each process."""
     given = settings.trainer
     rows = int(given.get("per_device_train_batch_size", trainer_fields()["per_device_train_batch_size"]))
@@ -34,12 +34,12 @@ def step_rows(settings: Settings) -> tuple[int, int]:
     return rows, parts
 
 
-def device_of(settings: Settings) -> torch.device:
+def device_of(settings: TrainSettings) -> torch.device:
     on_cpu = settings.trainer.get("use_cpu", False) or not torch.cuda.is_available()
     return torch.device("cpu" if on_cpu else "cuda")
 
 
-def dtype_of(settings: Settings, words: dict[str, Any]) -> torch.dtype:
+def dtype_of(settings: TrainSettings, words: dict[str, Any]) -> torch.dtype:
     """Of everything but the experts: what bf16 and fp16 ask for, otherwise the checkpoint's, or float32 where this CPU
     is slow at bf16. `words`: config.json."""
     if settings.trainer.get("bf16") or settings.model.pure_bf16:
@@ -51,7 +51,7 @@ def dtype_of(settings: Settings, words: dict[str, Any]) -> torch.dtype:
     return torch.float32 if named == "float32" or not bf16_is_fast(device_of(settings).type) else torch.bfloat16
 
 
-def trainer_arguments(settings: Settings) -> SFTConfig | DPOConfig:
+def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
     """Raises InputError for what the Trainer refuses."""
     from trl import DPOConfig, SFTConfig  # type: ignore[attr-defined]
 
@@ -101,7 +101,7 @@ def whole_checkpoints(output: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[11:]))
 
 
-def resume_point(settings: Settings) -> tuple[Path | None, str]:
+def resume_point(settings: TrainSettings) -> tuple[Path | None, str]:
     """The checkpoint to go on from, and the line that says so."""
     output, asked = Path(settings.output_dir), settings.run.resume_from_checkpoint
     if isinstance(asked, str):

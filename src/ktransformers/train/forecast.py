@@ -15,12 +15,12 @@ from pathlib import Path
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.place.options import read_wish
+from ktransformers.place.options import read_options
 from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, with_gpus
 from ktransformers.plan.machine import Machine
 from ktransformers.train.arguments import device_of, dtype_of, packs, step_rows
 from ktransformers.train.batches import budget_parts
-from ktransformers.train.settings import Settings
+from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import EXPERTS, HALVES
 
 EXPERT_WORDS = {*EXPERTS, *HALVES, "gate_up_proj", "down_proj", "all"}
@@ -68,7 +68,7 @@ def fullest(sequences: list[tuple[int, int]], rows: int, budget: int | None, see
     return cut_epoch(sequences, rows, budget, seed).fullest
 
 
-def _labelled(settings: Settings, tokens: int, lengths: Lengths | None) -> float:
+def _labelled(settings: TrainSettings, tokens: int, lengths: Lengths | None) -> float:
     """Share of a batch that the head sees: all where the data is not known, and on a CPU all tokens of a pair."""
     everything = settings.data.stage == "dpo" and device_of(settings).type == "cpu"
     if lengths is None or everything or settings.trainer.get("label_smoothing_factor"):
@@ -76,7 +76,7 @@ def _labelled(settings: Settings, tokens: int, lengths: Lengths | None) -> float
     return min(1.0, max(1, lengths.learned) / tokens)
 
 
-def work_of(settings: Settings, rest_bytes: int, lengths: Lengths | None = None) -> Training:
+def work_of(settings: TrainSettings, rest_bytes: int, lengths: Lengths | None = None) -> Training:
     """`lengths`: where the data is known."""
     rows, parts = step_rows(settings)
     sequence = settings.data.cutoff_len
@@ -108,7 +108,7 @@ def work_of(settings: Settings, rest_bytes: int, lengths: Lengths | None = None)
 
 
 @dataclass(frozen=True)
-class Site:
+class PlanInputs:
     """What does not depend on how a step is cut."""
 
     shape: ModelShape
@@ -117,30 +117,30 @@ class Site:
     rest_bytes: int
     needs_gpu: bool = False  # one that is there may not be left out
 
-    def forecast(self, settings: Settings, lengths: Lengths | None) -> Plan:
+    def forecast(self, settings: TrainSettings, lengths: Lengths | None) -> Plan:
         work = work_of(settings, self.rest_bytes, lengths)
         return make_plan(self.shape, work, self.machine, policies=self.policies, needs_gpu=self.needs_gpu)
 
 
-def this_site(settings: Settings, directory: Path, words: dict[str, object]) -> Site:
+def this_site(settings: TrainSettings, directory: Path, words: dict[str, object]) -> PlanInputs:
     """The machine that this runs on; `words`: config.json."""
     from ktransformers.plan.calibrate import this_machine
 
     machine: Machine = this_machine()
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
-    wish, size = read_wish(settings.place.model_dump()), dtype_of(settings, words).itemsize
-    return Site(open_shape(str(directory)), machine, wish.policies, size, needs_gpu(settings))
+    wish, size = read_options(settings.place.model_dump()), dtype_of(settings, words).itemsize
+    return PlanInputs(open_shape(str(directory)), machine, wish.policies, size, needs_gpu(settings))
 
 
-def needs_gpu(settings: Settings) -> bool:
+def needs_gpu(settings: TrainSettings) -> bool:
     """The file asks for one, or several processes have to be of one mind."""
     asked = settings.trainer.get("use_cpu") is False or settings.trainer.get("fp16")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return bool(asked) or several or read_wish(settings.place.model_dump()).needs_gpu
+    return bool(asked) or several or read_options(settings.place.model_dump()).needs_gpu
 
 
-def try_site(settings: Settings, directory: Path, words: dict[str, object]) -> tuple[Site | None, list[str]]:
+def try_site(settings: TrainSettings, directory: Path, words: dict[str, object]) -> tuple[PlanInputs | None, list[str]]:
     """A model whose config the planner cannot read trains all the same; the note says why there is no forecast."""
     try:
         site = this_site(settings, directory, words)

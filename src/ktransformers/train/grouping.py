@@ -20,8 +20,8 @@ from ktransformers.errors import InputError
 from ktransformers.plan import Machine, Plan, Training
 from ktransformers.plan.planner import evaluate
 from ktransformers.train.arguments import packs, step_rows
-from ktransformers.train.forecast import Lengths, Passes, Site, cut_epoch, work_of
-from ktransformers.train.settings import Settings
+from ktransformers.train.forecast import Lengths, Passes, PlanInputs, cut_epoch, work_of
+from ktransformers.train.settings import TrainSettings
 
 FILE = "kt_batches.json"  # of a checkpoint
 ROOM = 0.10  # of what a plan estimates, beside what is free anyway: so far off were plans (docs/plan.md)
@@ -49,29 +49,29 @@ class Grouping:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLengths:
     """Tokenised rows, as far as it matters here."""
 
     sizes: list[tuple[int, int]]  # tokens, padded within a pair, and labelled tokens of each
     longest: int
     seed: int | None  # of their order; None: as they are here
 
-    def passes(self, settings: Settings) -> Passes:
+    def passes(self, settings: TrainSettings) -> Passes:
         rows, parts = step_rows(settings)
         budget = settings.experts.tokens_at_once
         return cut_epoch(self.sizes, rows * parts if budget else rows, budget, self.seed)
 
-    def lengths(self, settings: Settings) -> Lengths:
+    def lengths(self, settings: TrainSettings) -> Lengths:
         return Lengths(self.longest, self.passes(settings).fullest)
 
 
-def grouped(settings: Settings, tokens: int | None) -> Settings:
+def grouped(settings: TrainSettings, tokens: int | None) -> TrainSettings:
     """The same with the number that was chosen."""
     experts = settings.experts.model_copy(update={"kt_tokens_per_batch": tokens or "off"})
     return settings.model_copy(update={"experts": experts})
 
 
-def obstacle(settings: Settings) -> str | None:
+def obstacle(settings: TrainSettings) -> str | None:
     """Why the batches of a step may not be taken together without being asked: something would come out different."""
     trainer = settings.trainer
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -98,7 +98,7 @@ def kept(checkpoint: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class Trial:
+class GroupingCandidate:
     """So many batches of a step at once."""
 
     batches: int
@@ -120,7 +120,7 @@ def _narrower(plan: Plan) -> Machine:
     return replace(machine, memory=machine.memory - room(memory.host), gpus=tuple(gpus))
 
 
-def _as_cut(work: Training, settings: Settings, passes: Passes, count: int) -> Training:
+def _as_cut(work: Training, settings: TrainSettings, passes: Passes, count: int) -> Training:
     """The mean pass of an epoch of `count` rows, in place of a full one."""
     steps = -(-count // math.prod(step_rows(settings)))
     width = passes.tokens / count / (2 if settings.data.stage == "dpo" else 1)
@@ -133,7 +133,9 @@ def _as_cut(work: Training, settings: Settings, passes: Passes, count: int) -> T
     )
 
 
-def _try(settings: Settings, batches: int, tokens: int | None, site: Site, rows: Rows | None) -> Trial:
+def _try(
+    settings: TrainSettings, batches: int, tokens: int | None, site: PlanInputs, rows: RowLengths | None
+) -> GroupingCandidate:
     trial = grouped(settings, tokens)
     passes = None if rows is None else rows.passes(trial)
     plan = site.forecast(trial, None if rows is None or passes is None else Lengths(rows.longest, passes.fullest))
@@ -145,7 +147,7 @@ def _try(settings: Settings, batches: int, tokens: int | None, site: Site, rows:
     bare = replace(found.choice, residents=0)  # these fill what is free when the run starts
     fits = found.fits and not plan.left_out and evaluate(site.shape, found.work, bare, _narrower(plan)).fits
     seconds = evaluate(site.shape, work, found.choice, site.machine).time.seconds
-    return Trial(batches, tokens, seconds, fits)
+    return GroupingCandidate(batches, tokens, seconds, fits)
 
 
 def _halves(parts: int) -> Iterator[int]:
@@ -154,7 +156,7 @@ def _halves(parts: int) -> Iterator[int]:
         parts = -(-parts // 2)
 
 
-def fastest(apart: Trial, tried: list[Trial]) -> Trial:
+def fastest(apart: GroupingCandidate, tried: list[GroupingCandidate]) -> GroupingCandidate:
     """Of those that fit, the smallest that is about as fast as the fastest; `apart`, unless that gains enough."""
     usable = [trial for trial in tried if trial.fits]
     least = min((trial.seconds for trial in usable), default=0.0)
@@ -163,7 +165,7 @@ def fastest(apart: Trial, tried: list[Trial]) -> Trial:
     return best if apart.seconds >= LEAST_GAIN * best.seconds else apart
 
 
-def choose(settings: Settings, site: Site, rows: Rows | None = None) -> Grouping:
+def choose(settings: TrainSettings, site: PlanInputs, rows: RowLengths | None = None) -> Grouping:
     """Of all batches of a step at once, a half of them, ..., one. Without `rows` all are full."""
     _, parts = step_rows(settings)
     one = work_of(grouped(settings, None), site.rest_bytes, None if rows is None else Lengths(rows.longest, 1)).tokens
@@ -180,7 +182,9 @@ def choose(settings: Settings, site: Site, rows: Rows | None = None) -> Grouping
     return Grouping("auto", best.tokens, why, best.batches, parts, best.seconds, apart.seconds)
 
 
-def decide(settings: Settings, checkpoint: Path | None, site: Site | None, rows: Rows | None) -> Grouping:
+def decide(
+    settings: TrainSettings, checkpoint: Path | None, site: PlanInputs | None, rows: RowLengths | None
+) -> Grouping:
     """What was asked for; else what the run was begun with; else what the plan chooses, where there is one."""
     experts = settings.experts
     if experts.kt_tokens_per_batch != "auto":

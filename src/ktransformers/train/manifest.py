@@ -21,8 +21,8 @@ from ktransformers import system
 from ktransformers.adapters.manifest import FILE, FORMAT, VERSION
 from ktransformers.adapters.write import record
 from ktransformers.errors import KTError
-from ktransformers.train.settings import Settings
-from ktransformers.train.watch import Witness
+from ktransformers.train.settings import TrainSettings
+from ktransformers.train.watch import GradientCheck
 
 PAGES = 8  # of a shard that its hash reads
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
@@ -43,7 +43,7 @@ def base_hash(directory: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def experts_source(settings: Settings, directory: Path) -> str | None:
+def experts_source(settings: TrainSettings, directory: Path) -> str | None:
     """Where the experts came from, if not from the base."""
     given = settings.experts.kt_weight_path
     return None if given is None or Path(given).resolve() == directory.resolve() else str(Path(given).absolute())
@@ -58,7 +58,7 @@ def formats_of(model: nn.Module) -> str:
     return ", ".join(sorted(found))
 
 
-def trained_tensors(model: nn.Module, witness: Witness) -> dict[str, dict[str, Any]]:
+def trained_tensors(model: nn.Module, witness: GradientCheck) -> dict[str, dict[str, Any]]:
     """Name in the adapter's file -> what training knows of it."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -98,7 +98,7 @@ def check_saved(manifest: dict[str, Any], model: nn.Module) -> None:
                 raise KTError(f"{spelled}: saved with norm {known['norm']:.6g}, trained with {now.norm:.6g}")
 
 
-def check_gradients(witness: Witness, steps: int) -> None:
+def check_gradients(witness: GradientCheck, steps: int) -> None:
     """A targeted tensor without a gradient is an error: the adapter would say more than it learned."""
     dead = witness.dead()
     if dead and steps:
@@ -111,7 +111,7 @@ def check_gradients(witness: Witness, steps: int) -> None:
 
 
 def make_manifest(
-    model: nn.Module, settings: Settings, witness: Witness, directory: Path, facts: dict[str, Any]
+    model: nn.Module, settings: TrainSettings, witness: GradientCheck, directory: Path, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """`facts` are what the run knows: rows, steps, the template's hash."""
     from ktransformers import _core

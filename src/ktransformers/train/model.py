@@ -18,9 +18,9 @@ from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
-from ktransformers.place.options import read_wish
+from ktransformers.place.options import read_options
 from ktransformers.train.resolve import isa_of
-from ktransformers.train.settings import LoraSettings, ModelSettings, Settings
+from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def check_formats(model: nn.Module, wanted: str) -> None:
                 raise InputError("kt_expert_weight_format", given, "auto", "or convert the experts with kt quant")
 
 
-def expert_pool(settings: Settings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
+def expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
     """Threads as asked for, never more than this process may use; `spare`: a GPU's work is launched beside them."""
     from ktransformers import _core
     from ktransformers.nn.pool import choose_pool
@@ -113,14 +113,14 @@ def expert_pool(settings: Settings, spare: bool) -> tuple[_core.Pool | None, lis
 
 def open_model(
     directory: Path,
-    settings: Settings,
+    settings: TrainSettings,
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     from ktransformers.nn import load_model
 
-    places = device.type != "cpu" and read_wish(settings.place.model_dump()).policy != "cpu"
+    places = device.type != "cpu" and read_options(settings.place.model_dump()).policy != "cpu"
     pool, notes = expert_pool(settings, spare=places)
     model = load_model(
         directory,
@@ -163,7 +163,7 @@ def lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> L
     )
 
 
-def finish_adapter(model: Any, settings: Settings) -> None:
+def finish_adapter(model: Any, settings: TrainSettings) -> None:
     """What PEFT's configuration cannot say, once the adapter is there."""
     lora = settings.lora
     if lora.adapter_name_or_path:
@@ -187,7 +187,7 @@ def finish_adapter(model: Any, settings: Settings) -> None:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def checkpoint_activations(model: Any, settings: Settings) -> None:
+def checkpoint_activations(model: Any, settings: TrainSettings) -> None:
     given = settings.trainer.get("gradient_checkpointing", True)
     if settings.model.disable_gradient_checkpointing or not given:
         return

@@ -16,11 +16,11 @@ from typing import Any
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.manifest import FILE
 from ktransformers.adapters.proof_record import Reloaded, check_reload, write_record
-from ktransformers.train.data.prepare import Split
-from ktransformers.train.data.render import PairTokens
+from ktransformers.train.data.prepare import DataSplit
+from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.files import STAGING, move_files, saved, write_json, write_text
 from ktransformers.train.manifest import add_saved, check_saved
-from ktransformers.train.settings import Settings
+from ktransformers.train.settings import TrainSettings
 
 CARD = """---
 base_model: {base}
@@ -48,7 +48,7 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}")
 """
 
 
-def model_card(settings: Settings, results: dict[str, Any]) -> str:
+def model_card(settings: TrainSettings, results: dict[str, Any]) -> str:
     lora, trainer = settings.lora, settings.trainer
     shown = {
         "targets": ", ".join(lora.lora_target),
@@ -134,11 +134,11 @@ def begin_output(output: Path, *, anew: bool) -> None:
 
 
 def _ids(row: Any) -> list[int]:
-    return [*row.prompt, *row.chosen] if isinstance(row, PairTokens) else row.ids
+    return [*row.prompt, *row.chosen] if isinstance(row, PreferenceRow) else row.ids
 
 
 def finish_output(
-    trainer: Any, settings: Settings, results: dict[str, Any], manifest: dict[str, Any], split: Split
+    trainer: Any, settings: TrainSettings, results: dict[str, Any], manifest: dict[str, Any], split: DataSplit
 ) -> Reloaded:
     output = Path(settings.output_dir)
     staging = output / STAGING

@@ -24,22 +24,22 @@ from ktransformers.place.apply import (
     room_for_residents,
     settle_residents,
 )
-from ktransformers.place.device_map import Homes, scatter
+from ktransformers.place.device_map import DeviceMap, scatter
 from ktransformers.place.free_memory import to_come
-from ktransformers.place.options import Wish, read_wish
+from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement
-from ktransformers.place.routing_counts import Recorder
+from ktransformers.place.routing_counts import RoutingCounter
 from ktransformers.plan import Plan
 from ktransformers.train.arguments import device_of
 from ktransformers.train.rules import from_name
-from ktransformers.train.settings import Settings
+from ktransformers.train.settings import TrainSettings
 
 
-def wish_of(settings: Settings) -> Wish:
-    return read_wish(settings.place.model_dump())
+def wish_of(settings: TrainSettings) -> PlacementOptions:
+    return read_options(settings.place.model_dump())
 
 
-class Renewal(TrainerCallback):
+class ResidentUpdate(TrainerCallback):
     """Every so many steps the busiest experts of these steps become residents."""
 
     def __init__(self, placement: Placement, steps: int) -> None:
@@ -51,15 +51,15 @@ class Renewal(TrainerCallback):
             self.changed.append(self.placement.renew_residents())
 
 
-class Placing:
+class TrainPlacement:
     """A run's wishes on their way: `loaded`, then `trained`, then `ended`."""
 
-    def __init__(self, settings: Settings, plan: Plan | None) -> None:
+    def __init__(self, settings: TrainSettings, plan: Plan | None) -> None:
         self.wish, self._plan = wish_of(settings).as_planned(plan), plan
         self._device = device_of(settings)
         self.placement: Placement | None = None
-        self._homes: Homes | None = None
-        self._recorder: Recorder | None = None
+        self._homes: DeviceMap | None = None
+        self._recorder: RoutingCounter | None = None
 
     @property
     def gpus(self) -> int:
@@ -84,7 +84,7 @@ class Placing:
             scatter(model, self._homes)
         self.placement = place(model, self.wish, self._homes, learns=True)
         if self.placement is None and self.wish.kt_record_experts is not None:
-            self._recorder = Recorder(model)
+            self._recorder = RoutingCounter(model)
 
     def trained(self, note: Callable[[str], None]) -> list[TrainerCallback]:
         """Residents, now that what is trained is where it belongs; the callbacks that the run needs."""
@@ -98,7 +98,7 @@ class Placing:
         note(in_words(self.placement, self.wish, settle_residents(self.placement, self.wish, self._homes, room)))
         if not self.wish.kt_enable_dynamic_expert_update:
             return []
-        return [Renewal(self.placement, self.wish.kt_expert_update_steps)]
+        return [ResidentUpdate(self.placement, self.wish.kt_expert_update_steps)]
 
     def ended(self, note: Callable[[str], None]) -> None:
         path = self.wish.kt_record_experts

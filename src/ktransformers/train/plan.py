@@ -17,14 +17,14 @@ from ktransformers import plan as planning
 from ktransformers.errors import InputError
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, step_rows, trainer_arguments
-from ktransformers.train.data.prepare import Found, Split, pack, prepare, read_datasets
-from ktransformers.train.data.render import PairTokens, Renderer, Tokens, show
+from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack, prepare, read_datasets
+from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show
 from ktransformers.train.data.templates import find_form, jinja, missing_tokens
 from ktransformers.train.forecast import try_site
-from ktransformers.train.grouping import Grouping, Rows, decide, grouped
+from ktransformers.train.grouping import Grouping, RowLengths, decide, grouped
 from ktransformers.train.model import locate_model, read_config, skeleton
 from ktransformers.train.resolve import isa_of
-from ktransformers.train.settings import SECTIONS, Settings
+from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, find_targets, trained_numbers
 
 PACKAGES = ("trl", "datasets", "accelerate")
@@ -56,8 +56,8 @@ class DataPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
-    settings: Settings
+class TrainPlan:
+    settings: TrainSettings
     model: str | None  # directory
     device: str
     dtype: str | None
@@ -72,16 +72,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A plan with the things that a run needs and a report does not show."""
 
-    plan: Plan
+    plan: TrainPlan
     directory: Path | None
     tokenizer: Any
-    split: Split | None
+    split: DataSplit | None
 
 
-def load_tokenizer(directory: Path, settings: Settings) -> tuple[Any, list[str]]:
+def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[str]]:
     """The tokenizer with the template that is trained on; it is saved with the adapter."""
     from transformers import AutoTokenizer
 
@@ -108,14 +108,14 @@ def load_tokenizer(directory: Path, settings: Settings) -> tuple[Any, list[str]]
     return tokenizer, notes
 
 
-def sequences(rows: list[Any], settings: Settings) -> list[Any]:
+def sequences(rows: list[Any], settings: TrainSettings) -> list[Any]:
     """What the trainer sees as rows."""
     return pack(rows, settings.data.cutoff_len) if packs(settings) else list(rows)
 
 
-def _lengths(row: Tokens | PairTokens) -> tuple[int, int, int]:
+def _lengths(row: TrainRow | PreferenceRow) -> tuple[int, int, int]:
     """Tokens, learned tokens, length of the longest sequence."""
-    if isinstance(row, PairTokens):
+    if isinstance(row, PreferenceRow):
         both = len(row.chosen) + len(row.rejected)
         return 2 * len(row.prompt) + both, both, len(row.prompt) + max(len(row.chosen), len(row.rejected))
     return len(row.ids), row.learned, len(row.ids)
@@ -125,23 +125,23 @@ def _size(rows: list[Any]) -> tuple[int, int]:
     """Tokens and learned tokens of one sequence; a pair is as long as twice its longer half, as it is padded."""
     found = [_lengths(row) for row in rows]
     tokens = sum(
-        2 * longest if isinstance(row, PairTokens) else longest
+        2 * longest if isinstance(row, PreferenceRow) else longest
         for row, (_, _, longest) in zip(rows, found, strict=True)
     )
     return tokens, sum(learned for _, learned, _ in found)
 
 
-def _measure(split: Split, settings: Settings, seed: int) -> Rows:
+def _measure(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths:
     seen = sequences(split.train, settings)
     sizes = [_size(sequence if packs(settings) else [sequence]) for sequence in seen]
     order = settings.trainer.get("train_sampling_strategy", "random")
     if order == "group_by_length":
         sizes.sort()
     shuffled = order == "random" and not settings.data.disable_shuffling
-    return Rows(sizes, max(_lengths(row)[2] for row in split.train), seed if shuffled else None)
+    return RowLengths(sizes, max(_lengths(row)[2] for row in split.train), seed if shuffled else None)
 
 
-def _count(split: Split, measured: Rows, settings: Settings, tokenizer: Any) -> DataPlan:
+def _count(split: DataSplit, measured: RowLengths, settings: TrainSettings, tokenizer: Any) -> DataPlan:
     lengths = [_lengths(row) for row in split.train]
     count = len(measured.sizes)
     rows, parts = step_rows(settings)
@@ -150,7 +150,7 @@ def _count(split: Split, measured: Rows, settings: Settings, tokenizer: Any) -> 
     given = int(settings.trainer.get("max_steps", -1))
     epochs = float(settings.trainer.get("num_train_epochs", 3.0))
     first = split.train[0]
-    if isinstance(first, PairTokens):
+    if isinstance(first, PreferenceRow):
         prompt, chosen, rejected = (tokenizer.decode(ids) for ids in (first.prompt, first.chosen, first.rejected))
         example = f"{prompt}«{chosen}» rather than «{rejected}»"
     else:
@@ -170,7 +170,7 @@ def _count(split: Split, measured: Rows, settings: Settings, tokenizer: Any) -> 
     )
 
 
-def _check_template(tokenizer: Any, found: list[Found]) -> None:
+def _check_template(tokenizer: Any, found: list[ReadDataset]) -> None:
     if tokenizer.chat_template is not None:
         return
     for part in found:
@@ -180,20 +180,20 @@ def _check_template(tokenizer: Any, found: list[Found]) -> None:
                 raise InputError("template", given, "a name", "docs/train.md lists them")
 
 
-def _check_kinds(found: list[Found], settings: Settings) -> None:
+def _check_kinds(found: list[ReadDataset], settings: TrainSettings) -> None:
     """Without a tokenizer, at least pairs where pairs are needed."""
     from ktransformers.train.data.files import bad_row
-    from ktransformers.train.data.formats import Pair
+    from ktransformers.train.data.formats import PreferencePair
 
     wanted = settings.data.stage == "dpo"
     for part in found:
         for row, sample in part.samples:
-            if isinstance(sample, Pair) != wanted:
+            if isinstance(sample, PreferencePair) != wanted:
                 given = "a row with one answer" if wanted else "chosen and rejected"
                 raise bad_row(row, given, f"a row for stage {settings.data.stage}")
 
 
-def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
+def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun:
     """Raises InputError for whatever would stop the run."""
     notes = list(settings.notes)
     _check_packages()
@@ -241,7 +241,7 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         _check_vocabulary(split, model, directory)
         _check_packing(model, settings)
         notes += _precision_notes(settings, read_config(directory))
-    plan = Plan(
+    plan = TrainPlan(
         settings=settings,
         model=None if directory is None else str(directory),
         device=device_of(settings).type,
@@ -257,12 +257,12 @@ def make_plan(settings: Settings, *, download: bool = False) -> Prepared:
         grouping=grouping,
         notes=tuple(notes),
     )
-    return Prepared(plan, directory, tokenizer, split)
+    return PreparedRun(plan, directory, tokenizer, split)
 
 
 def _foresee(
-    settings: Settings, checkpoint: Path | None, directory: Path, measured: Rows
-) -> tuple[Settings, Grouping, planning.Plan | None, list[str]]:
+    settings: TrainSettings, checkpoint: Path | None, directory: Path, measured: RowLengths
+) -> tuple[TrainSettings, Grouping, planning.Plan | None, list[str]]:
     """The settings with what is chosen here: where the run is, and how a step is cut; and what it takes so."""
     site, notes = try_site(settings, directory, read_config(directory))
     grouping = decide(settings, checkpoint, site, measured)
@@ -279,15 +279,15 @@ def _foresee(
     return chosen, grouping, found, notes
 
 
-def _check_vocabulary(split: Split, model: Any, directory: Path) -> None:
+def _check_vocabulary(split: DataSplit, model: Any, directory: Path) -> None:
     size = model.get_input_embeddings().num_embeddings
     for row in split.train:
-        ids = row.prompt + row.chosen + row.rejected if isinstance(row, PairTokens) else row.ids
+        ids = row.prompt + row.chosen + row.rejected if isinstance(row, PreferenceRow) else row.ids
         if max(ids) >= size:
             raise InputError(str(directory), f"token {max(ids)}", f"tokens below {size}, the model's vocabulary")
 
 
-def _precision_notes(settings: Settings, words: dict[str, Any]) -> list[str]:
+def _precision_notes(settings: TrainSettings, words: dict[str, Any]) -> list[str]:
     """Exact experts are asked for; where they cannot be had is said before anything is loaded."""
     if settings.experts.precision == "bf16":
         return []
@@ -308,7 +308,7 @@ def _check_packages() -> None:
         raise InputError("kt train", f"no {', '.join(lacking)} here", "them", 'pip install "ktransformers[train]"')
 
 
-def _check_packing(model: Any, settings: Settings) -> None:
+def _check_packing(model: Any, settings: TrainSettings) -> None:
     """A recurrent state runs on into the next row unless a kernel of its own stops it."""
     recurrent = any({"linear_attn", "mamba"} & set(name.split(".")) for name, _ in model.named_modules())
     if packs(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
@@ -317,7 +317,7 @@ def _check_packing(model: Any, settings: Settings) -> None:
         )
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: TrainPlan) -> dict[str, Any]:
     """For --json."""
     settings = plan.settings
     sections = {name: getattr(settings, name).model_dump(mode="json") for name in SECTIONS}

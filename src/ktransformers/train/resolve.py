@@ -1,4 +1,4 @@
-"""From YAML and `key=value` words to `Settings`: every key is honoured, mapped, said to be moot, or an error.
+"""From YAML and `key=value` words to `TrainSettings`: every key is honoured, mapped, said to be moot, or an error.
 
 Order: the file, then the words, which win. `kt_config` is flattened (its keys are unique). Keys that left transformers
 are mapped. The HF Trainer's keys are those of the installed `TrainingArguments`: the import costs seconds, so it is
@@ -21,7 +21,7 @@ from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
 from ktransformers.train.rules import read_rule
-from ktransformers.train.settings import HOME, SECTIONS, Settings
+from ktransformers.train.settings import HOME, SECTIONS, TrainSettings
 
 SPECIAL = (
     "kt_config",
@@ -192,7 +192,7 @@ def _build(name: str, values: dict[str, Any]) -> Any:
         raise InputError(key, given, message, field.description or "" if field else "") from error
 
 
-def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] = ()) -> Settings:
+def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] = ()) -> TrainSettings:
     """The settings of a run, every key accounted for."""
     file = source if isinstance(source, Mapping) else read_yaml(source)
     flat = flatten(merge(file, read_words(words)))
@@ -204,11 +204,11 @@ def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] =
     sections = {name: _build(name, values) for name, values in taker.sections.items()}
     if sections["place"].kt_optimize_rule is not None:
         taker.notes.append(read_rule(sections["place"].kt_optimize_rule)[1])
-    settings = Settings(**sections, trainer=taker.trainer, notes=tuple(taker.notes))
+    settings = TrainSettings(**sections, trainer=taker.trainer, notes=tuple(taker.notes))
     return _check(settings)
 
 
-def _check(settings: Settings) -> Settings:
+def _check(settings: TrainSettings) -> TrainSettings:
     data, experts, trainer = settings.data, settings.experts, settings.trainer
     if not trainer.get("output_dir"):
         raise InputError("output_dir", "nothing", "a folder for the adapter, as in saves/my-run")

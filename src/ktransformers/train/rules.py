@@ -20,21 +20,21 @@ BACKENDS = {"amxbf16": "amx", "amxint8": "amx", "amxint4": "amx", "llamafile": "
 
 
 @dataclass(frozen=True)
-class Rule:
+class RuleSummary:
     source: str  # "file" or "name"
     backend: str  # "amx" or "any"
     gpus: int  # 0: the rule keeps everything on the CPU
     training: bool
 
 
-def from_name(path: str) -> Rule:
+def from_name(path: str) -> RuleSummary:
     name = Path(path).stem.lower()
     several = re.search(r"multi-gpu(?:-(\d+))?", name)
     gpus = int(several[1] or 2) if several else 1
-    return Rule("name", "amx" if re.search(r"(^|-)amx(-|$)", name) else "any", gpus, "-sft-" in f"-{name}-")
+    return RuleSummary("name", "amx" if re.search(r"(^|-)amx(-|$)", name) else "any", gpus, "-sft-" in f"-{name}-")
 
 
-def from_file(path: Path) -> Rule:
+def from_file(path: Path) -> RuleSummary:
     try:
         entries: Any = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -59,10 +59,10 @@ def from_file(path: Path) -> Rule:
             )
         backend = BACKENDS[str(word).lower()]
     gpus = {device for device in devices if device.startswith("cuda")}
-    return Rule("file", backend, len(gpus), True)
+    return RuleSummary("file", backend, len(gpus), True)
 
 
-def read_rule(path: str) -> tuple[Rule, str]:
+def read_rule(path: str) -> tuple[RuleSummary, str]:
     """The rule and the line that says what was taken from it."""
     file = Path(path)
     rule = from_file(file) if file.is_file() else from_name(path)

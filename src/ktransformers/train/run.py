@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktransformers.plan import Comparison, Meter, compare, refuse
+from ktransformers.plan import Meter, PlanComparison, compare, refuse
 from ktransformers.system import uncollected
 from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
-from ktransformers.train.data.render import PairTokens
+from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.manifest import (
     base_hash,
     check_gradients,
@@ -25,17 +25,17 @@ from ktransformers.train.manifest import (
 )
 from ktransformers.train.model import checkpoint_activations, finish_adapter, lora_config, open_model, read_config
 from ktransformers.train.output import begin_output, finish_output
-from ktransformers.train.placement import Placing
-from ktransformers.train.plan import Plan, Prepared, make_plan, sequences
+from ktransformers.train.placement import TrainPlacement
+from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, sequences
 from ktransformers.train.preference import WITHOUT_REFERENCE
 from ktransformers.train.rows import attend_as_before, attend_by_rows
-from ktransformers.train.settings import Settings
+from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import find_targets
-from ktransformers.train.watch import ExpertClock, Interrupted, Journal, Progress, Stopper, Witness
+from ktransformers.train.watch import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 
 
 class Watcher(Protocol):
-    def planned(self, plan: Plan) -> None: ...
+    def planned(self, plan: TrainPlan) -> None: ...
     def loading(self, done: int, layers: int) -> None: ...
     def referring(self, done: int, rows: int) -> None: ...
     def noted(self, line: str) -> None: ...
@@ -47,15 +47,15 @@ class Result:
     output: Path
     results: dict[str, Any]
     manifest: dict[str, Any]
-    comparison: tuple[Comparison, ...] = ()  # of the forecast with what was measured
+    comparison: tuple[PlanComparison, ...] = ()  # of the forecast with what was measured
 
 
-def _columns(rows: list[Any], settings: Settings) -> Any:
+def _columns(rows: list[Any], settings: TrainSettings) -> Any:
     """Rows as TRL's trainers take them."""
     from datasets import Dataset  # type: ignore[import-untyped]
 
     if settings.data.stage == "dpo":
-        pairs: list[PairTokens] = rows
+        pairs: list[PreferenceRow] = rows
         return Dataset.from_dict(
             {
                 "prompt_ids": [pair.prompt for pair in pairs],
@@ -75,7 +75,7 @@ def _columns(rows: list[Any], settings: Settings) -> Any:
     return Dataset.from_dict({"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]})
 
 
-def build_trainer(model: Any, prepared: Prepared) -> Any:
+def build_trainer(model: Any, prepared: PreparedRun) -> Any:
     """TRL's trainer on the opened model, its adapter in place."""
     from ktransformers.train.trainers import PreferenceTrainer, SupervisedTrainer
 
@@ -95,7 +95,7 @@ def build_trainer(model: Any, prepared: Prepared) -> Any:
     checkpoint_activations(trainer.model, settings)
     if packs(settings) and device_of(settings).type == "cpu":
         attend_by_rows(model)
-    trainer.begin_run(settings, Witness(trainer.model))
+    trainer.begin_run(settings, GradientCheck(trainer.model))
     return trainer
 
 
@@ -107,7 +107,7 @@ def _quiet_stock_callbacks(trainer: Any) -> None:
         trainer.remove_callback(callback)
 
 
-def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Result:
+def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> Result:
     """`force`: also where the plan says that memory will not do."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     prepared = make_plan(settings, download=True)
@@ -122,7 +122,7 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     if main:
         begin_output(output, anew=checkpoint is None)
     dtype = dtype_of(settings, read_config(directory))
-    placing = Placing(settings, prepared.plan.forecast)
+    placing = TrainPlacement(settings, prepared.plan.forecast)
     model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.loading)
     placing.loaded(model)
     for line in notes:
@@ -139,7 +139,7 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
         trainer.witness.restore(checkpoint)
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
-    journal, residents = Journal(output, clock, watcher.stepped), placing.trained(watcher.noted)
+    journal, residents = TrainLog(output, clock, watcher.stepped), placing.trained(watcher.noted)
     for callback in (trainer.witness, journal, stopper, *_early(settings), *residents):
         trainer.add_callback(callback)
     with uncollected(), stopper.listening(), Meter() as meter:
@@ -165,7 +165,7 @@ def train(settings: Settings, watcher: Watcher, *, force: bool = False) -> Resul
     return Result(output, results, manifest, _compare(prepared.plan, meter, results))
 
 
-def _compare(plan: Plan, meter: Meter, results: dict[str, Any]) -> tuple[Comparison, ...]:
+def _compare(plan: TrainPlan, meter: Meter, results: dict[str, Any]) -> tuple[PlanComparison, ...]:
     if plan.forecast is None or plan.data is None:
         return ()
     import torch
@@ -184,7 +184,7 @@ def _last_evaluation(trainer: Any) -> dict[str, Any]:
     return {name: value for name, value in entries[-1].items() if name != "step"}
 
 
-def _early(settings: Settings) -> list[Any]:
+def _early(settings: TrainSettings) -> list[Any]:
     if settings.run.early_stopping_steps is None:
         return []
     from transformers import EarlyStoppingCallback

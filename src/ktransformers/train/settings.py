@@ -23,11 +23,11 @@ def split_names(value: Any) -> Any:
     return value
 
 
-class Section(BaseModel):
+class TrainSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
-class ModelSettings(Section):
+class ModelSettings(TrainSection):
     model_name_or_path: str = Field(description="a local Hugging Face directory, or a hub id")
     model_revision: str = Field("main", description="branch, tag or commit of a hub id")
     cache_dir: str | None = Field(None, description="where hub downloads go")
@@ -44,7 +44,7 @@ class ModelSettings(Section):
     pure_bf16: bool = Field(False, description="bf16 without autocast, adapters included")
 
 
-class LoraSettings(Section):
+class LoraSettings(TrainSection):
     finetuning_type: Literal["lora"] = Field("lora", description="adapters; nothing else is trained")
     adapter_name_or_path: str | None = Field(None, description="an adapter to train further")
     lora_rank: int = Field(8, ge=1, description="rank of the adapter")
@@ -59,7 +59,7 @@ class LoraSettings(Section):
     _names = field_validator("lora_target", mode="before")(split_names)
 
 
-class DataSettings(Section):
+class DataSettings(TrainSection):
     stage: Literal["sft", "dpo"] = Field("sft", description="supervised, or preference pairs")
     dataset: Names = Field((), description="names of dataset_info.json, or files; several are mixed")
     eval_dataset: Names = Field((), description="the same, for evaluation")
@@ -90,7 +90,7 @@ class DataSettings(Section):
         return tuple(float(word) for word in split_names(value))
 
 
-class PreferenceSettings(Section):
+class PreferenceSettings(TrainSection):
     pref_loss: Literal["sigmoid", "orpo", "simpo", "ipo", "hinge"] = Field("sigmoid", description="the loss on a pair")
     pref_beta: float = Field(0.1, gt=0, description="how far from the reference")
     pref_ftx: float = Field(0.0, ge=0, description="weight of the supervised loss on the chosen answer")
@@ -98,7 +98,7 @@ class PreferenceSettings(Section):
     dpo_label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs taken as flipped (sigmoid)")
 
 
-class ExpertSettings(Section):
+class ExpertSettings(TrainSection):
     use_kt: bool = Field(True, description="experts computed by ktransformers; there is no other way here")
     kt_num_threads: int | None = Field(None, ge=1, description="threads for the experts, all NUMA nodes together")
     kt_threadpool_count: int | None = Field(None, ge=1, description="groups of threads, one per NUMA node by itself")
@@ -139,7 +139,7 @@ class ExpertSettings(Section):
         return None if self.kt_tokens_per_batch in ("auto", "off") else int(self.kt_tokens_per_batch)
 
 
-class PlacementSettings(Section):
+class PlacementSettings(TrainSection):
     """The words of `place.wish.Wish`."""
 
     kt_place: Literal["auto", "cpu", "stream", "resident"] | None = Field(
@@ -160,14 +160,14 @@ class PlacementSettings(Section):
     kt_optimize_rule: str | None = Field(None, description="placement rules, or a name that says how many GPUs")
 
 
-class RunSettings(Section):
+class RunSettings(TrainSection):
     plot_loss: bool = Field(False, description="training_loss.png at the end")
     overwrite_output_dir: bool = Field(False, description="start anew where there are checkpoints, and remove them")
     resume_from_checkpoint: bool | str | None = Field(None, description="true: the last whole checkpoint; or a path")
     early_stopping_steps: int | None = Field(None, ge=1, description="evaluations without progress before it stops")
 
 
-class Settings(Section):
+class TrainSettings(TrainSection):
     model: ModelSettings
     lora: LoraSettings
     data: DataSettings
@@ -183,7 +183,7 @@ class Settings(Section):
         return str(self.trainer["output_dir"])
 
 
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[TrainSection]] = {
     "model": ModelSettings,
     "lora": LoraSettings,
     "data": DataSettings,

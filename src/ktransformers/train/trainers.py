@@ -23,18 +23,18 @@ from ktransformers.train.arguments import step_rows, whole_checkpoints
 from ktransformers.train.batches import cut_pairs, cut_step
 from ktransformers.train.files import STAGING, saved, sync_tree, write_json
 from ktransformers.train.preference import WITHOUT_REFERENCE, Answers, pair_losses, rewards
-from ktransformers.train.settings import Settings
-from ktransformers.train.watch import Witness
+from ktransformers.train.settings import TrainSettings
+from ktransformers.train.watch import GradientCheck
 
 
 class RunMixin:
     """Overrides that both trainers share; `begin_run` is called once after construction."""
 
     pairs = False
-    settings: Settings
-    witness: Witness
+    settings: TrainSettings
+    witness: GradientCheck
 
-    def begin_run(self: Any, settings: Settings, witness: Witness) -> None:
+    def begin_run(self: Any, settings: TrainSettings, witness: GradientCheck) -> None:
         self.settings, self.witness = settings, witness
         self._staging: Path | None = None
 

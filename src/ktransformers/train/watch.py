@@ -3,7 +3,7 @@
 A LoRA pair begins with B = 0, so A has no gradient until B has moved: a pair is dead when B never got one, or when A
 got none although B was not zero. Of experts only the whole tensor must learn; single experts that no token visited are
 listed. The clock measures the experts from the outside, in both directions, and holds them against what the machine
-could do (`Roof`), by the rates that the planner has measured.
+could do (`PeakRates`), by the rates that the planner has measured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Trace:
         return self.b_seen and (self.a_seen or not self.a_could)
 
 
-class Witness(TrainerCallback):
+class GradientCheck(TrainerCallback):
     """Looks at gradients before each optimiser step, until it has seen all."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -135,7 +135,7 @@ def _moves(parameter: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Roof:
+class PeakRates:
     """The rates of this machine that no kernel exceeds; LoRA's part of the work, a few percent, is not counted."""
 
     flops: float  # of the bare multiply loop
@@ -147,18 +147,18 @@ class Roof:
         touched = 1 - (1 - top_k / store.num_experts) ** tokens  # share of them, where routes are uniform
         return max(2 * tokens * top_k * numbers / self.flops, touched * store.packed_bytes / self.read)
 
-    def raised(self, share: float) -> Roof:
+    def raised(self, share: float) -> PeakRates:
         """Of this one more than all was reached: what was reached is possible."""
-        return Roof(self.flops * share, self.read * share)
+        return PeakRates(self.flops * share, self.read * share)
 
 
-def this_roof() -> Roof | None:
+def this_roof() -> PeakRates | None:
     """By the planner's measurement, which was made once on this machine; None where it could not be."""
     try:
         cpu = this_machine().cpu
     except KTError:
         return None
-    return Roof(cpu.tile_flops, cpu.read_bytes)
+    return PeakRates(cpu.tile_flops, cpu.read_bytes)
 
 
 def _keeps_experts(model: nn.Module) -> bool:
@@ -177,7 +177,7 @@ class ExpertClock:
     def __init__(self, model: nn.Module) -> None:
         self.seconds = 0.0
         self.roof_seconds = 0.0
-        self.roof: Roof | None = None  # once it is known
+        self.roof: PeakRates | None = None  # once it is known
         self._begun = 0.0
         self._kept = _keeps_experts(model)
         self._handles = []
@@ -237,7 +237,7 @@ def clock_text(seconds: float) -> str:
 
 
 @dataclass
-class Journal(TrainerCallback):
+class TrainLog(TrainerCallback):
     """Every logging step as a line of trainer_log.jsonl, as LLaMA-Factory leaves it, and to whoever watches."""
 
     output: Path
@@ -317,7 +317,7 @@ class Journal(TrainerCallback):
             self.clock.roof = roof.raised(share)
         else:
             self._raised, rates = True, raise_roofs()
-            self.clock.roof = Roof(max(roof.flops, rates.tile_flops), max(roof.read, rates.read_bytes))
+            self.clock.roof = PeakRates(max(roof.flops, rates.tile_flops), max(roof.read, rates.read_bytes))
         return 1.0
 
     def _write(

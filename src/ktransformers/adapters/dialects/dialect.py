@@ -10,8 +10,8 @@ from typing import Any
 from ktransformers.adapters.config import FILE
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
-from ktransformers.adapters.parse import Known
-from ktransformers.adapters.write import Batch, Entry, Record, write_safetensors
+from ktransformers.adapters.parse import ReadContext
+from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.files import write_json
 
 MODEL = "adapter_model.safetensors"
@@ -22,12 +22,12 @@ class Dialect:
     name: str
     about: str  # for messages
     claims: Callable[[Content], bool]
-    read: Callable[[Content, Known], Adapter]
-    write: Callable[[Adapter, Path], list[Record]]  # into a directory that exists and is empty
+    read: Callable[[Content, ReadContext], Adapter]
+    write: Callable[[Adapter, Path], list[WrittenTensor]]  # into a directory that exists and is empty
     pairs: Callable[[Experts], int]  # how many it makes of one layer of experts, to count what was written
 
 
-def module_batches(adapter: Adapter, spell: Callable[[str], str]) -> Iterator[Batch]:
+def module_batches(adapter: Adapter, spell: Callable[[str], str]) -> Iterator[TensorBatch]:
     """The tensors that are not of experts, under the names that `spell` gives."""
     for module in adapter.modules:
         yield _module(module, spell)
@@ -35,23 +35,23 @@ def module_batches(adapter: Adapter, spell: Callable[[str], str]) -> Iterator[Ba
         yield _extra(extra, spell)
 
 
-def _module(module: Module, spell: Callable[[str], str]) -> Batch:
+def _module(module: Module, spell: Callable[[str], str]) -> TensorBatch:
     form, name = module.form, spell(module.name)
 
     def read() -> tuple[Any, ...]:
         pair = module.read()
         return pair.a, pair.b
 
-    a = Entry(f"{name}.lora_A.weight", (form.rank, form.inputs), form.dtype)
-    b = Entry(f"{name}.lora_B.weight", (form.outputs, form.rank), form.dtype)
-    return Batch((a, b), read)
+    a = TensorSpec(f"{name}.lora_A.weight", (form.rank, form.inputs), form.dtype)
+    b = TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank), form.dtype)
+    return TensorBatch((a, b), read)
 
 
-def _extra(extra: Extra, spell: Callable[[str], str]) -> Batch:
-    return Batch((Entry(spell(extra.name), extra.shape, extra.dtype),), lambda: (extra.read(),))
+def _extra(extra: Extra, spell: Callable[[str], str]) -> TensorBatch:
+    return TensorBatch((TensorSpec(spell(extra.name), extra.shape, extra.dtype),), lambda: (extra.read(),))
 
 
-def save(directory: Path, batches: list[Batch], config: dict[str, Any]) -> list[Record]:
+def save(directory: Path, batches: list[TensorBatch], config: dict[str, Any]) -> list[WrittenTensor]:
     records = write_safetensors(directory / MODEL, batches)
     write_json(directory / FILE, config)
     return records

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.config import number
-from ktransformers.adapters.content import Content, Stored
+from ktransformers.adapters.content import Content, StoredTensor
 from ktransformers.adapters.dialects.dialect import Dialect
 from ktransformers.adapters.fit import fitted, refitted
-from ktransformers.adapters.lora import ROLES, Adapter, Experts, Module, Pair, PairForm
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import PROJ, ordered, place, stem
-from ktransformers.adapters.parse import Known
-from ktransformers.adapters.write import Record, raw_bytes, record
+from ktransformers.adapters.parse import ReadContext
+from ktransformers.adapters.write import WrittenTensor, raw_bytes, record
 from ktransformers.errors import InputError
 
 FILE = "adapter.gguf"
@@ -69,7 +69,7 @@ def claims(content: Content) -> bool:
     return content.fields is not None
 
 
-def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """(key-value part, tensors) of a GGUF file; data stays mapped."""
     gguf = _package()
     try:
@@ -86,7 +86,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         if one.tensor_type not in dtypes:
             raise InputError(one.name, f"type {one.tensor_type.name}", "F32, F16, BF16 or F64")
         shape, dtype = tuple(int(n) for n in one.shape[::-1]), dtypes[one.tensor_type]
-        tensors[one.name] = Stored(one.name, file.name, shape, dtype, _reader(one.data, shape, dtype))
+        tensors[one.name] = StoredTensor(one.name, file.name, shape, dtype, _reader(one.data, shape, dtype))
     return fields, tensors
 
 
@@ -106,13 +106,13 @@ def _package() -> Any:
     return gguf
 
 
-def read(content: Content, known: Known) -> Adapter:
+def read(content: Content, known: ReadContext) -> Adapter:
     assert content.fields is not None
     ours = json.loads(content.fields.get(KEY, "{}"))
     facts = known.facts or (ModelFacts.of_json(ours["model"]) if ours.get("model") else None)
     arch = _arch_of(content, facts)
     alpha = float(content.fields.get("adapter.lora.alpha", 0.0))
-    experts: dict[int, dict[str, tuple[Stored, Stored]]] = {}
+    experts: dict[int, dict[str, tuple[StoredTensor, StoredTensor]]] = {}
     forms: dict[int, dict[str, PairForm]] = {}
     modules: list[Module] = []
     before = ours.get("stem", "model.layers")
@@ -150,8 +150,8 @@ def _arch_of(content: Content, facts: ModelFacts | None) -> Arch:
     raise InputError(str(content.path), f"architecture {name!r}", ", ".join(sorted({a.name for a in ROWS.values()})))
 
 
-def _pairs(content: Content) -> dict[str, tuple[Stored, Stored]]:
-    halves: dict[str, dict[str, Stored]] = {}
+def _pairs(content: Content) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+    halves: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in content.tensors.items():
         base, dot, which = name.rpartition(".lora_")
         if not dot or which not in ("a", "b"):
@@ -165,7 +165,7 @@ def _pairs(content: Content) -> dict[str, tuple[Stored, Stored]]:
     return {base: (half["a"], half["b"]) for base, half in halves.items()}
 
 
-def _form(a: Stored, b: Stored, alpha: float) -> PairForm:
+def _form(a: StoredTensor, b: StoredTensor, alpha: float) -> PairForm:
     if len(a.shape) != len(b.shape) or a.shape[:-2] != b.shape[:-2] or a.shape[-2] != b.shape[-1]:
         raise InputError(b.name, f"shape {list(b.shape)} beside a {list(a.shape)}", "b [.., out, r] and a [.., r, in]")
     rank = a.shape[-2]
@@ -182,7 +182,15 @@ def _split(name: str) -> tuple[int, str]:
 
 
 def _module(
-    name: str, layer: int, leaf: str, a: Stored, b: Stored, form: PairForm, arch: Arch, before: str, facts: Any
+    name: str,
+    layer: int,
+    leaf: str,
+    a: StoredTensor,
+    b: StoredTensor,
+    form: PairForm,
+    arch: Arch,
+    before: str,
+    facts: Any,
 ) -> Module:
     if layer < 0 and leaf == "output":
         module = "lm_head"
@@ -192,22 +200,22 @@ def _module(
         raise InputError(f"{name}.weight.lora_a", f"a tensor that is not known in {arch.name}", ", ".join(arch.rows))
     heads = _heads(arch, leaf, facts)
 
-    def read_module() -> Pair:
+    def read_module() -> LoraPair:
         rows = b.read()
-        return Pair(a.read(), _unpermuted(rows, heads) if heads else rows, form.scaling)
+        return LoraPair(a.read(), _unpermuted(rows, heads) if heads else rows, form.scaling)
 
     return Module(module, form, read_module)
 
 
 def _experts(
-    root: str, layer: int, forms: Mapping[str, PairForm], pairs: Mapping[str, tuple[Stored, Stored]]
+    root: str, layer: int, forms: Mapping[str, PairForm], pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
 ) -> Experts:
     counts = {role: a.shape[0] for role, (a, _) in pairs.items()}
     if len(set(counts.values())) != 1:
         raise InputError(f"blk.{layer}.ffn_*_exps", f"{counts} experts", "one number of experts")
 
-    def read_layer() -> dict[str, Pair]:
-        return {role: Pair(a.read(), b.read(), forms[role].scaling) for role, (a, b) in pairs.items()}
+    def read_layer() -> dict[str, LoraPair]:
+        return {role: LoraPair(a.read(), b.read(), forms[role].scaling) for role, (a, b) in pairs.items()}
 
     return Experts(root, layer, next(iter(counts.values())), forms, read_layer)
 
@@ -233,7 +241,7 @@ def _unpermuted(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
-def write(adapter: Adapter, directory: Path) -> list[Record]:
+def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     facts = adapter.model
     if facts is None or facts.model_type not in ROWS:
         raise InputError(
@@ -280,11 +288,11 @@ def _sources(adapter: Adapter, arch: Arch) -> list[tuple[list[tuple[str, PairFor
     return sources
 
 
-def _rows(pair: Pair, heads: int) -> Pair:
+def _rows(pair: LoraPair, heads: int) -> LoraPair:
     return replace(pair, b=_permuted(pair.b, heads)) if heads else pair
 
 
-def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Record]:
+def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[WrittenTensor]:
     gguf = _package()
     kinds = gguf.GGMLQuantizationType
     types = {torch.float32: kinds.F32, torch.float16: kinds.F16, torch.bfloat16: kinds.BF16, torch.float64: kinds.F64}
@@ -306,7 +314,7 @@ def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Recor
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    records: list[Record] = []
+    records: list[WrittenTensor] = []
     for named, _, read_pairs in sources:
         for (name, form), pair in zip(named, read_pairs(), strict=True):
             for half, tensor in (("a", pair.a), ("b", pair.b)):

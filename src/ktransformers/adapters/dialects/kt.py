@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.config import AdapterConfig, number, read_config, written
-from ktransformers.adapters.content import Content, Stored
+from ktransformers.adapters.content import Content, StoredTensor
 from ktransformers.adapters.dialects.dialect import MODEL, Dialect, module_batches
 from ktransformers.adapters.dialects.peft import leaf
 from ktransformers.adapters.fit import exactly, fitted, uniform
-from ktransformers.adapters.lora import ROLES, Adapter, Experts, Pair, PairForm
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
 from ktransformers.adapters.names import KT, ordered, place, stem
-from ktransformers.adapters.parse import Known, collect, extras_of, modules_of, with_prefix
-from ktransformers.adapters.write import Batch, Entry, Record, write_safetensors
+from ktransformers.adapters.parse import ReadContext, collect, extras_of, modules_of, with_prefix
+from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
@@ -38,11 +38,11 @@ def claims(content: Content) -> bool:
     return any(KT.fullmatch(name) for name in content.tensors)
 
 
-def read(content: Content, known: Known) -> Adapter:
+def read(content: Content, known: ReadContext) -> Adapter:
     _check_sums(content)
     config, fields = read_config(content.directory, known.lora_alpha)
     fused = {stored.file for name, stored in content.tensors.items() if KT.fullmatch(name)}
-    layers: dict[int, dict[str, Stored]] = {}
+    layers: dict[int, dict[str, StoredTensor]] = {}
     rest = []
     for name, stored in content.tensors.items():
         if match := KT.fullmatch(name):
@@ -63,7 +63,7 @@ def read(content: Content, known: Known) -> Adapter:
     return Adapter(experts, modules, extras, words=known.words, config=fields, model=known.facts)
 
 
-def _where(known: Known, names: list[str]) -> tuple[str, str]:
+def _where(known: ReadContext, names: list[str]) -> tuple[str, str]:
     """(prefix up to `layers`, block within the layer) of the experts."""
     roots = (known.manifest or {}).get("roots")
     if roots:
@@ -72,7 +72,7 @@ def _where(known: Known, names: list[str]) -> tuple[str, str]:
     return (stems.pop() if len(stems) == 1 else "model.layers"), "mlp"
 
 
-def _layer(root: str, layer: int, tensors: Mapping[str, Stored], config: AdapterConfig) -> Experts:
+def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: AdapterConfig) -> Experts:
     forms: dict[str, PairForm] = {}
     counts: dict[int, str] = {}
     for role in ROLES:
@@ -98,9 +98,10 @@ def _layer(root: str, layer: int, tensors: Mapping[str, Stored], config: Adapter
             list(counts.values())[1], f"{max(counts)} experts beside {min(counts)}", "one number of experts"
         )
 
-    def read_layer() -> dict[str, Pair]:
+    def read_layer() -> dict[str, LoraPair]:
         return {
-            role: Pair(tensors[f"{role}_a"].read(), tensors[f"{role}_b"].read(), forms[role].scaling) for role in ROLES
+            role: LoraPair(tensors[f"{role}_a"].read(), tensors[f"{role}_b"].read(), forms[role].scaling)
+            for role in ROLES
         }
 
     return Experts(root, layer, next(iter(counts)), forms, read_layer)
@@ -134,7 +135,7 @@ def _sum(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write(adapter: Adapter, directory: Path) -> list[Record]:
+def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     for layer in adapter.experts:
         if set(layer.forms) != set(ROLES):
             raise InputError(f"{layer.root}.experts", f"LoRA on {', '.join(layer.forms)}", "on gate, up and down")
@@ -142,7 +143,7 @@ def write(adapter: Adapter, directory: Path) -> list[Record]:
     for layer in adapter.experts:
         _check_bf16(layer)
     adapter = fitted(adapter, lambda role, form: replace(form, dtype=torch.bfloat16) if role else form)
-    records: list[Record] = []
+    records: list[WrittenTensor] = []
     if adapter.modules or adapter.extras:
         records += write_safetensors(directory / MODEL, list(module_batches(adapter, with_prefix)))
     if adapter.experts:
@@ -171,22 +172,22 @@ def _check_bf16(layer: Experts) -> None:
                 )
 
 
-def _experts(layer: Experts) -> Batch:
+def _experts(layer: Experts) -> TensorBatch:
     many = layer.experts
-    entries: list[Entry] = []
+    entries: list[TensorSpec] = []
     for role in ROLES:
         form, name = layer.forms[role], f"layers.{layer.layer}.experts.{role}_lora"
-        entries.append(Entry(f"{name}_a", (many, form.rank, form.inputs), torch.bfloat16))
-        entries.append(Entry(f"{name}_b", (many, form.outputs, form.rank), torch.bfloat16))
+        entries.append(TensorSpec(f"{name}_a", (many, form.rank, form.inputs), torch.bfloat16))
+        entries.append(TensorSpec(f"{name}_b", (many, form.outputs, form.rank), torch.bfloat16))
 
     def read_layer() -> list[Tensor]:
         pairs = layer.read()
         return [tensor for role in ROLES for tensor in (pairs[role].a, pairs[role].b)]
 
-    return Batch(tuple(entries), read_layer)
+    return TensorBatch(tuple(entries), read_layer)
 
 
-def _manifest(adapter: Adapter, directory: Path, records: list[Record], form: PairForm) -> dict[str, Any]:
+def _manifest(adapter: Adapter, directory: Path, records: list[WrittenTensor], form: PairForm) -> dict[str, Any]:
     files = sorted({record.file for record in records} | {"adapter_config.json"})
     return {
         "version": 1,

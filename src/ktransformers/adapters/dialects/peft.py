@@ -21,10 +21,10 @@ from ktransformers.adapters.config import AdapterConfig, read_config, written
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save
 from ktransformers.adapters.fit import fitted, refitted, usual_scaling
-from ktransformers.adapters.lora import Adapter, Experts, Module, Pair, PairForm
+from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.names import FUSED, factor, ordered, place
-from ktransformers.adapters.parse import Factors, Known, collect, extras_of, modules_of, with_prefix
-from ktransformers.adapters.write import Batch, Entry, Record
+from ktransformers.adapters.parse import LoraTensors, ReadContext, collect, extras_of, modules_of, with_prefix
+from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.errors import InputError
 
 # PEFT >= 0.19 turns these target_modules into expert parameters, so linear layers of these names are targeted by their
@@ -37,7 +37,7 @@ class _Fused:
     """One fused parameter: its two 2-D tensors, and whether A and B are the wrong way round."""
 
     parameter: str  # gate_up_proj, up_proj or down_proj
-    factors: Factors
+    factors: LoraTensors
     experts: int
     rank: int
     swapped: bool = False
@@ -61,10 +61,10 @@ def claims(content: Content) -> bool:
     return content.fields is None and any(factor(name) for name in content.tensors)
 
 
-def read(content: Content, known: Known) -> Adapter:
+def read(content: Content, known: ReadContext) -> Adapter:
     config, fields = read_config(content.directory, known.lora_alpha)
     found, others = collect(content.tensors.values())
-    roots: dict[str, dict[str, Factors]] = {}
+    roots: dict[str, dict[str, LoraTensors]] = {}
     for name in list(found):
         if match := FUSED.fullmatch(name):
             roots.setdefault(match["root"], {})["inner" if match["inner"] else "outer"] = found.pop(name)
@@ -74,7 +74,7 @@ def read(content: Content, known: Known) -> Adapter:
     return Adapter(layers, modules, extras, words=known.words, config=fields, model=known.facts)
 
 
-def _layer(root: str, wrapped: Mapping[str, Factors], config: AdapterConfig, known: Known) -> Experts:
+def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig, known: ReadContext) -> Experts:
     if "outer" not in wrapped:
         raise InputError(
             f"{root}.experts.lora_A.weight", "no such tensor", "the outer of two pairs, down_proj", "it was dropped"
@@ -98,22 +98,22 @@ def _layer(root: str, wrapped: Mapping[str, Factors], config: AdapterConfig, kno
         forms |= _forms(root, part, config)
     interleaved = _interleaved(root, known) if "gate" in forms else False
 
-    def read_layer() -> dict[str, Pair]:
-        pairs: dict[str, Pair] = {}
+    def read_layer() -> dict[str, LoraPair]:
+        pairs: dict[str, LoraPair] = {}
         for part in parts:
             a, b = part.read()
             if part.parameter == "gate_up_proj":
                 gate, up = (b[:, 0::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)
-                pairs |= {role: Pair(a, rows, forms[role].scaling) for role, rows in (("gate", gate), ("up", up))}
+                pairs |= {role: LoraPair(a, rows, forms[role].scaling) for role, rows in (("gate", gate), ("up", up))}
             else:
                 role = part.parameter.removesuffix("_proj")
-                pairs[role] = Pair(a, b, forms[role].scaling)
+                pairs[role] = LoraPair(a, b, forms[role].scaling)
         return pairs
 
     return Experts(root, place(root)[1], parts[0].experts, forms, read_layer)
 
 
-def _fused(root: str, parameter: str, factors: Factors, config: AdapterConfig) -> _Fused:
+def _fused(root: str, parameter: str, factors: LoraTensors, config: AdapterConfig) -> _Fused:
     rank = config.rank(f"{root}.experts.{parameter}")
     a, b = factors.a.shape, factors.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
@@ -147,7 +147,7 @@ def _forms(root: str, part: _Fused, config: AdapterConfig) -> dict[str, PairForm
     return {"gate": half, "up": half}
 
 
-def _interleaved(root: str, known: Known) -> bool:
+def _interleaved(root: str, known: ReadContext) -> bool:
     if known.facts is None:
         raise InputError(
             f"{root}.experts",
@@ -158,7 +158,7 @@ def _interleaved(root: str, known: Known) -> bool:
     return known.facts.interleaved
 
 
-def write(adapter: Adapter, directory: Path) -> list[Record]:
+def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     if adapter.experts and {"gate", "up"} <= set(adapter.experts[0].forms):
         scaling = usual_scaling(adapter)
         rank = {role: max(layer.forms[role].rank for layer in adapter.experts) for role in adapter.experts[0].forms}
@@ -185,15 +185,15 @@ def _parameters(layer: Experts, shared: bool) -> dict[str, PairForm]:
     return found | {f"{role}_proj": forms[role] for role in ("up", "down") if role in forms}
 
 
-def _experts(layer: Experts, adapter: Adapter) -> Batch:
+def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
     parameters = _parameters(layer, adapter.shared)
     interleaved = adapter.model is not None and adapter.model.interleaved
     paths = dict(zip(parameters, [".base_layer", ""][-len(parameters) :], strict=True))
     entries = []
     for parameter, form in parameters.items():
         name, many = f"{with_prefix(layer.root)}.experts{paths[parameter]}", layer.experts
-        entries.append(Entry(f"{name}.lora_A.weight", (many * form.rank, form.inputs), form.dtype))
-        entries.append(Entry(f"{name}.lora_B.weight", (form.outputs, form.rank * many), form.dtype))
+        entries.append(TensorSpec(f"{name}.lora_A.weight", (many * form.rank, form.inputs), form.dtype))
+        entries.append(TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank * many), form.dtype))
 
     def read_layer() -> list[Tensor]:
         pairs = dict(layer.read())
@@ -206,10 +206,10 @@ def _experts(layer: Experts, adapter: Adapter) -> Batch:
             tensors.append(pair.b.permute(1, 2, 0).reshape(pair.b.shape[1], -1))
         return tensors
 
-    return Batch(tuple(entries), read_layer)
+    return TensorBatch(tuple(entries), read_layer)
 
 
-def _joined(gate: Pair, up: Pair, shared: bool, interleaved: bool) -> Pair:
+def _joined(gate: LoraPair, up: LoraPair, shared: bool, interleaved: bool) -> LoraPair:
     """One pair for gate_up: A as it is where it is shared, otherwise both below each other and B block-diagonal."""
     upper, lower, a = gate.b, up.b, gate.a
     if not shared:
@@ -217,8 +217,8 @@ def _joined(gate: Pair, up: Pair, shared: bool, interleaved: bool) -> Pair:
         upper = torch.cat([gate.b, gate.b.new_zeros(*gate.b.shape[:2], up.rank)], dim=2)
         lower = torch.cat([up.b.new_zeros(*up.b.shape[:2], gate.rank), up.b], dim=2)
     if interleaved:
-        return Pair(a, torch.stack([upper, lower], dim=2).flatten(1, 2), gate.scaling)
-    return Pair(a, torch.cat([upper, lower], dim=1), gate.scaling)
+        return LoraPair(a, torch.stack([upper, lower], dim=2).flatten(1, 2), gate.scaling)
+    return LoraPair(a, torch.cat([upper, lower], dim=1), gate.scaling)
 
 
 def _config(adapter: Adapter) -> dict[str, object]:

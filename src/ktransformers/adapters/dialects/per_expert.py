@@ -20,11 +20,22 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save
 from ktransformers.adapters.dialects.peft import TAKEN, leaf, module_targets, usual
 from ktransformers.adapters.fit import fitted, refitted, usual_scaling
-from ktransformers.adapters.lora import ROLES, Adapter, Experts, Pair, PairForm
-from ktransformers.adapters.names import PREFIX, PROJ, SINGLE, W123, Words, factor, in_files, in_model, ordered, place
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
+from ktransformers.adapters.names import (
+    PREFIX,
+    PROJ,
+    SINGLE,
+    W123,
+    ExpertNaming,
+    factor,
+    in_files,
+    in_model,
+    ordered,
+    place,
+)
 from ktransformers.adapters.parse import (
-    Factors,
-    Known,
+    LoraTensors,
+    ReadContext,
     adopt_stem,
     collect,
     extras_of,
@@ -32,7 +43,7 @@ from ktransformers.adapters.parse import (
     modules_of,
     with_prefix,
 )
-from ktransformers.adapters.write import Batch, Entry, Record
+from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.checkpoint.layout import MATRICES
 from ktransformers.errors import InputError
 
@@ -46,10 +57,10 @@ def claims(content: Content) -> bool:
     return any(is_single(name) and name.startswith(PREFIX) for name in content.tensors)
 
 
-def read(content: Content, known: Known) -> Adapter:
+def read(content: Content, known: ReadContext) -> Adapter:
     config, fields = read_config(content.directory, known.lora_alpha)
     found, others = collect(content.tensors.values())
-    roots: dict[str, dict[int, dict[str, Factors]]] = {}
+    roots: dict[str, dict[int, dict[str, LoraTensors]]] = {}
     words = known.words
     for name in list(found):
         if match := SINGLE.fullmatch(name):
@@ -72,10 +83,10 @@ def read(content: Content, known: Known) -> Adapter:
 def _layer(
     written_root: str,
     root: str,
-    experts: Mapping[int, Mapping[str, Factors]],
+    experts: Mapping[int, Mapping[str, LoraTensors]],
     config: AdapterConfig,
-    known: Known,
-    words: Words,
+    known: ReadContext,
+    words: ExpertNaming,
 ) -> Experts:
     count = max(experts) + 1
     if known.facts is not None and known.facts.experts is not None:
@@ -96,15 +107,15 @@ def _layer(
                     f"{first.outputs} by {first.inputs}, {first.rank}, {first.scaling:g}, {first.dtype} as expert 0",
                 )
 
-    def stacked(role: str) -> Pair:
+    def stacked(role: str) -> LoraPair:
         factors = [experts[expert][role] for expert in range(count)]
         a = torch.stack([one.a.read() for one in factors])
-        return Pair(a, torch.stack([one.b.read() for one in factors]), forms[role].scaling)
+        return LoraPair(a, torch.stack([one.b.read() for one in factors]), forms[role].scaling)
 
     return Experts(root, place(root)[1], count, forms, lambda: {role: stacked(role) for role in roles})
 
 
-def _form(name: str, factors: Factors, config: AdapterConfig) -> PairForm:
+def _form(name: str, factors: LoraTensors, config: AdapterConfig) -> PairForm:
     rank, inputs, outputs = linear(factors)
     expected = config.rank(name)
     if rank != expected:
@@ -112,14 +123,14 @@ def _form(name: str, factors: Factors, config: AdapterConfig) -> PairForm:
     return PairForm(rank, inputs, outputs, factors.dtype, config.scaling(rank, name))
 
 
-def expert_batch(layer: Experts, root: str, words: Words) -> Batch:
+def expert_batch(layer: Experts, root: str, words: ExpertNaming) -> TensorBatch:
     """All tensors of one layer, expert by expert."""
     entries = []
     for expert in range(layer.experts):
         for role, form in layer.forms.items():
             name = f"{root}.experts.{expert}.{words.matrix(role)}"
-            entries.append(Entry(f"{name}.lora_A.weight", (form.rank, form.inputs), form.dtype))
-            entries.append(Entry(f"{name}.lora_B.weight", (form.outputs, form.rank), form.dtype))
+            entries.append(TensorSpec(f"{name}.lora_A.weight", (form.rank, form.inputs), form.dtype))
+            entries.append(TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank), form.dtype))
 
     def read_layer() -> list[Tensor]:
         pairs = layer.read()
@@ -130,14 +141,14 @@ def expert_batch(layer: Experts, root: str, words: Words) -> Batch:
             for tensor in (pairs[role].a, pairs[role].b)
         ]
 
-    return Batch(tuple(entries), read_layer)
+    return TensorBatch(tuple(entries), read_layer)
 
 
 def pairs(layer: Experts) -> int:
     return layer.experts * len(layer.forms)
 
 
-def write(adapter: Adapter, directory: Path) -> list[Record]:
+def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     if adapter.experts:
         scaling = usual_scaling(adapter)
         ranks = {role: max(layer.forms[role].rank for layer in adapter.experts) for role in adapter.experts[0].forms}

@@ -16,14 +16,14 @@ from ktransformers.adapters.dialects.per_expert import expert_batch, is_single, 
 from ktransformers.adapters.fit import uniform
 from ktransformers.adapters.lora import Adapter
 from ktransformers.adapters.names import in_files, ordered, place
-from ktransformers.adapters.write import Record
+from ktransformers.adapters.write import WrittenTensor
 
 
 def claims(content: Content) -> bool:
     return any(is_single(name) for name in content.tensors)
 
 
-def write(adapter: Adapter, directory: Path) -> list[Record]:
+def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     adapter = uniform(adapter)
     batches = []
     for layer in adapter.experts:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, pair_nibbles
-from ktransformers.checkpoint.experts import ExpertShape, Formats, Piece
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.sources.gguf_config import config_of
 from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
@@ -113,7 +113,7 @@ class GGUFSource:
                 expected = f"floats {[shape.num_experts, size[0]]}"
                 raise InputError(bias.name, f"{bias.kind} {list(bias.shape)}", expected)
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[ExpertChunk]:
             return self._pieces(number, shape)
 
         return LayerSource(formats, sum(tensor.bytes for tensor in used), pieces)
@@ -134,7 +134,7 @@ class GGUFSource:
                 raise InputError(name, f"shape {list(given)}", f"{list(expected)}, as the configuration says")
         return [self._tensors[name] for name in names]
 
-    def _pieces(self, number: int, shape: ExpertShape) -> Iterator[Piece]:
+    def _pieces(self, number: int, shape: ExpertShape) -> Iterator[ExpertChunk]:
         """One expert at a time."""
         for expert in range(shape.num_experts):
             tensors: dict[str, Tensor | Encoded] = {}
@@ -145,7 +145,7 @@ class GGUFSource:
                 bias = self._tensors.get(f"blk.{number}.ffn_{role}_exps.bias")
                 if bias is not None:
                     tensors[f"{role}_bias"] = self._numbers(bias)[expert]
-            yield Piece(expert, False, tensors)
+            yield ExpertChunk(expert, False, tensors)
 
     def _matrix(self, tensor: GGUFTensor | None, expert: int) -> Tensor | Encoded:
         assert tensor is not None

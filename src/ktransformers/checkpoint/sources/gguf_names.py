@@ -51,21 +51,21 @@ def _shared(block: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Family:
+class GGUFFamily:
     rows: Mapping[str, str]
     permuted: bool = False  # rows of q and k
 
 
 FAMILIES = {  # by llama.cpp's architecture
-    "llama": Family(NORMS | ATTENTION | ROUTER, permuted=True),
-    "qwen2moe": Family(
+    "llama": GGUFFamily(NORMS | ATTENTION | ROUTER, permuted=True),
+    "qwen2moe": GGUFFamily(
         NORMS | ATTENTION | ROUTER | DENSE | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
     ),
-    "qwen3moe": Family(NORMS | ATTENTION | HEADS | ROUTER | DENSE),
-    "deepseek2": Family(
+    "qwen3moe": GGUFFamily(NORMS | ATTENTION | HEADS | ROUTER | DENSE),
+    "deepseek2": GGUFFamily(
         NORMS | MLA | ROUTER | DENSE | _shared("shared_experts") | {"exp_probs_b": "mlp.gate.e_score_correction"}
     ),
-    "gpt-oss": Family(
+    "gpt-oss": GGUFFamily(
         NORMS
         | ATTENTION
         | {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn"}
@@ -73,7 +73,7 @@ FAMILIES = {  # by llama.cpp's architecture
 }
 
 
-def family_of(path: str, architecture: str) -> Family:
+def family_of(path: str, architecture: str) -> GGUFFamily:
     if architecture not in FAMILIES:
         raise InputError(
             path, f"architecture {architecture!r}", "one of " + ", ".join(FAMILIES),
@@ -92,7 +92,7 @@ def is_left_out(name: str) -> bool:
     return ".nextn." in name or name in ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def hugging_face(name: str, family: Family) -> str:
+def hugging_face(name: str, family: GGUFFamily) -> str:
     if name in TOP:
         return TOP[name]
     found = NAME.fullmatch(name)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, pair_nibbles
-from ktransformers.checkpoint.experts import ExpertShape, Piece
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.source import LayerSource
@@ -40,7 +40,7 @@ K_STEP = {"int8": 64, "int4": 128}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMatrix:
     """The bytes of one matrix part, unread."""
 
     name: str
@@ -48,7 +48,7 @@ class Stored:
     read: Callable[[], Tensor]  # uint8, 1-D
 
 
-Parts = dict[tuple[str, int, int, str], Stored]  # (role, expert, NUMA part, "quant" or "scale")
+Parts = dict[tuple[str, int, int, str], StoredMatrix]  # (role, expert, NUMA part, "quant" or "scale")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class KTLayers:
             def read(name: str = name) -> Tensor:
                 return shards.read(name).view(torch.uint8)
 
-            layers.setdefault(int(found["layer"]), {})[key] = Stored(name, size, read)
+            layers.setdefault(int(found["layer"]), {})[key] = StoredMatrix(name, size, read)
         return cls(str(shards.file(next(iter(names))).parent), layers)
 
     @classmethod
@@ -96,7 +96,7 @@ class KTLayers:
                     return torch.from_numpy(numpy.fromfile(file, dtype=numpy.uint8))
 
                 key = (found["role"], int(found["expert"]), numa, found["kind"])
-                layers.setdefault(layer, {})[key] = Stored(str(file), size, read)
+                layers.setdefault(layer, {})[key] = StoredMatrix(str(file), size, read)
         if not layers:
             raise InputError(str(directory), "no _layer_N/_numa_P/*.kt in it", "a directory of kt-kernel's converter")
         return cls(str(directory), layers)
@@ -120,13 +120,13 @@ class KTLayers:
         formats = {role: self._check(parts, module, role, count, shape) for role in shape.matrices()}
         size = sum(part.bytes for part in parts.values())
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[ExpertChunk]:
             for expert in range(shape.num_experts):
                 tensors: dict[str, Tensor | Encoded] = {
                     role: _matrix(parts, role, expert, count, *shape.matrices()[role], formats[role])
                     for role in shape.matrices()
                 }
-                yield Piece(expert, False, tensors)
+                yield ExpertChunk(expert, False, tensors)
 
         return LayerSource(formats, size, pieces)
 

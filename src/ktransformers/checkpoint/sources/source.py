@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.experts import ExpertShape, Formats, Piece
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PlainTensor:
 class LayerSource:
     formats: Formats  # of gate, up and down
     bytes: int  # in the files
-    pieces: Callable[[], Iterator[Piece]]
+    pieces: Callable[[], Iterator[ExpertChunk]]
 
 
 class Source(Protocol):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode
-from ktransformers.checkpoint.experts import ExpertShape, Piece, check, read
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check, read
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
-from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, Part, dimensions, recognise
+from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.recode import blocks, rows_of
 from ktransformers.checkpoint.shards import Shards
@@ -65,7 +65,7 @@ class SafetensorsSource:
         formats = check(shards, tensors, shape, self._quantisation, interleaved)
         size = sum(_bytes(shards.part(name)) for name in names_of(tensors))
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[ExpertChunk]:
             return read(shards, tensors, shape, self._quantisation, interleaved)
 
         return LayerSource(formats, size, pieces)
@@ -144,6 +144,6 @@ def _is_quantised(shards: Shards, endings: Mapping[str, str]) -> bool:
     return weight.dtype in CODE_DTYPES and any(ending in endings for ending in SCALES)
 
 
-def _bytes(part: Part) -> int:
+def _bytes(part: TensorRef) -> int:
     size = torch.Size(part.shape).numel()
     return size * DTYPES[part.dtype].itemsize if part.dtype in DTYPES else size

@@ -29,8 +29,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktransformers import log
-from ktransformers.nn.attention_graphs.signature import Call, Form, Key, draws, read, state_of, trained_by
-from ktransformers.nn.attention_graphs.static_inputs import Gradients, Growing, Tray
+from ktransformers.nn.attention_graphs.signature import (
+    AttentionCall,
+    CallSignature,
+    Key,
+    draws,
+    read,
+    state_of,
+    trained_by,
+)
+from ktransformers.nn.attention_graphs.static_inputs import GradientBuffers, GrowingBuffers, StaticInputs
 from ktransformers.nn.cuda_graphs import capture
 
 NAME = "self_attn"
@@ -46,18 +54,18 @@ NOTHING = torch.empty(0)
 _log = log.logger(__name__)
 
 
-class Tape(Protocol):
+class Graph(Protocol):
     def replay(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputeGraph:
     """Where there are no graphs, in tests: what was recorded is computed once more."""
 
     replay: Callable[[], None]
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What calls that go through the same graphs have in common."""
 
     tray: Key
@@ -67,7 +75,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class Sightings:
+class CallStats:
     """Of a kind that is not recorded yet."""
 
     seen: int = 0
@@ -83,16 +91,16 @@ class Sightings:
 
 
 @dataclass
-class Tapes:
+class GraphPair:
     """One layer's graphs for one kind of call."""
 
-    tray: Tray
-    ahead: Tape
-    back: Tape | None = None
+    tray: StaticInputs
+    ahead: Graph
+    back: Graph | None = None
     trained: Sequence[Tensor] = ()
-    gradients: Gradients | None = None
+    gradients: GradientBuffers | None = None
 
-    def compute(self, call: Call) -> Tensor:
+    def compute(self, call: AttentionCall) -> Tensor:
         tray, (count, length, _) = self.tray, call.hidden.shape
         out = tray.outward.new_empty(count, length, tray.outward.shape[2])
         for piece in tray.pieces(call):
@@ -101,7 +109,7 @@ class Tapes:
             out[piece].copy_(tray.outward[: piece.stop - piece.start, :length])
         return out
 
-    def differentiate(self, call: Call, rising: Tensor, upward: bool) -> tuple[Tensor | None, ...]:
+    def differentiate(self, call: AttentionCall, rising: Tensor, upward: bool) -> tuple[Tensor | None, ...]:
         """Gradients of the hidden states and of what is trained."""
         assert self.back is not None and self.gradients is not None
         found = torch.empty_like(call.hidden) if upward else None
@@ -114,11 +122,11 @@ class Tapes:
         return found, *self.gradients.take()
 
 
-class Replay(torch.autograd.Function):
+class ReplayedAttention(torch.autograd.Function):
     """One call of attention; of what it computes only the input is kept."""
 
     @staticmethod
-    def forward(ctx: Any, tapes: Tapes, call: Call, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, tapes: GraphPair, call: AttentionCall, hidden: Tensor, *trained: Tensor) -> Tensor:
         ctx.tapes, ctx.chance = tapes, _chance(hidden.device)
         ctx.call = replace(call, hidden=NOTHING)  # what is saved may be let go of until it is wanted
         ctx.save_for_backward(hidden)
@@ -128,7 +136,7 @@ class Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, rising: Tensor | None) -> tuple[Any, ...]:
-        tapes: Tapes = ctx.tapes
+        tapes: GraphPair = ctx.tapes
         if rising is None:
             return None, None, None, *[None] * len(tapes.trained)
         (hidden,) = ctx.saved_tensors
@@ -161,13 +169,13 @@ def _at(device: torch.device, chance: int) -> Iterator[None]:
         generator.set_offset(now)
 
 
-class Studio:
+class GraphPool:
     """What all layers on a device share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.buffers = Growing()
-        self.trays: dict[Key, Tray] = {}
+        self.buffers = GrowingBuffers()
+        self.trays: dict[Key, StaticInputs] = {}
         self.full = False  # there is no memory left
         self._pool: Any = None
         self._stream: Any = None  # that buffers are used on
@@ -180,26 +188,26 @@ class Studio:
         self._stream = self._stream or here
         return bool(self._stream == here) and not torch.cuda.is_current_stream_capturing()
 
-    def record(self, run: Callable[[], None]) -> Tape:
+    def record(self, run: Callable[[], None]) -> Graph:
         """Once as it is, so that kernels are there and loaded, then into a graph."""
         run()
         if self.device.type != "cuda":
-            return Again(run)
+            return RecomputeGraph(run)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         capture(graph, run, self.device, self._pool)
         return graph
 
 
-class Attention:
+class GraphedAttention:
     """`forward` of one `self_attn`, in its place."""
 
-    def __init__(self, layer: Any, module: nn.Module, studio: Studio) -> None:
+    def __init__(self, layer: Any, module: nn.Module, studio: GraphPool) -> None:
         self.layer, self.module, self.studio = layer, module, studio
         self.stock: Callable[..., Any] = module.forward
-        self.known: dict[Kind, Tapes] = {}
+        self.known: dict[CallKind, GraphPair] = {}
         self.barred = False  # it cannot be recorded
-        self._noted: dict[Kind, Sightings] = {}
+        self._noted: dict[CallKind, CallStats] = {}
         self._own = "forward" in vars(module)
         self.__wrapped__ = self.stock  # for who asks what arguments it has
         module.forward = self
@@ -224,16 +232,16 @@ class Attention:
             return self.stock(*args, **words)
         if not torch.is_grad_enabled():
             return tapes.compute(call), None
-        return Replay.apply(tapes, call, call.hidden, *tapes.trained), None  # type: ignore[no-untyped-call]
+        return ReplayedAttention.apply(tapes, call, call.hidden, *tapes.trained), None  # type: ignore[no-untyped-call]
 
-    def _read(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> Call | None:
+    def _read(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> AttentionCall | None:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return None
         if not (self.layer.gradient_checkpointing and self.module.training) or (self.barred and not self.known):
             return None
         return read(args, words)
 
-    def _kind(self, call: Call) -> Kind | None:
+    def _kind(self, call: AttentionCall) -> CallKind | None:
         """None: none that is recorded."""
         hidden, kind = call.hidden, self.studio.device.type
         if call.shape[1] > LONGEST or hidden.shape[0] * call.shape[1] > TOKENS:
@@ -252,9 +260,9 @@ class Attention:
         cast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         dtypes = tuple(tensor.dtype for tensor in call.tensors)
         tray = call.shape, hidden.dtype, call.form, call.shapes, dtypes, cast
-        return Kind(tray, hidden.requires_grad, how, state)
+        return CallKind(tray, hidden.requires_grad, how, state)
 
-    def _tapes(self, call: Call, kind: Kind) -> Tapes | None:
+    def _tapes(self, call: AttentionCall, kind: CallKind) -> GraphPair | None:
         """A pass that is repeated under checkpointing has to go the way of the first one, with whose tensors it is
         compared: so a kind is recorded when no call of it is still to be repeated."""
         found, learns = self.known.get(kind), torch.is_grad_enabled()
@@ -262,7 +270,7 @@ class Attention:
             return None
         if found is not None and (found.back is not None or not learns):
             return found
-        noted = self._noted.setdefault(kind, Sightings())
+        noted = self._noted.setdefault(kind, CallStats())
         if torch._C._current_graph_task_id() != -1:  # in a backward pass
             noted.pending = max(0, noted.pending - 1) if learns else noted.pending
             return None
@@ -277,7 +285,7 @@ class Attention:
             self._noted = {one: count for one, count in self._noted.items() if count.pending}
         return None
 
-    def _record(self, call: Call, kind: Kind, learns: bool) -> Tapes | None:
+    def _record(self, call: AttentionCall, kind: CallKind, learns: bool) -> GraphPair | None:
         studio = self.studio
         if self.barred or studio.full:
             return None
@@ -287,15 +295,15 @@ class Attention:
         try:
             with plainly, _at(studio.device, _chance(studio.device)):
                 if kind.tray not in studio.trays:
-                    studio.trays[kind.tray] = Tray(call, studio.buffers)
+                    studio.trays[kind.tray] = StaticInputs(call, studio.buffers)
                 tray = studio.trays[kind.tray]
                 tray.lay(replace(call, hidden=call.hidden.detach()), next(tray.pieces(call)))
                 found = self.known.get(kind)
                 if found is None:
-                    found = Tapes(tray, studio.record(self._ahead(tray, call.form)))
+                    found = GraphPair(tray, studio.record(self._ahead(tray, call.form)))
                 if learns:
                     found.trained = [parameter for parameter, _ in trained_by(self.module).values()]
-                    found.gradients = Gradients(found.trained, studio.buffers)
+                    found.gradients = GradientBuffers(found.trained, studio.buffers)
                     found.back = studio.record(self._back(tray, call.form, found.gradients, kind.upward))
         except Exception as error:  # of any kind: the call itself is still to be made, and a training to go on
             self._give_up(error)
@@ -313,7 +321,7 @@ class Attention:
             name = type(self.module).__name__
             _log.warning("%s is not recorded, Python launches it kernel by kernel: %s", name, error)
 
-    def _call(self, tray: Tray, form: Form, hidden: Tensor) -> Tensor:
+    def _call(self, tray: StaticInputs, form: CallSignature, hidden: Tensor) -> Tensor:
         found = self.stock(hidden_states=hidden, **form.words(tray.tensors))
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError("it gives something else than an output and weights")
@@ -321,7 +329,7 @@ class Attention:
         tray.expect(out)
         return out
 
-    def _ahead(self, tray: Tray, form: Form) -> Callable[[], None]:
+    def _ahead(self, tray: StaticInputs, form: CallSignature) -> Callable[[], None]:
         cast = _autocast(self.studio.device.type)
 
         def run() -> None:
@@ -331,7 +339,9 @@ class Attention:
 
         return run
 
-    def _back(self, tray: Tray, form: Form, gradients: Gradients, upward: bool) -> Callable[[], None]:
+    def _back(
+        self, tray: StaticInputs, form: CallSignature, gradients: GradientBuffers, upward: bool
+    ) -> Callable[[], None]:
         cast = _autocast(self.studio.device.type)
 
         def run() -> None:
@@ -371,16 +381,16 @@ def _autocast(kind: str) -> Callable[[], Any]:
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-def record_attention(model: nn.Module, devices: Sequence[torch.device]) -> list[Attention]:
+def record_attention(model: nn.Module, devices: Sequence[torch.device]) -> list[GraphedAttention]:
     """From now on calls of attention on these devices are recorded where that is possible, layers with experts or
     without alike; modules that are recorded already stay as they are."""
-    studios = {device: Studio(device) for device in devices}
+    studios = {device: GraphPool(device) for device in devices}
     found = []
     for layer in model.modules():
         module = getattr(layer, NAME, None)
         if not hasattr(layer, "gradient_checkpointing") or not isinstance(module, nn.Module):
             continue
         device = next((parameter.device for parameter in module.parameters()), None)
-        if device in studios and not isinstance(module.forward, Attention):
-            found.append(Attention(layer, module, studios[device]))
+        if device in studios and not isinstance(module.forward, GraphedAttention):
+            found.append(GraphedAttention(layer, module, studios[device]))
     return found

@@ -24,7 +24,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Form:
+class CallSignature:
     """The arguments of a call besides hidden states: names of tensors, which of them came in a tuple, and the rest."""
 
     names: tuple[str, ...]
@@ -39,12 +39,12 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call that may be replayed."""
 
     hidden: Tensor
     tensors: tuple[Tensor, ...]
-    form: Form
+    form: CallSignature
     shape: tuple[int, int, int]  # of a piece's hidden states: sequences, T', H
     shapes: tuple[tuple[int, ...], ...]  # of the tensors of a piece
 
@@ -57,7 +57,7 @@ class Call:
         return dict(self.form.constants).get(name, default)
 
 
-def read(args: tuple[Any, ...], words: Mapping[str, Any]) -> Call | None:
+def read(args: tuple[Any, ...], words: Mapping[str, Any]) -> AttentionCall | None:
     """None: there is something among the arguments that nobody knows."""
     words = {"hidden_states": args[0], **words} if len(args) == 1 else words
     hidden = words.get("hidden_states")
@@ -85,7 +85,9 @@ def read(args: tuple[Any, ...], words: Mapping[str, Any]) -> Call | None:
     known = tuple(one for one in shapes if one is not None)
     if len(known) < len(shapes):
         return None
-    return Call(hidden, tuple(tensors), Form(tuple(names), frozenset(tuples), tuple(constants)), shape, known)
+    return AttentionCall(
+        hidden, tuple(tensors), CallSignature(tuple(names), frozenset(tuples), tuple(constants)), shape, known
+    )
 
 
 def _in_a_piece(name: str, tensor: Tensor, hidden: Tensor, piece: tuple[int, int, int]) -> tuple[int, ...] | None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.nn.attention_graphs.signature import AXES, Call, Key
+from ktransformers.nn.attention_graphs.signature import AXES, AttentionCall, Key
 
 
-class Growing:
+class GrowingBuffers:
     """Buffers by name, as large as the largest that was asked for; whoever holds a smaller one keeps it."""
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Growing:
         return found[:count].view(torch.Size(shape))
 
 
-class Tray:
+class StaticInputs:
     """Buffers of one kind of call. `inward` holds hidden states and, when a graph is through with them, their gradient;
     `outward` the output or, for backward, the gradient that it gets."""
 
-    def __init__(self, call: Call, buffers: Growing) -> None:
+    def __init__(self, call: AttentionCall, buffers: GrowingBuffers) -> None:
         self._buffers = buffers
         self.inward = buffers.of("inward", call.shape, call.hidden)
         self.outward = self.inward[:0]  # until somebody knows the output's type
@@ -49,11 +49,11 @@ class Tray:
         if not self.outward.numel():
             self.outward = self._buffers.of("outward", out.shape, out)
 
-    def pieces(self, call: Call) -> Iterator[slice]:
+    def pieces(self, call: AttentionCall) -> Iterator[slice]:
         count, most = call.hidden.shape[0], call.shape[0]
         return (slice(start, min(count, start + most)) for start in range(0, count, most))
 
-    def lay(self, call: Call, piece: slice, rising: Tensor | None = None) -> None:
+    def lay(self, call: AttentionCall, piece: slice, rising: Tensor | None = None) -> None:
         """A piece of a call and, for backward, of its output's gradient."""
         count, length = piece.stop - piece.start, call.hidden.shape[1]
         for target, source in ((self.inward, call.hidden), (self.outward, rising)):
@@ -86,11 +86,11 @@ def _open_for_nobody(mask: Tensor, count: int, length: int) -> None:
         mask[count:].fill_(whole)
 
 
-class Gradients:
+class GradientBuffers:
     """Of parameters, one behind the other for each of their types, so that they leave in one copy. Those that a module
     did not use have none."""
 
-    def __init__(self, parameters: Sequence[Tensor], buffers: Growing) -> None:
+    def __init__(self, parameters: Sequence[Tensor], buffers: GrowingBuffers) -> None:
         sizes: dict[torch.dtype, int] = {}
         self._places = []
         for parameter in parameters:

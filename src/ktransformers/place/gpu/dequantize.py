@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.place.gpu.dequantize_grids import VALUES_IN_ROWS, rows_of_tiles
-from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, Format, Matrix, Strip
+from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, PackedMatrix, Strip, StripFormat
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.place.gpu.dequantize_triton"
@@ -32,7 +32,7 @@ DTYPES = {
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: Matrix, out: Tensor) -> None:
+def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
     """`packed` uint8 `[slots, expert_bytes]`, `out` bf16 `[G, out_rows, K]`; `where` is `slots` as int32 `[G]` on the
     device, because asking it for them would wait. Triton's decoder also takes int64: bytes from the beginning of
     `packed` to experts that may lie outside of it."""
@@ -43,7 +43,7 @@ def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: Matrix, 
         decode_plain(packed[slot], matrix, out[place])
 
 
-def decode_plain(packed: Tensor, matrix: Matrix, out: Tensor) -> None:
+def decode_plain(packed: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
     """One expert: `[expert_bytes]` into `[out_rows, K]`."""
     blocks = packed.view(matrix.blocks, matrix.block_bytes)
     for half in range(2):
@@ -57,14 +57,14 @@ def decode_plain(packed: Tensor, matrix: Matrix, out: Tensor) -> None:
             target.copy_(rows[: target.shape[0], first])
 
 
-def _plain_half(blocks: Tensor, matrix: Matrix, half: int) -> Tensor:
+def _plain_half(blocks: Tensor, matrix: PackedMatrix, half: int) -> Tensor:
     """bf16 [blocks, 16, K]."""
     tiles = blocks[:, : 2 * matrix.k_tiles * TILE_BYTES].view(torch.bfloat16)
     tiles = tiles.view(matrix.blocks, matrix.k_tiles, 2, TILE_K // 2, TILE_N, 2)[:, :, half]
     return tiles.permute(0, 3, 1, 2, 4).reshape(matrix.blocks, TILE_N, matrix.k_tiles * TILE_K)
 
 
-def _strip_half(blocks: Tensor, matrix: Matrix, half: int) -> Tensor:
+def _strip_half(blocks: Tensor, matrix: PackedMatrix, half: int) -> Tensor:
     strip = matrix.strip(half)
     start = matrix.strip_at(half)
     found = blocks[:, start : start + strip.bytes]
@@ -113,7 +113,7 @@ def _spread(value: Tensor, span: int, columns: int) -> Tensor:
 Values = Callable[[Tensor, Fields, Fields], Tensor]
 
 
-def _values(form: Format) -> Values:
+def _values(form: StripFormat) -> Values:
     word = form.spec.partition(":")[0]
     return functools.partial(VALUES[word], form.span)
 

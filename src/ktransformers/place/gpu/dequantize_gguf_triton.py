@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.place.gpu import layout
-from ktransformers.place.gpu.layout import Matrix
+from ktransformers.place.gpu.layout import PackedMatrix
 
 COLUMNS = 128
 NOWHERE = tl.constexpr(layout.NOWHERE)
@@ -131,7 +131,7 @@ def knows(spec: str) -> bool:
     return spec in KINDS
 
 
-def decode_half(packed: Tensor, where: Tensor, unit: int, matrix: Matrix, half: int, out: Tensor) -> None:
+def decode_half(packed: Tensor, where: Tensor, unit: int, matrix: PackedMatrix, half: int, out: Tensor) -> None:
     flat, form, strip = packed.view(-1), matrix.formats[half], matrix.strip(half)
     first = half * matrix.half_rows
     launch: Any = _decode[(-(-matrix.columns // COLUMNS), matrix.blocks, where.shape[0])]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ktransformers.place.gpu import dequantize_gguf_triton
 from ktransformers.place.gpu.dequantize_gguf_triton import LINE, NOWHERE
-from ktransformers.place.gpu.layout import TILE_BYTES, Format, Matrix
+from ktransformers.place.gpu.layout import TILE_BYTES, PackedMatrix, StripFormat
 
 COLUMNS = 128  # of K that a program takes
 # How codes become numbers, and how the scale is written.
@@ -138,19 +138,19 @@ def _decode(
     tl.store(target, value, mask=inside & (row < tl.where(half == 0, end_rows, end_rows_1)))
 
 
-def _kind(form: Format) -> tuple[Any, Any] | None:
+def _kind(form: StripFormat) -> tuple[Any, Any] | None:
     return KINDS.get(form.spec.partition(":")[0])
 
 
-def knows(matrix: Matrix) -> bool:
+def knows(matrix: PackedMatrix) -> bool:
     return all(_kind(form) is not None or dequantize_gguf_triton.knows(form.spec) for form in matrix.formats)
 
 
-def unit_of(where: Tensor, matrix: Matrix) -> int:
+def unit_of(where: Tensor, matrix: PackedMatrix) -> int:
     return 1 if where.dtype == torch.int64 else matrix.expert_bytes
 
 
-def decode(packed: Tensor, where: Tensor, matrix: Matrix, out: Tensor) -> None:
+def decode(packed: Tensor, where: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
     """As `decode.decode` says, with -1 for places that nobody wants anything in. Both halves of a block in one launch,
     where they are of one format; the last half block may hold fewer rows than a whole one."""
     flat = packed.view(-1)

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.nn.lora_factors import Factors
-from ktransformers.nn.transfer import Descent, start_down
-from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, Pair
+from ktransformers.nn.lora_factors import LoraFactors
+from ktransformers.nn.transfer import DeviceToHost, start_down
+from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
 
 KEPT_BYTES = 256 << 20  # of pairs that stay on the device, two layers at least
 
 
 @dataclass(frozen=True)
-class Seat:
+class FactorSlot:
     """Where a tensor of PEFT's is in a pair: a [E, r, in] in A, b [E, out, r] in B."""
 
     pair: str  # first or down
@@ -36,7 +36,7 @@ class Seat:
     scale: float
 
 
-def seats(roles: Sequence[str], tensors: Sequence[Tensor], scales: tuple[float, float, float]) -> dict[str, Seat]:
+def seats(roles: Sequence[str], tensors: Sequence[Tensor], scales: tuple[float, float, float]) -> dict[str, FactorSlot]:
     """By role. `gate_up_b` has gate's scale for both halves, as `factors_of` makes it."""
     sizes = {role: (t.shape[1] if role.endswith("_a") else t.shape[2]) for role, t in zip(roles, tensors, strict=True)}
     outputs = {role: t.shape[1] for role, t in zip(roles, tensors, strict=True)}
@@ -45,18 +45,18 @@ def seats(roles: Sequence[str], tensors: Sequence[Tensor], scales: tuple[float, 
     every = slice(None)
     halved = outputs.get("up_b", outputs.get("gate_b", 0))
     known = {
-        "gate_a": Seat("first", "a", slice(0, gate), every, 1.0),
-        "gate_b": Seat("first", "b", slice(0, gate), slice(0, halved), scales[0]),
-        "gate_up_b": Seat("first", "b", slice(0, gate), every, scales[0]),
-        "up_a": Seat("first", "a", up, every, 1.0),
-        "up_b": Seat("first", "b", up, slice(-halved, None), scales[1]),
-        "down_a": Seat("down", "a", slice(0, sizes.get("down_a", 0)), every, 1.0),
-        "down_b": Seat("down", "b", slice(0, sizes.get("down_a", 0)), every, scales[2]),
+        "gate_a": FactorSlot("first", "a", slice(0, gate), every, 1.0),
+        "gate_b": FactorSlot("first", "b", slice(0, gate), slice(0, halved), scales[0]),
+        "gate_up_b": FactorSlot("first", "b", slice(0, gate), every, scales[0]),
+        "up_a": FactorSlot("first", "a", up, every, 1.0),
+        "up_b": FactorSlot("first", "b", up, slice(-halved, None), scales[1]),
+        "down_a": FactorSlot("down", "a", slice(0, sizes.get("down_a", 0)), every, 1.0),
+        "down_b": FactorSlot("down", "b", slice(0, sizes.get("down_a", 0)), every, scales[2]),
     }
     return {role: known[role] for role in roles}
 
 
-def lay(factors: Factors, tensors: Sequence[Tensor], wide: int) -> dict[str, Pair]:
+def lay(factors: LoraFactors, tensors: Sequence[Tensor], wide: int) -> dict[str, StackedLora]:
     """Tensors in the places of `factors.tensors`, on the device in any float dtype, as pairs; `wide`: outputs of gate
     and up together."""
     table = seats(factors.roles, tensors, factors.scales)
@@ -77,7 +77,7 @@ def lay(factors: Factors, tensors: Sequence[Tensor], wide: int) -> dict[str, Pai
                 a[:, seat.rank].copy_(tensor)
             else:
                 b[:, seat.rows, seat.rank].copy_(tensor if seat.scale == 1 else tensor.float() * seat.scale)
-        found[name] = Pair(a, b)
+        found[name] = StackedLora(a, b)
     return found
 
 
@@ -97,10 +97,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _OnDevice:
     versions: tuple[int, ...]
     held: tuple[Tensor, ...]
-    pairs: dict[str, Pair]
+    pairs: dict[str, StackedLora]
 
     @property
     def bytes(self) -> int:
@@ -110,9 +110,9 @@ class _Laid:
 class DeviceFactors:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: OrderedDict[tuple[object, ...], _Laid] = OrderedDict()
+        self._known: OrderedDict[tuple[object, ...], _OnDevice] = OrderedDict()
 
-    def of(self, factors: Factors, wide: int) -> dict[str, Pair]:
+    def of(self, factors: LoraFactors, wide: int) -> dict[str, StackedLora]:
         """Pairs for all experts of the layer."""
         if any(tensor.is_inference() for tensor in factors.tensors):
             return self._lay(factors, wide)
@@ -121,23 +121,23 @@ class DeviceFactors:
         found = self._known.pop(key, None)
         if found is None or found.versions != versions:
             held = tuple(tensor.detach() for tensor in factors.tensors)
-            found = _Laid(versions, held, self._lay(factors, wide))
+            found = _OnDevice(versions, held, self._lay(factors, wide))
         self._known[key] = found
         while len(self._known) > 2 and sum(one.bytes for one in self._known.values()) > KEPT_BYTES:
             self._known.popitem(last=False)
         return found.pairs
 
-    def _lay(self, factors: Factors, wide: int) -> dict[str, Pair]:
+    def _lay(self, factors: LoraFactors, wide: int) -> dict[str, StackedLora]:
         return lay(factors, [to_device(tensor, self._device) for tensor in factors.tensors], wide)
 
 
-def chosen(pairs: Mapping[str, Pair], experts: Tensor, ends: Tensor) -> GroupLora:
+def chosen(pairs: Mapping[str, StackedLora], experts: Tensor, ends: Tensor) -> GroupLora:
     """Of these experts, in this order."""
-    found = {name: Pair(p.a.index_select(0, experts), p.b.index_select(0, experts)) for name, p in pairs.items()}
+    found = {name: StackedLora(p.a.index_select(0, experts), p.b.index_select(0, experts)) for name, p in pairs.items()}
     return GroupLora(ends, found.get("first"), found.get("down"))
 
 
-def empty_like_factors(factors: Factors | None, device: torch.device) -> list[Tensor]:
+def empty_like_factors(factors: LoraFactors | None, device: torch.device) -> list[Tensor]:
     """Dense, with the strides of PEFT's tensors up to gaps."""
     found = []
     for tensor in () if factors is None else factors.tensors:
@@ -147,7 +147,7 @@ def empty_like_factors(factors: Factors | None, device: torch.device) -> list[Te
     return found
 
 
-def parts_of(factors: Factors, grads: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
+def parts_of(factors: LoraFactors, grads: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Gradients of pairs, of some experts, as those of `factors.tensors`."""
     found = []
     table = seats(factors.roles, factors.tensors, factors.scales)
@@ -158,10 +158,10 @@ def parts_of(factors: Factors, grads: Mapping[str, tuple[Tensor, Tensor]]) -> li
     return found
 
 
-class Gradients:
+class FactorGradients:
     """Gradients of the factors for the experts of a device, in the order of the walk, on their way to host memory."""
 
-    def __init__(self, factors: Factors | None) -> None:
+    def __init__(self, factors: LoraFactors | None) -> None:
         self._factors = factors
         self._parts: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
@@ -187,10 +187,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Leaving:
+class PendingCopies:
     """Tensors on their way into host memory, with the strides that they had."""
 
-    descent: Descent
+    descent: DeviceToHost
     tensors: list[Tensor]  # pinned; to be read when `finish` is back
 
     def finish(self) -> list[Tensor]:
@@ -198,8 +198,10 @@ class Leaving:
         return self.tensors
 
 
-def start_to_host(laid: Sequence[Tensor]) -> Leaving:
+def start_to_host(laid: Sequence[Tensor]) -> PendingCopies:
     orders = [dims_in_memory(tensor) for tensor in laid]
     descent = start_down([tensor.permute(order) for order, tensor in zip(orders, laid, strict=True)])
     found = zip(orders, descent.targets, strict=True)
-    return Leaving(descent, [dense.permute([order.index(d) for d in range(dense.dim())]) for order, dense in found])
+    return PendingCopies(
+        descent, [dense.permute([order.index(d) for d in range(dense.dim())]) for order, dense in found]
+    )

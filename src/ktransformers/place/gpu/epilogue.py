@@ -75,7 +75,7 @@ def scatter(
 
 
 @dataclass(frozen=True)
-class Thinning:
+class DropoutMask:
     """Dropout of LoRA's inputs by the hash that the native core uses: the same elements, wherever a row is computed.
     It is linear, so the gradient passes through the same call."""
 

@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.dequantize import decode
-from ktransformers.place.gpu.device_lora import DeviceFactors, Gradients, chosen
-from ktransformers.place.gpu.epilogue import Thinning
-from ktransformers.place.gpu.expert_cache import Key, Slots, Source
+from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, chosen
+from ktransformers.place.gpu.epilogue import DropoutMask
+from ktransformers.place.gpu.expert_cache import ExpertCache, Key, LayerBytes
+from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, SlotRefs, numbers_of, suits
 from ktransformers.place.gpu.expert_graphs import Key as Kind
-from ktransformers.place.gpu.expert_graphs import Recorder, Seated, Work, numbers_of, suits
-from ktransformers.place.gpu.grouped_mlp import Decoded, GroupLora, Pair, Rows
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import Geometry
-from ktransformers.place.gpu.multi_lora import Several, Shelf, shelf_bytes
+from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, shelf_bytes
 
 GROUP_BYTES = 576 << 20  # of bf16 weights that are decoded at a time; a whole layer's
 ROOM_BYTES = 2 << 30  # where these, with the packed bytes in the slots, hold it
@@ -37,44 +37,44 @@ AHEAD = 2  # groups whose copies are queued before the first of them is multipli
 
 
 @dataclass(frozen=True)
-class Packed:
+class LayerOnDevice:
     """One layer as a device needs it."""
 
     index: int
     geometry: Geometry
     gate: Gate
-    source: Source
+    source: LayerBytes
     biases: tuple[Tensor | None, Tensor | None]  # float32 [E, 2I or I] and [E, H] on the device
 
 
 @dataclass(frozen=True)
-class Batch:
+class ExpertBatch:
     hidden: Tensor  # [T, H]
     ids: Tensor  # [T, k]
     weights: Tensor  # [T, k]
-    factors: Factors | None
+    factors: LoraFactors | None
     dropout: Dropout
-    several: Several | None = None  # adapters of a batch whose rows differ in them
+    several: MultiLora | None = None  # adapters of a batch whose rows differ in them
     learns: bool = False  # the CPU's weights are those of a backward pass
 
 
 @dataclass(frozen=True)
-class Group:
+class ExpertGroup:
     experts: tuple[int, ...]
     begin: int  # of its rows among all
     ends: tuple[int, ...]  # from `begin` on
-    room: Slots
+    room: ExpertCache
 
 
-class Side:
-    def __init__(self, device: torch.device, slots: Slots) -> None:
+class GpuExecutor:
+    def __init__(self, device: torch.device, slots: ExpertCache) -> None:
         self.device, self.slots = device, slots
-        self.residents: dict[int, Slots] = {}  # by layer: slots of their own that are filled once
+        self.residents: dict[int, ExpertCache] = {}  # by layer: slots of their own that are filled once
         self._lora = DeviceFactors(device)
-        self.shelf = Shelf(device, shelf_bytes(device))
+        self.shelf = LoraCache(device, shelf_bytes(device))
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self.making = False  # the last pass was of a kind that will be recorded, or was just then
-        self._recorder = Recorder(device)
+        self._recorder = ExpertGraphs(device)
         self._finished: torch.cuda.Event | None = None
 
     def _bulk(self, geometry: Geometry) -> int:
@@ -87,7 +87,9 @@ class Side:
         rows = GROUP_ROWS * (6 * geometry.hidden + 14 * geometry.intermediate)
         return self._bulk(geometry) * geometry.decoded_bytes + rows
 
-    def _groups(self, layer: Packed, experts: Sequence[int], counts: NDArray[np.int64], tokens: int) -> list[Group]:
+    def _groups(
+        self, layer: LayerOnDevice, experts: Sequence[int], counts: NDArray[np.int64], tokens: int
+    ) -> list[ExpertGroup]:
         """Residents first, then what is here, then what has to come: in two groups, so that the first is multiplied
         while the second arrives; a few that are missing come with the others."""
         rooms = self.residents.get(layer.index)
@@ -107,11 +109,11 @@ class Side:
         for wanted, room, most in parts:
             for part in cut(wanted, counts, most, rows):
                 ends = np.cumsum(counts[part])
-                groups.append(Group(tuple(part), begin, tuple(ends.tolist()), room))
+                groups.append(ExpertGroup(tuple(part), begin, tuple(ends.tolist()), room))
                 begin += int(ends[-1])
         return groups
 
-    def _fetch(self, layer: Packed, groups: Sequence[Group], at: int) -> list[int]:
+    def _fetch(self, layer: LayerOnDevice, groups: Sequence[ExpertGroup], at: int) -> list[int]:
         """Slots of group `at`; those behind it are put on their way."""
         near: frozenset[Key] = frozenset((layer.index, e) for g in groups[at : at + AHEAD + 1] for e in g.experts)
         found = groups[at].room.fetch(layer.index, layer.source, groups[at].experts, near)
@@ -130,7 +132,7 @@ class Side:
             self._buffers[name, rows, columns] = found
         return found[:count]
 
-    def _decoded(self, layer: Packed, group: Group, slots: Sequence[int], experts: Tensor) -> Decoded:
+    def _decoded(self, layer: LayerOnDevice, group: ExpertGroup, slots: Sequence[int], experts: Tensor) -> Decoded:
         geometry, count = layer.geometry, len(group.experts)
         bulk = self._bulk(geometry)
         first = self._buffer("first", count, geometry.first.out_rows, geometry.hidden, bulk)
@@ -144,7 +146,7 @@ class Side:
             return Decoded(first, down)
         return Decoded(first, down, *(None if bias is None else bias[experts] for bias in layer.biases))
 
-    def _numbers(self, layer: Packed, groups: Sequence[Group]) -> tuple[Tensor, Tensor, Tensor]:
+    def _numbers(self, layer: LayerOnDevice, groups: Sequence[ExpertGroup]) -> tuple[Tensor, Tensor, Tensor]:
         """In one copy: the place of every expert in the walk (one more: of ids that are none), the experts in that
         order, and the ends of their rows within their group."""
         experts = [expert for group in groups for expert in group.experts]
@@ -156,8 +158,12 @@ class Side:
         return found[0], found[1], found[2]
 
     def _walk(
-        self, layer: Packed, batch: Batch, groups: Sequence[Group], numbers: tuple[Tensor, Tensor, Tensor]
-    ) -> Iterator[tuple[Rows, Decoded, GroupLora | None, Thinning | None, Tensor]]:
+        self,
+        layer: LayerOnDevice,
+        batch: ExpertBatch,
+        groups: Sequence[ExpertGroup],
+        numbers: tuple[Tensor, Tensor, Tensor],
+    ) -> Iterator[tuple[GroupedRows, Decoded, GroupLora | None, DropoutMask | None, Tensor]]:
         """Everything that a group's products need; the last are the places token * k + slot of its rows."""
         place, experts, ends = numbers
         ids, none = batch.ids.reshape(-1), layer.geometry.experts
@@ -168,15 +174,15 @@ class Side:
         keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
         share, seed = batch.dropout.share, batch.dropout.seed
-        pairs: dict[str, Pair] = {}
+        pairs: dict[str, StackedLora] = {}
         if batch.factors is not None:
             pairs = self._lora.of(batch.factors, layer.geometry.first.out_rows)
         first = 0
         for at, group in enumerate(groups):
             slots = self._fetch(layer, groups, at)
             rows, mine = slice(group.begin, group.begin + group.ends[-1]), slice(first, first + len(group.experts))
-            thin = Thinning(share, seed, order[rows]) if share and pairs else None
-            weighed = Rows(tokens[rows], weights[rows], ends[mine])
+            thin = DropoutMask(share, seed, order[rows]) if share and pairs else None
+            weighed = GroupedRows(tokens[rows], weights[rows], ends[mine])
             decoded = self._decoded(layer, group, slots, experts[mine])
             lora = chosen(pairs, experts[mine], ends[mine]) if pairs else None
             if several is not None:
@@ -184,7 +190,7 @@ class Side:
             first = mine.stop
             yield weighed, decoded, lora, thin, order[rows]
 
-    def _kind(self, layer: Packed, batch: Batch, streamed: int, learns: bool | None) -> Kind | None:
+    def _kind(self, layer: LayerOnDevice, batch: ExpertBatch, streamed: int, learns: bool | None) -> Kind | None:
         """Of a pass with so many streamed experts that may be recorded; None: it has to go group by group. `learns`
         None: forward."""
         bulk, most = self._bulk(layer.geometry), GROUP_ROWS + 2 * batch.hidden.shape[0]
@@ -192,7 +198,7 @@ class Side:
             return None
         return self._recorder.key(layer, batch, learns) if suits(layer, batch) else None
 
-    def replays(self, layer: Packed, batch: Batch, learns: bool | None) -> bool:
+    def replays(self, layer: LayerOnDevice, batch: ExpertBatch, learns: bool | None) -> bool:
         """Whether this pass with all of its experts is recorded: then its `counts` need not be known."""
         rooms = self.residents.get(layer.index)
         there = len(rooms.present(layer.index)) if rooms is not None else 0
@@ -200,8 +206,8 @@ class Side:
         return kind is not None and self._recorder.knows(kind)
 
     def _in_one(
-        self, layer: Packed, batch: Batch, experts: Sequence[int], learns: bool | None
-    ) -> tuple[Kind, Work] | None:
+        self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], learns: bool | None
+    ) -> tuple[Kind, GraphInputs] | None:
         """Everything for a replay; None: group by group."""
         geometry, bulk = layer.geometry, self._bulk(layer.geometry)
         rooms = self.residents.get(layer.index)
@@ -216,14 +222,16 @@ class Side:
             if room is not None and mine:
                 slots = room.fetch(layer.index, layer.source, mine, frozenset((layer.index, e) for e in mine))
                 room.await_ready(slots)
-                seats.append(Seated(room, mine, slots))
+                seats.append(SlotRefs(room, mine, slots))
         first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
         down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
         numbers = numbers_of(geometry.experts, seats, self.slots)
-        return kind, Work(layer, batch, self.slots, seats, Decoded(first, down), numbers, pairs)
+        return kind, GraphInputs(layer, batch, self.slots, seats, Decoded(first, down), numbers, pairs)
 
-    def forward(self, layer: Packed, batch: Batch, experts: Sequence[int], counts: NDArray[np.int64] | None) -> Tensor:
+    def forward(
+        self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], counts: NDArray[np.int64] | None
+    ) -> Tensor:
         """float32 [T, H], to be read before the next call. `counts` None: nobody knows them, and `replays` said so."""
         self._open()
         if (one := self._in_one(layer, batch, experts, None)) is not None:
@@ -241,8 +249,8 @@ class Side:
 
     def backward(
         self,
-        layer: Packed,
-        batch: Batch,
+        layer: LayerOnDevice,
+        batch: ExpertBatch,
         grad_out: Tensor,
         experts: Sequence[int],
         counts: NDArray[np.int64] | None,
@@ -261,7 +269,7 @@ class Side:
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         numbers = self._numbers(layer, groups)
-        gradients = Gradients(batch.factors)
+        gradients = FactorGradients(batch.factors)
         for rows, weights, lora, thin, places in self._walk(layer, batch, groups, numbers):
             grad_rows, grads = grouped_mlp.backward(
                 grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, thin, learns

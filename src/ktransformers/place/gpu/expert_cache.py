@@ -25,7 +25,7 @@ from ktransformers.place.gpu.pinned import Registered, Stages
 
 
 @dataclass(frozen=True)
-class Source:
+class LayerBytes:
     """The packed bytes of a layer in host memory."""
 
     first: Tensor  # uint8 [E, bytes]
@@ -37,7 +37,7 @@ Key = tuple[int, int]  # layer, expert
 COPY_BYTES = 64 << 20
 
 
-class Slots:
+class ExpertCache:
     def __init__(self, geometry: Geometry, count: int, device: torch.device, registered: Registered | None) -> None:
         """`registered` None: everything is staged."""
         self.device, self.count = device, count
@@ -89,7 +89,7 @@ class Slots:
         while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
             self._arrived = self._under_way.popleft()[0]
 
-    def direct(self, source: Source) -> bool:
+    def direct(self, source: LayerBytes) -> bool:
         """Whether copies from there need no staging; decides it when first asked."""
         if not self._cuda or self._registered is None:
             return False
@@ -100,7 +100,7 @@ class Slots:
         self.retain(layer, frozenset())
 
     def fetch(
-        self, layer: int, source: Source, experts: Sequence[int], keep: frozenset[Key] = frozenset()
+        self, layer: int, source: LayerBytes, experts: Sequence[int], keep: frozenset[Key] = frozenset()
     ) -> list[int]:
         """Slots of these experts; those that are missing are put on their way, in place of the longest unused that
         nobody in `keep` owns. As many as there is room for."""
@@ -139,7 +139,7 @@ class Slots:
         for expert in [expert for expert in mine if expert not in experts]:
             self._owner[mine.pop(expert)] = None
 
-    def _copy(self, source: Source, filled: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, source: LayerBytes, filled: Sequence[tuple[int, int]]) -> None:
         if not filled:
             return
         self.copied_bytes += len(filled) * self.expert_bytes

@@ -25,20 +25,20 @@ from torch import Tensor
 
 from ktransformers import log
 from ktransformers.nn.cuda_graphs import capture
-from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.transfer import side_streams
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.dequantize import decode
 from ktransformers.place.gpu.device_lora import empty_like_factors, parts_of
 from ktransformers.place.gpu.epilogue import SILU
-from ktransformers.place.gpu.expert_cache import Slots
-from ktransformers.place.gpu.grouped_mlp import ALIGN, Decoded, GroupLora, Pair, Rows
+from ktransformers.place.gpu.expert_cache import ExpertCache
+from ktransformers.place.gpu.grouped_mlp import ALIGN, Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import NOWHERE
-from ktransformers.place.gpu.zero_copy import Puller
+from ktransformers.place.gpu.zero_copy import ZeroCopyReader
 from ktransformers.triton_modules import import_triton_module
 
 if TYPE_CHECKING:
-    from ktransformers.place.gpu.executor import Batch, Packed
+    from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
 
 STEP = 64  # tokens; from 1024 on an eighth of the batch or less
 SEEN = 2  # passes over the layers before one like them is recorded: a size that comes once is not worth it
@@ -50,10 +50,10 @@ _log = log.logger(__name__)
 
 
 @dataclass(frozen=True)
-class Seated:
+class SlotRefs:
     """Experts in the slots of one room: the one that is streamed through, or residents'."""
 
-    room: Slots
+    room: ExpertCache
     experts: Sequence[int]
     slots: Sequence[int]
 
@@ -63,7 +63,7 @@ class Seated:
         return packed.data_ptr() - base.data_ptr() + np.array(self.slots, np.int64) * packed.shape[1]
 
 
-def numbers_of(experts: int, seats: Sequence[Seated], room: Slots) -> NDArray[np.int64]:
+def numbers_of(experts: int, seats: Sequence[SlotRefs], room: ExpertCache) -> NDArray[np.int64]:
     """Of every expert, and of ids that are none: its place, the last one if nobody wants it; and how far its two
     matrices are from those of `room`, or NOWHERE."""
     found = np.full(3 * experts + 1, NOWHERE, np.int64)
@@ -83,20 +83,20 @@ def size_of(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Work:
+class GraphInputs:
     """What a replay needs of one layer and batch."""
 
-    layer: Packed
-    batch: Batch
-    room: Slots
-    seats: Sequence[Seated]
+    layer: LayerOnDevice
+    batch: ExpertBatch
+    room: ExpertCache
+    seats: Sequence[SlotRefs]
     decoded: Decoded  # buffers for all experts
     numbers: NDArray[np.int64]
-    pairs: Mapping[str, Pair]  # LoRA of all experts
+    pairs: Mapping[str, StackedLora]  # LoRA of all experts
 
 
 @dataclass(frozen=True)
-class Desk:
+class StaticBuffers:
     """Buffers of all recordings, for as many tokens as any of them has had."""
 
     hidden: Tensor  # [T, H]
@@ -106,20 +106,20 @@ class Desk:
     out: Tensor  # float32 [T, H]
     grad_weights: Tensor  # float32 [T, k]
 
-    def fits(self, batch: Batch) -> bool:
+    def fits(self, batch: ExpertBatch) -> bool:
         return self.hidden.dtype == batch.hidden.dtype and self.ids.shape[1] == batch.ids.shape[1]
 
 
 @dataclass(frozen=True)
-class Recording:
+class ExpertGraph:
     opening: torch.cuda.CUDAGraph  # reads packed experts
     graph: torch.cuda.CUDAGraph  # all the rest
-    desk: Desk
+    desk: StaticBuffers
     numbers: Tensor
-    pairs: dict[str, Pair]
+    pairs: dict[str, StackedLora]
     laid: list[Tensor]  # gradients of the factors, with their strides
 
-    def fill(self, work: Work, tokens: int, rising: Tensor | None, puller: Puller) -> None:
+    def fill(self, work: GraphInputs, tokens: int, rising: Tensor | None, puller: ZeroCopyReader) -> None:
         """This batch into the buffers; places up to `tokens` that it leaves are nobody's."""
         desk, batch, count = self.desk, work.batch, work.batch.ids.shape[0]
         puller.fill(self.numbers, torch.from_numpy(work.numbers))  # past the copies that are queued
@@ -135,7 +135,7 @@ class Recording:
         if count < tokens:
             desk.ids[count:tokens].fill_(-1)
 
-    def replay(self, work: Work) -> None:
+    def replay(self, work: GraphInputs) -> None:
         self.opening.replay()
         for seat in work.seats:
             seat.room.done_reading(seat.slots)
@@ -147,7 +147,7 @@ def _capable(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in CAPABLE
 
 
-def suits(layer: Packed, batch: Batch) -> bool:
+def suits(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
     """Whether everything that such a pass asks for can be recorded."""
     geometry, kernels = layer.geometry, import_triton_module("ktransformers.place.gpu.dequantize_triton")
     return (
@@ -169,26 +169,26 @@ def suits(layer: Packed, batch: Batch) -> bool:
     )
 
 
-def _layout(factors: Factors | None) -> Key:
+def _layout(factors: LoraFactors | None) -> Key:
     if factors is None:
         return ()
     return factors.roles, factors.scales, *((t.shape, t.stride(), t.dtype) for t in factors.tensors)
 
 
-class Recorder:
+class ExpertGraphs:
     """Of one engine, whose layers have the same sizes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._puller = Puller(device)
+        self._puller = ZeroCopyReader(device)
         self._seen: dict[Key, tuple[int, int]] = {}  # the layer that came first, and how often
-        self._known: dict[Key, Recording] = {}
-        self._learned: dict[Key, tuple[dict[str, Pair], list[Tensor]]] = {}  # buffers for LoRA, by its layout
-        self._desk: Desk | None = None
+        self._known: dict[Key, ExpertGraph] = {}
+        self._learned: dict[Key, tuple[dict[str, StackedLora], list[Tensor]]] = {}  # buffers for LoRA, by its layout
+        self._desk: StaticBuffers | None = None
         self._pool: Any = None
         self._refused = False
 
-    def key(self, layer: Packed, batch: Batch, learns: bool | None) -> Key:
+    def key(self, layer: LayerOnDevice, batch: ExpertBatch, learns: bool | None) -> Key:
         """`learns` None: forward."""
         tokens, top_k = batch.ids.shape
         return learns, size_of(tokens), top_k, batch.hidden.dtype, layer.gate, _layout(batch.factors)
@@ -211,7 +211,7 @@ class Recorder:
         self._seen[key] = first, passes
         return passes > SEEN
 
-    def forward(self, key: Key, work: Work) -> Tensor | None:
+    def forward(self, key: Key, work: GraphInputs) -> Tensor | None:
         """float32 [T, H], to be read before the next replay; None: there is no memory for a recording."""
         found = self._prepared(key, work)
         if found is None:
@@ -219,7 +219,7 @@ class Recorder:
         found.replay(work)
         return found.desk.out[: work.batch.hidden.shape[0]]
 
-    def backward(self, key: Key, work: Work, rising: Tensor) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+    def backward(self, key: Key, work: GraphInputs, rising: Tensor) -> tuple[Tensor, Tensor, list[Tensor]] | None:
         """Gradients of hidden and of the routing weights in float32, and of the factors; the first and the last are to
         be read before the next replay. None as above."""
         found = self._prepared(key, work, rising)
@@ -231,7 +231,7 @@ class Recorder:
         tokens = work.batch.hidden.shape[0]
         return found.desk.out[:tokens], found.desk.grad_weights[:tokens].clone(), found.laid
 
-    def _prepared(self, key: Key, work: Work, rising: Tensor | None = None) -> Recording | None:
+    def _prepared(self, key: Key, work: GraphInputs, rising: Tensor | None = None) -> ExpertGraph | None:
         """The recording with this batch in its buffers."""
         fresh = True
         try:
@@ -251,7 +251,7 @@ class Recorder:
         self._known[key] = found
         return found
 
-    def _desk_for(self, tokens: int, batch: Batch) -> Desk:
+    def _desk_for(self, tokens: int, batch: ExpertBatch) -> StaticBuffers:
         desk = self._desk
         if desk is not None and desk.hidden.shape[0] >= tokens and desk.fits(batch):
             return desk
@@ -275,19 +275,21 @@ class Recorder:
         why = "there is no GPU memory left for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
         _log.warning("passes of experts are not recorded, Python launches them kernel by kernel: %s", why)
 
-    def _new(self, desk: Desk, work: Work, key: Key) -> Recording:
+    def _new(self, desk: StaticBuffers, work: GraphInputs, key: Key) -> ExpertGraph:
         layout = _layout(work.batch.factors)
         with torch.inference_mode(False):
             numbers = torch.empty(len(work.numbers), dtype=torch.int64, device=self.device)
             if layout not in self._learned:
-                pairs = {name: Pair(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in work.pairs.items()}
+                pairs = {
+                    name: StackedLora(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in work.pairs.items()
+                }
                 self._learned[layout] = pairs, []
             pairs, laid = self._learned[layout]
             if key[0] and not laid:
                 laid += empty_like_factors(work.batch.factors, self.device)
-        return Recording(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), desk, numbers, pairs, laid if key[0] else [])
+        return ExpertGraph(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), desk, numbers, pairs, laid if key[0] else [])
 
-    def _record(self, key: Key, found: Recording, work: Work) -> None:
+    def _record(self, key: Key, found: ExpertGraph, work: GraphInputs) -> None:
         """Once as it is, so that kernels are there and loaded, then into the graph."""
         pieces = (
             (found.opening, _opening(found, work)),
@@ -304,10 +306,10 @@ class Recorder:
             capture(graph, run, self.device, self._pool)
 
 
-def _new_desk(tokens: int, batch: Batch) -> Desk:
+def _new_desk(tokens: int, batch: ExpertBatch) -> StaticBuffers:
     hidden, top_k = batch.hidden, batch.ids.shape[1]
     rows = torch.empty(tokens, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-    return Desk(
+    return StaticBuffers(
         rows,
         torch.empty_like(rows),
         torch.empty(tokens, top_k, dtype=torch.int64, device=hidden.device),
@@ -317,7 +319,7 @@ def _new_desk(tokens: int, batch: Batch) -> Desk:
     )
 
 
-def _opening(found: Recording, work: Work) -> Callable[[], None]:
+def _opening(found: ExpertGraph, work: GraphInputs) -> Callable[[], None]:
     geometry, room, decoded = work.layer.geometry, work.room, work.decoded
 
     def run() -> None:
@@ -328,7 +330,7 @@ def _opening(found: Recording, work: Work) -> Callable[[], None]:
     return run
 
 
-def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Callable[[], None]:
+def _pass(found: ExpertGraph, work: GraphInputs, tokens: int, learns: bool | None) -> Callable[[], None]:
     """All that is asked of the device for a batch that is in the buffers, and experts that are decoded."""
     desk = found.desk
     geometry, decoded, gate = work.layer.geometry, work.decoded, work.layer.gate
@@ -355,7 +357,7 @@ def _pass(found: Recording, work: Work, tokens: int, learns: bool | None) -> Cal
     return run
 
 
-def _rows(desk: Desk, numbers: Tensor, experts: int, tokens: int) -> tuple[Rows, Tensor]:
+def _rows(desk: StaticBuffers, numbers: Tensor, experts: int, tokens: int) -> tuple[GroupedRows, Tensor]:
     """Rows in the order of their experts, and where they come from: token * k + slot."""
     ids, top_k = desk.ids[:tokens].view(-1), desk.ids.shape[1]
     keys = numbers[torch.where((ids < 0) | (ids >= experts), experts, ids)]
@@ -363,4 +365,4 @@ def _rows(desk: Desk, numbers: Tensor, experts: int, tokens: int) -> tuple[Rows,
     everybody = torch.arange(experts, device=keys.device)
     ends = torch.searchsorted(keys, everybody, right=True, out_int32=True)
     weights = desk.weights[:tokens].view(-1)[order]
-    return Rows(order // top_k, weights, ends, ends[-1:]), order
+    return GroupedRows(order // top_k, weights, ends, ends[-1:]), order

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import epilogue
-from ktransformers.place.gpu.epilogue import Thinning
+from ktransformers.place.gpu.epilogue import DropoutMask
 
 ALIGN = 8  # bf16 numbers in 16 bytes: what the grouped product wants of strides
 
@@ -40,7 +40,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Pair:
+class StackedLora:
     """LoRA of one matrix in bf16, the scale in B: A [n, r, in], B [n, out, r]; r is a multiple of ALIGN."""
 
     a: Tensor
@@ -52,12 +52,12 @@ class GroupLora:
     """Factors for the same rows: `ends` may cut an expert's rows further, by adapter."""
 
     ends: Tensor
-    first: Pair | None
-    down: Pair | None
+    first: StackedLora | None
+    down: StackedLora | None
 
 
 @dataclass(frozen=True)
-class Rows:
+class GroupedRows:
     """Which rows of a batch a group of experts computes, sorted by expert."""
 
     token: Tensor  # int64 [R]
@@ -102,12 +102,12 @@ def _bias(bias: Tensor | None, ends: Tensor, rows: int) -> Tensor | None:
     return bias[expert]
 
 
-def _thin(thin: Thinning | None, rows: Tensor, which: int) -> Tensor:
+def _thin(thin: DropoutMask | None, rows: Tensor, which: int) -> Tensor:
     return rows if thin is None else thin(rows, which)
 
 
 def _wide(
-    x: Tensor, weights: Decoded, ends: Tensor, lora: GroupLora | None, thin: Thinning | None
+    x: Tensor, weights: Decoded, ends: Tensor, lora: GroupLora | None, thin: DropoutMask | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gate and up in bf16, what LoRA and biases add to them, and LoRA's input and what A makes of it."""
     wide = product(x, weights.first.transpose(1, 2), ends)
@@ -122,12 +122,12 @@ def _wide(
 
 def forward(
     hidden: Tensor,
-    rows: Rows,
+    rows: GroupedRows,
     weights: Decoded,
     gate: Gate,
     out: Tensor,
     lora: GroupLora | None = None,
-    thin: Thinning | None = None,
+    thin: DropoutMask | None = None,
 ) -> None:
     """Adds to `out`, float32 [T, H]."""
     x = hidden.index_select(0, rows.token).to(torch.bfloat16)
@@ -145,12 +145,12 @@ def forward(
 def backward(
     grad_out: Tensor,
     hidden: Tensor,
-    rows: Rows,
+    rows: GroupedRows,
     weights: Decoded,
     gate: Gate,
     grad_hidden: Tensor,
     lora: GroupLora | None = None,
-    thin: Thinning | None = None,
+    thin: DropoutMask | None = None,
     learns: bool = False,
 ) -> tuple[Tensor, dict[str, Gradient]]:
     """Adds to `grad_hidden`, float32 [T, H]; returns the routing weights' gradient, float32 [R], and with `learns` the

@@ -20,7 +20,7 @@ from ktransformers import _core
 from ktransformers.files import write_json
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.store import NO_DROPOUT, ExpertStore
-from ktransformers.place.gpu.executor import Batch, Packed, Side
+from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.plan.calibrate import cache_file
 from ktransformers.plan.split import Costs
 
@@ -33,7 +33,7 @@ READ_BYTES = 1 << 30
 Measured = tuple[dict[str, Costs], float]  # by direction, and bytes a second of the link
 
 
-def costs_of(layer: Packed, store: ExpertStore, side: Side, *, anew: bool = False) -> Measured:
+def costs_of(layer: LayerOnDevice, store: ExpertStore, side: GpuExecutor, *, anew: bool = False) -> Measured:
     """From the cache, or measured now; the layer's experts are in `store`."""
     file = cache_file(
         f"place {VERSION} {_core.machine()['cpu']} {store.isa} {store.threads} {_device(side)} {layer.geometry}"
@@ -53,11 +53,11 @@ def costs_of(layer: Packed, store: ExpertStore, side: Side, *, anew: bool = Fals
     return costs, link
 
 
-def _device(side: Side) -> str:
+def _device(side: GpuExecutor) -> str:
     return torch.cuda.get_device_name(side.device) if side.device.type == "cuda" else "cpu"
 
 
-def _batch(layer: Packed, tokens: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _batch(layer: LayerOnDevice, tokens: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, layer.geometry.experts, generator=generator).topk(top_k).indices
     hidden = torch.randn(tokens, layer.geometry.hidden, generator=generator).bfloat16()
@@ -77,7 +77,7 @@ def fastest(call: Callable[[], object], device: torch.device | None = None) -> f
     return best
 
 
-def _measure(layer: Packed, store: ExpertStore, side: Side) -> Measured:
+def _measure(layer: LayerOnDevice, store: ExpertStore, side: GpuExecutor) -> Measured:
     experts = layer.geometry.experts
     top_k = min(8, experts)
     large = min(4096, max(SMALL, LARGE * experts // top_k))
@@ -127,7 +127,7 @@ def memory_rate() -> float:
     return pool.rate("read", 0.05, bytes=READ_BYTES // pool.threads)
 
 
-def link_rate(layer: Packed, side: Side) -> float:
+def link_rate(layer: LayerOnDevice, side: GpuExecutor) -> float:
     slots = side.slots
     count = max(1, min(slots.count, layer.geometry.experts, (256 << 20) // layer.geometry.expert_bytes))
 
@@ -142,7 +142,7 @@ def link_rate(layer: Packed, side: Side) -> float:
     return count * layer.geometry.expert_bytes / taken
 
 
-def _gpu(layer: Packed, side: Side, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float, float]:
+def _gpu(layer: LayerOnDevice, side: GpuExecutor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float, float]:
     """A call of one expert, then more experts, then more rows."""
     experts = list(range(max(1, min(side.slots.count, layer.geometry.experts, 16))))
     side.slots.fetch(layer.index, layer.source, experts)
@@ -150,7 +150,9 @@ def _gpu(layer: Packed, side: Side, batch: tuple[Tensor, Tensor, Tensor]) -> tup
     def seconds(chosen: list[int], tokens: int) -> float:
         ids = torch.tensor(chosen, dtype=torch.int64).repeat(-(-tokens // len(chosen)))[:tokens, None]
         hidden = batch[0][:1].expand(tokens, -1).contiguous()
-        on = Batch(hidden.to(side.device), ids.to(side.device), torch.ones(tokens, 1).to(side.device), None, NO_DROPOUT)
+        on = ExpertBatch(
+            hidden.to(side.device), ids.to(side.device), torch.ones(tokens, 1).to(side.device), None, NO_DROPOUT
+        )
         counts = np.bincount(ids.numpy().reshape(-1), minlength=layer.geometry.experts)
         side.forward(layer, on, chosen, counts)
         return fastest(lambda: side.forward(layer, on, chosen, counts), side.device)

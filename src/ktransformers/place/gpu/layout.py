@@ -34,7 +34,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Format:
+class StripFormat:
     spec: str
     planes: tuple[int, ...]  # bits, the widest first
     span: int  # values of K that share the fields below; 0: none
@@ -49,40 +49,40 @@ class Format:
 
 _F16, _U8 = Field("f16"), Field("u8")
 _FIXED = {
-    "bf16": Format("bf16", (16,), 0),
-    "int8": Format("int8", (8,), 0, row=(Field("f32"),)),
-    "fp8:row": Format("fp8:row", (8,), 0, row=(Field("f32"),)),
-    "fp8:1x128": Format("fp8:1x128", (8,), 128, (Field("f32"),)),
-    "fp8:128x128": Format("fp8:128x128", (8,), 128, (Field("f32", shared=True),)),
-    "mxfp8": Format("mxfp8", (8,), 32, (_U8,)),
-    "mxfp4": Format("mxfp4", (4,), 32, (_U8,)),
-    "nvfp4": Format("nvfp4", (4,), 32, (Field("u8", 2),), (Field("f32", shared=True),)),
-    "q8_0": Format("q8_0", (8,), 32, (_F16,)),
-    "q4_0": Format("q4_0", (4,), 32, (_F16,)),
-    "q4_1": Format("q4_1", (4,), 32, (_F16, _F16)),
-    "q5_0": Format("q5_0", (4, 1), 32, (_F16,)),
-    "q5_1": Format("q5_1", (4, 1), 32, (_F16, _F16)),
-    "iq4_nl": Format("iq4_nl", (4,), 32, (_F16,)),
-    "q2_k": Format("q2_k", (2,), 256, (Field("u8", 16), _F16, _F16)),
-    "q3_k": Format("q3_k", (2, 1), 256, (Field("u8", 12), _F16)),
-    "q4_k": Format("q4_k", (4,), 256, (_F16, _F16, Field("u8", 12))),
-    "q5_k": Format("q5_k", (4, 1), 256, (_F16, _F16, Field("u8", 12))),
-    "q6_k": Format("q6_k", (4, 2), 256, (Field("i8", 16), _F16)),
-    "iq4_xs": Format("iq4_xs", (4,), 256, (_F16, Field("u16"), Field("u8", 4))),
-    "tq2_0": Format("tq2_0", (2,), 256, (_F16,)),
-    "tq1_0": Format("tq1_0", (1,), 256, (Field("u8", 16), Field("u8", 4), _F16), in_rows=True),
-    "iq1_s": Format("iq1_s", (1,), 256, (_F16, Field("u16", 8)), in_rows=True),
-    "iq1_m": Format("iq1_m", (1,), 256, (Field("u8", 16), Field("u16", 4)), in_rows=True),
-    "iq2_xxs": Format("iq2_xxs", (2,), 256, (_F16,), in_rows=True),
-    "iq2_xs": Format("iq2_xs", (2,), 256, (_F16, Field("u8", 8)), in_rows=True),
-    "iq2_s": Format("iq2_s", (2,), 256, (_F16, Field("u8", 8), Field("u8", 8)), in_rows=True),
-    "iq3_xxs": Format("iq3_xxs", (3,), 256, (_F16,), in_rows=True),
-    "iq3_s": Format("iq3_s", (3,), 256, (_F16, Field("u8", 8), Field("u8", 4)), in_rows=True),
+    "bf16": StripFormat("bf16", (16,), 0),
+    "int8": StripFormat("int8", (8,), 0, row=(Field("f32"),)),
+    "fp8:row": StripFormat("fp8:row", (8,), 0, row=(Field("f32"),)),
+    "fp8:1x128": StripFormat("fp8:1x128", (8,), 128, (Field("f32"),)),
+    "fp8:128x128": StripFormat("fp8:128x128", (8,), 128, (Field("f32", shared=True),)),
+    "mxfp8": StripFormat("mxfp8", (8,), 32, (_U8,)),
+    "mxfp4": StripFormat("mxfp4", (4,), 32, (_U8,)),
+    "nvfp4": StripFormat("nvfp4", (4,), 32, (Field("u8", 2),), (Field("f32", shared=True),)),
+    "q8_0": StripFormat("q8_0", (8,), 32, (_F16,)),
+    "q4_0": StripFormat("q4_0", (4,), 32, (_F16,)),
+    "q4_1": StripFormat("q4_1", (4,), 32, (_F16, _F16)),
+    "q5_0": StripFormat("q5_0", (4, 1), 32, (_F16,)),
+    "q5_1": StripFormat("q5_1", (4, 1), 32, (_F16, _F16)),
+    "iq4_nl": StripFormat("iq4_nl", (4,), 32, (_F16,)),
+    "q2_k": StripFormat("q2_k", (2,), 256, (Field("u8", 16), _F16, _F16)),
+    "q3_k": StripFormat("q3_k", (2, 1), 256, (Field("u8", 12), _F16)),
+    "q4_k": StripFormat("q4_k", (4,), 256, (_F16, _F16, Field("u8", 12))),
+    "q5_k": StripFormat("q5_k", (4, 1), 256, (_F16, _F16, Field("u8", 12))),
+    "q6_k": StripFormat("q6_k", (4, 2), 256, (Field("i8", 16), _F16)),
+    "iq4_xs": StripFormat("iq4_xs", (4,), 256, (_F16, Field("u16"), Field("u8", 4))),
+    "tq2_0": StripFormat("tq2_0", (2,), 256, (_F16,)),
+    "tq1_0": StripFormat("tq1_0", (1,), 256, (Field("u8", 16), Field("u8", 4), _F16), in_rows=True),
+    "iq1_s": StripFormat("iq1_s", (1,), 256, (_F16, Field("u16", 8)), in_rows=True),
+    "iq1_m": StripFormat("iq1_m", (1,), 256, (Field("u8", 16), Field("u16", 4)), in_rows=True),
+    "iq2_xxs": StripFormat("iq2_xxs", (2,), 256, (_F16,), in_rows=True),
+    "iq2_xs": StripFormat("iq2_xs", (2,), 256, (_F16, Field("u8", 8)), in_rows=True),
+    "iq2_s": StripFormat("iq2_s", (2,), 256, (_F16, Field("u8", 8), Field("u8", 8)), in_rows=True),
+    "iq3_xxs": StripFormat("iq3_xxs", (3,), 256, (_F16,), in_rows=True),
+    "iq3_s": StripFormat("iq3_s", (3,), 256, (_F16, Field("u8", 8), Field("u8", 4)), in_rows=True),
 }
 _INT4_SCALES = {"": "bf16", "f16": "f16", "f32": "f32"}
 
 
-def format_of(spec: str) -> Format:
+def format_of(spec: str) -> StripFormat:
     """The format that a spec names; `int4:G[:f16|:f32]` has its group in the name."""
     if spec in _FIXED:
         return _FIXED[spec]
@@ -90,7 +90,7 @@ def format_of(spec: str) -> Format:
     group, _, scale = rest.partition(":")
     if word == "int4" and group.isdigit() and int(group) % TILE_K == 0 and scale in _INT4_SCALES:
         field = (Field(_INT4_SCALES[scale]),)
-        return Format(spec, (4,), int(group), field) if int(group) else Format(spec, (4,), 0, row=field)
+        return StripFormat(spec, (4,), int(group), field) if int(group) else StripFormat(spec, (4,), 0, row=field)
     raise InputError("format", spec, "int4:G or one of " + ", ".join(_FIXED), "such experts are computed on the CPU")
 
 
@@ -102,7 +102,7 @@ def _up(value: int, step: int) -> int:
 class Strip:
     """16 outputs over all of K. Offsets are from the strip's first byte."""
 
-    format: Format
+    format: StripFormat
     k_tiles: int
     columns: int
 
@@ -128,12 +128,12 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class PackedMatrix:
     """One packed matrix of every expert: `paired` is gate and up, `rows` outputs each; else `rows` outputs."""
 
     rows: int
     columns: int
-    formats: tuple[Format, Format]  # of the halves
+    formats: tuple[StripFormat, StripFormat]  # of the halves
     paired: bool
 
     def __post_init__(self) -> None:
@@ -198,8 +198,8 @@ class Geometry:
     hidden: int
     intermediate: int
     gated: bool
-    first: Matrix  # gate and up, or up
-    down: Matrix
+    first: PackedMatrix  # gate and up, or up
+    down: PackedMatrix
 
     @functools.cached_property
     def expert_bytes(self) -> int:
@@ -214,6 +214,8 @@ class Geometry:
 def geometry(experts: int, hidden: int, intermediate: int, gated: bool, formats: dict[str, str]) -> Geometry:
     """`formats` by matrix: gate, up and down."""
     up = format_of(formats["up"])
-    first = Matrix(intermediate, hidden, (format_of(formats["gate"]) if gated else up, up), gated)
+    first = PackedMatrix(intermediate, hidden, (format_of(formats["gate"]) if gated else up, up), gated)
     down = format_of(formats["down"])
-    return Geometry(experts, hidden, intermediate, gated, first, Matrix(hidden, intermediate, (down, down), False))
+    return Geometry(
+        experts, hidden, intermediate, gated, first, PackedMatrix(hidden, intermediate, (down, down), False)
+    )

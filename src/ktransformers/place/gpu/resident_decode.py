@@ -8,8 +8,8 @@ with the same address of every bf16 weight: expert, block, pair along K, half, o
 stay in float32 up to the activation, which is rounded to bf16; outputs are weighted and added in float32. That is how
 the CPU rounds too.
 
-LoRA joins the same sums before they are rounded: `adapters` int32 `[T]` says which of `Terms`' a token wants, or -1.
-What A makes of a row is rounded to bf16, as on the CPU. A token without one has the bits that it would have alone.
+LoRA joins the same sums before they are rounded: `adapters` int32 `[T]` says which of `LoraPointers`' a token wants, or
+-1. What A makes of a row is rounded to bf16, as on the CPU. A token without one has the bits that it would have alone.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
 from ktransformers.place.gpu.dequantize import decode_plain
 from ktransformers.place.gpu.epilogue import SILU
-from ktransformers.place.gpu.executor import Packed
-from ktransformers.place.gpu.expert_cache import Slots
-from ktransformers.place.gpu.layout import Geometry, Matrix
-from ktransformers.place.gpu.multi_lora import Pairs, Terms
+from ktransformers.place.gpu.executor import LayerOnDevice
+from ktransformers.place.gpu.expert_cache import ExpertCache
+from ktransformers.place.gpu.layout import Geometry, PackedMatrix
+from ktransformers.place.gpu.multi_lora import LoraPointers, Pairs
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.place.gpu.resident_decode_triton"
 
 DECODED_BYTES = 640 << 20  # of matrices at a time
 
-Lora = tuple[Tensor, Terms]  # adapters int32 [T], and theirs
+Lora = tuple[Tensor, LoraPointers]  # adapters int32 [T], and theirs
 
 
 def runs_on(device: torch.device) -> bool:
@@ -59,8 +59,8 @@ def count(ids: Tensor, counts: Tensor) -> None:
 
 
 def forward(
-    layer: Packed,
-    room: Slots,
+    layer: LayerOnDevice,
+    room: ExpertCache,
     place: Tensor,
     hidden: Tensor,
     ids: Tensor,
@@ -97,7 +97,7 @@ def _activate(wide: Tensor, gate: Gate, gated: bool) -> Tensor:
     return (gate(*wide.chunk(2, dim=1)) if gated else ACTIVATIONS[gate.activation](wide)).to(torch.bfloat16)
 
 
-def address(matrix: Matrix) -> Tensor:
+def address(matrix: PackedMatrix) -> Tensor:
     """int64 `[out_rows, columns]`: where a weight lies among the bf16 numbers of its expert."""
     row, k = torch.arange(matrix.out_rows)[:, None], torch.arange(matrix.columns)[None]
     half = row // matrix.rows if matrix.paired else row // 16 % 2
@@ -106,7 +106,7 @@ def address(matrix: Matrix) -> Tensor:
     return block * (matrix.block_bytes // 2) + pair // 16 * 1024 + half * 512 + pair % 16 * 32 + line % 16 * 2 + k % 2
 
 
-def _matrix(packed: Tensor, matrix: Matrix) -> Tensor:
+def _matrix(packed: Tensor, matrix: PackedMatrix) -> Tensor:
     if matrix.plain:
         return packed.view(torch.bfloat16)[address(matrix)]
     out = torch.empty(matrix.out_rows, matrix.columns, dtype=torch.bfloat16)
@@ -123,8 +123,8 @@ def _term(x: Tensor, pairs: Pairs, name: str, expert: int) -> Tensor | float:
 
 
 def _plain(
-    layer: Packed,
-    room: Slots,
+    layer: LayerOnDevice,
+    room: ExpertCache,
     place: Tensor,
     hidden: Tensor,
     ids: Tensor,

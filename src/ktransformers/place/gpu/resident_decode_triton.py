@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.place.gpu import dequantize_triton
-from ktransformers.place.gpu.layout import Matrix
+from ktransformers.place.gpu.layout import PackedMatrix
 
 PAIRS = 128  # along K that a program takes at a time; of a plain matrix as many single numbers
 
@@ -237,7 +237,7 @@ def _count(ids, counts, routes, experts, BLOCK: tl.constexpr):
 
 
 def _weights(
-    packed: Tensor, ids: Tensor, place: Tensor, bias: Tensor | None, matrix: Matrix
+    packed: Tensor, ids: Tensor, place: Tensor, bias: Tensor | None, matrix: PackedMatrix
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """The weights and biases as both kernels take them: tensors, sizes, and what is known when they are compiled."""
     words = packed.view(torch.bfloat16) if matrix.plain else _decoded(packed, ids, place, matrix)
@@ -247,7 +247,7 @@ def _weights(
     return (words, place if bias is None else bias), (place.shape[0], ids.shape[1], *sizes), known
 
 
-def _decoded(packed: Tensor, ids: Tensor, place: Tensor, matrix: Matrix) -> Tensor:
+def _decoded(packed: Tensor, ids: Tensor, place: Tensor, matrix: PackedMatrix) -> Tensor:
     """bf16 `[T * k, out_rows, columns]`, filled where the expert is here."""
     experts = place.shape[0]
     flat = ids.reshape(-1)
@@ -258,7 +258,7 @@ def _decoded(packed: Tensor, ids: Tensor, place: Tensor, matrix: Matrix) -> Tens
 
 
 def _lora(
-    x: Tensor, ids: Tensor, place: Tensor, matrix: Matrix, lora: Lora | None
+    x: Tensor, ids: Tensor, place: Tensor, matrix: PackedMatrix, lora: Lora | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """What A makes of the rows, as both kernels take it beside the table, and the ranks that it has room for."""
     if lora is None:
@@ -279,7 +279,7 @@ def first(
     place: Tensor,
     packed: Tensor,
     bias: Tensor | None,
-    matrix: Matrix,
+    matrix: PackedMatrix,
     silu: bool,
     lora: Lora | None = None,
 ) -> Tensor:
@@ -302,7 +302,7 @@ def down(
     place: Tensor,
     packed: Tensor,
     bias: Tensor | None,
-    matrix: Matrix,
+    matrix: PackedMatrix,
     lora: Lora | None = None,
 ) -> Tensor:
     """float32 `[T, rows]`: the weighted sum over the experts that are here."""

@@ -18,7 +18,7 @@ from ktransformers.place.gpu.device_lora import dims_in_memory
 from ktransformers.place.gpu.epilogue import kernels_for
 
 
-class Puller:
+class ZeroCopyReader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._held: deque[tuple[torch.cuda.Event, Tensor]] = deque()

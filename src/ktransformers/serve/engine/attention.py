@@ -30,7 +30,7 @@ from transformers import AttentionInterface
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.pool import default_pool
-from ktransformers.serve.engine.kv_cache import Slot
+from ktransformers.serve.engine.kv_cache import KVSlot
 
 NAME = "kt_slots"
 TYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core attends to
@@ -43,7 +43,7 @@ HARMLESS |= {"cache_position", "output_router_logits", "return_dict", "num_items
 
 @dataclass(frozen=True)
 class Span:
-    slot: Slot
+    slot: KVSlot
     first: int  # rows of the batch
     last: int
     position: int  # of the first row in its sequence
@@ -54,7 +54,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Kind:
+class AttentionSpec:
     """How a layer attends."""
 
     layer: int
@@ -64,7 +64,9 @@ class Kind:
     sinks: Tensor | None  # [heads]
 
 
-Attend = Callable[[Kind, Tensor, Tensor, Tensor], Tensor]  # [heads, T, d], [kv, T, d], [kv, T, dv] -> [T, heads, dv]
+Attend = Callable[
+    [AttentionSpec, Tensor, Tensor, Tensor], Tensor
+]  # [heads, T, d], [kv, T, d], [kv, T, dv] -> [T, heads, dv]
 _active: ContextVar[Attend | None] = ContextVar("attending", default=None)
 
 
@@ -102,11 +104,11 @@ def attend(
         name = type(module).__name__
         raise InputError(name, f"attention with {odd or ['a mask']}", "causal attention", "it cannot be served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kind = Kind(_layer(module), scale, sliding_window, softcap, s_aux)
+    kind = AttentionSpec(_layer(module), scale, sliding_window, softcap, s_aux)
     return by(kind, query[0], key[0], value[0])[None], None
 
 
-def _over_spans(rows: Sequence[Span], kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _over_spans(rows: Sequence[Span], kind: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     native = _native(query, value, kind.softcap, kind.sinks)
     new = [span for span in rows if native and span.rows == 1]
@@ -134,7 +136,7 @@ def _native(query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor |
     return fits and query.device.type == "cpu" and query.dtype in TYPES and not softcap and sinks is None
 
 
-def _decode(kind: Kind, rows: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+def _decode(kind: AttentionSpec, rows: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
     places: list[tuple[int, int, int, Tensor, Tensor]] = []
     for span in rows:
         end = span.position + 1

@@ -14,7 +14,7 @@ from typing import Any
 BROKEN = "\ufffd"
 
 
-class Text:
+class StreamingText:
     """The text of one answer."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), keep_special: bool = False) -> None:

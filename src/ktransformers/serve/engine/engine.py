@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.log import logger
-from ktransformers.serve.engine.forward import Alone, Forward, Found, Piece
+from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.head import Reader
-from ktransformers.serve.engine.kv_cache import Owner, Slots
+from ktransformers.serve.engine.kv_cache import KVCache, Owner
 from ktransformers.serve.engine.sampling import Score, choose, scores
 from ktransformers.serve.engine.sequence import Event, Sequence
 
@@ -62,10 +62,10 @@ class Counts:
     busy_seconds: float = 0.0
 
 
-class Engine:
-    def __init__(self, forward: Forward | Alone, limits: Limits) -> None:
+class ServeEngine:
+    def __init__(self, forward: Forward | SequentialForward, limits: Limits) -> None:
         self.forward, self.limits, self.counts = forward, limits, Counts()
-        self.slots = Slots(limits.tokens, forward.whole_prefixes)
+        self.slots = KVCache(limits.tokens, forward.whole_prefixes)
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._inbox: deque[Sequence] = deque()
@@ -209,8 +209,8 @@ class Engine:
             self.running.append(one)
         self.waiting.extendleft(reversed(held))
 
-    def _gather(self) -> list[tuple[Sequence, Piece]]:
-        batch: list[tuple[Sequence, Piece]] = []
+    def _gather(self) -> list[tuple[Sequence, Chunk]]:
+        batch: list[tuple[Sequence, Chunk]] = []
         left = self.limits.chunk
         for one in list(self.running):
             if one.slot is None:  # gave its slot away to one before it
@@ -223,7 +223,7 @@ class Engine:
             position, end = one.computed, one.computed + count
             read = _reader(one, position) if one.ask.prompt_logprobs and not one.prompt_told else None
             tokens, last, greedy = one.tokens[position:end], count == missing, one.greedy
-            piece = Piece(one.slot, tokens, position, one.ask.adapter, read, last, last and greedy)
+            piece = Chunk(one.slot, tokens, position, one.ask.adapter, read, last, last and greedy)
             batch.append((one, piece))
         return [(one, piece) for one, piece in batch if one.slot is piece.slot]
 
@@ -238,7 +238,7 @@ class Engine:
             self.counts.preempted += 1
         return one.slot is not None
 
-    def _advance(self, one: Sequence, piece: Piece, found: Found | None) -> None:
+    def _advance(self, one: Sequence, piece: Chunk, found: ForwardResult | None) -> None:
         prompt = one.ask.prompt
         self.counts.prompt_tokens += max(0, min(piece.position + len(piece.tokens), len(prompt)) - piece.position)
         if piece.read is not None:
@@ -263,7 +263,7 @@ class Engine:
             self.counts.first_tokens += 1
         self._deliver(one, token, told)
 
-    def _tell_prompt(self, one: Sequence, piece: Piece) -> None:
+    def _tell_prompt(self, one: Sequence, piece: Chunk) -> None:
         piece.slot.scores, piece.slot.top = list(one.prompt_scores), one.ask.logprobs or 0
         one.prompt_told = True
         one.deliver(Event(prompt_scores=tuple(one.prompt_scores), cached=one.cached))

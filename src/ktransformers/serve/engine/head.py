@@ -26,7 +26,7 @@ Reader = Callable[[int, Tensor], None]  # of the piece's rows from this one on: 
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRows:
     """Rows first .. last of the batch, whose logits someone reads; they may come in parts."""
 
     first: int
@@ -43,7 +43,7 @@ def collect(into: list[Tensor]) -> Reader:
     return read
 
 
-class Head:
+class LogitsHead:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
         self._body: Any = model.base_model
@@ -51,7 +51,7 @@ class Head:
         self._divides = self._picks and self._body is not model
         self._device = next(model.parameters()).device
 
-    def logits(self, picked: Sequence[int], scored: Sequence[Scored], words: dict[str, Any]) -> Tensor:
+    def logits(self, picked: Sequence[int], scored: Sequence[ScoredRows], words: dict[str, Any]) -> Tensor:
         """`[picked, V]` of the model called with these words; each reader gets its rows before."""
         if not scored:
             return self._rows(picked, words)
@@ -93,7 +93,7 @@ class Head:
                 del body.forward
 
 
-def _tell(scored: Sequence[Scored], start: int, logits: Tensor) -> None:
+def _tell(scored: Sequence[ScoredRows], start: int, logits: Tensor) -> None:
     """`logits` are those of the rows from `start` on, all readers' rows counted through."""
     end, before = start + logits.shape[0], 0
     for one in scored:

@@ -28,7 +28,7 @@ Owner = tuple[str, int] | None
 
 
 @dataclass(eq=False)
-class Slot:
+class KVSlot:
     owner: Owner
     tokens: list[int] = field(default_factory=list)  # whose keys and values are held
     capacity: int = 0
@@ -74,11 +74,11 @@ class Slot:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys.values(), *self.values.values()))
 
 
-class Slots:
+class KVCache:
     def __init__(self, tokens: int, whole_prefixes: bool = False) -> None:
         self._whole = whole_prefixes  # slots are continued where they end, not cut back or copied
         self.limit = -(-tokens // BLOCK) * BLOCK  # room of all slots together
-        self.slots: list[Slot] = []
+        self.slots: list[KVSlot] = []
         self.most = 0  # room that was used at the same time
         self.reused = 0  # tokens that did not have to be computed
         self._clock = 0
@@ -91,7 +91,7 @@ class Slots:
     def room_busy(self) -> int:
         return sum(slot.capacity for slot in self.slots if slot.busy)
 
-    def take(self, owner: Owner, tokens: Sequence[int], top: int | None = None) -> Slot | None:
+    def take(self, owner: Owner, tokens: Sequence[int], top: int | None = None) -> KVSlot | None:
         """A slot with room for the tokens and as much of their beginning in it as is known; None: no room now.
 
         At least one token is left to compute, because its output is wanted. With `top` scores of the tokens are wanted,
@@ -107,7 +107,7 @@ class Slots:
                 return source
             source.busy = False
             return None
-        slot = Slot(owner)
+        slot = KVSlot(owner)
         self.slots.append(slot)
         if not self.grow(slot, len(tokens)):
             self.slots.remove(slot)
@@ -119,7 +119,7 @@ class Slots:
             self.reused += shared
         return slot
 
-    def grow(self, slot: Slot, tokens: int) -> bool:
+    def grow(self, slot: KVSlot, tokens: int) -> bool:
         """Make room for that many tokens; False where there is none left."""
         if tokens <= slot.capacity:
             return True
@@ -136,7 +136,7 @@ class Slots:
         self.most = max(self.most, self.room_used)
         return True
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: KVSlot) -> None:
         """The sequence has ended; what it computed stays while there is room."""
         self._clock += 1
         slot.busy, slot.last_use = False, self._clock
@@ -158,7 +158,7 @@ class Slots:
             self.slots.remove(idle.pop(0))
         return self.room_used + tokens <= self.limit
 
-    def _longest(self, owner: Owner, tokens: Sequence[int], top: int | None) -> tuple[Slot | None, int]:
+    def _longest(self, owner: Owner, tokens: Sequence[int], top: int | None) -> tuple[KVSlot | None, int]:
         best, most = None, 0
         for slot in self.slots:
             if slot.owner != owner:
@@ -180,11 +180,11 @@ class Slots:
         return self.room_used + tokens + BLOCK <= self.limit
 
 
-class _Copy(Slot):
+class _Copy(KVSlot):
     """A view of an idle slot that is to be copied from, not taken."""
 
     @classmethod
-    def of(cls, slot: Slot, tokens: int) -> Slot:
+    def of(cls, slot: KVSlot, tokens: int) -> KVSlot:
         found = cls(slot.owner, slot.tokens[:tokens], slot.capacity, slot.keys, slot.values, slot.scores, slot.top)
         found.busy = True
         return found

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.adapters import Adapter, Pair, read_adapter
+from ktransformers.adapters import Adapter, LoraPair, read_adapter
 from ktransformers.adapters.names import place
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import IMPLEMENTATION, is_experts
-from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.operator import is_placed
 from ktransformers.serve.engine.kv_cache import Owner
@@ -38,23 +38,23 @@ TYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearLora:
     a: Tensor  # [r, in], float32
     b: Tensor  # [r, out], float32
     scaling: float
 
 
 @dataclass(frozen=True, eq=False)
-class Resident:
+class LoadedAdapter:
     """One version of an adapter, ready to be applied."""
 
     name: str
     version: int
     source: str
-    linears: Mapping[nn.Module, Linear]
+    linears: Mapping[nn.Module, LinearLora]
     experts: Mapping[nn.Module, _core.Adapter]
     matrices: int = 0  # that have factors: each linear layer, and gate, up and down of each layer of experts
-    factors: Mapping[nn.Module, Factors] = field(default_factory=dict)  # of experts that a GPU may compute
+    factors: Mapping[nn.Module, LoraFactors] = field(default_factory=dict)  # of experts that a GPU may compute
 
     @property
     def owner(self) -> Owner:
@@ -66,10 +66,10 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class Share:
+class AdapterRows:
     """Rows first .. last of the batch want this adapter."""
 
-    adapter: Resident
+    adapter: LoadedAdapter
     first: int
     last: int
 
@@ -89,11 +89,11 @@ def adding(add: Adding | None) -> Iterator[None]:
         _active.reset(token)
 
 
-def linear_shares(shares: Sequence[Share], rows: int) -> AbstractContextManager[None]:
+def linear_shares(shares: Sequence[AdapterRows], rows: int) -> AbstractContextManager[None]:
     return adding(functools.partial(_add_shares, shares, rows) if shares else None)
 
 
-def expert_shares(shares: Sequence[Share], rows: int) -> dict[nn.Module, MixedLora]:
+def expert_shares(shares: Sequence[AdapterRows], rows: int) -> dict[nn.Module, MixedLora]:
     """For every layer of experts that one of the adapters has: who is where."""
     layers: dict[nn.Module, MixedLora] = {}
     known: dict[tuple[bool, ...], Tensor] = {}
@@ -111,7 +111,7 @@ def expert_shares(shares: Sequence[Share], rows: int) -> dict[nn.Module, MixedLo
     return layers
 
 
-class Places:
+class LoraModules:
     """The model's modules by the names that adapters use."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -125,11 +125,11 @@ class Places:
             elif is_experts(module) and _ours(module):
                 self._experts[place(name.removesuffix(".experts"))] = module
 
-    def open(self, source: str | Path, name: str, version: int, model: str | None) -> Resident:
+    def open(self, source: str | Path, name: str, version: int, model: str | None) -> LoadedAdapter:
         """Read and check an adapter, and bind it. `model` is where the base's config.json lies."""
         return self.bind(read_adapter(source, model=model), str(source), name, version)
 
-    def bind(self, adapter: Adapter, source: str, name: str, version: int) -> Resident:
+    def bind(self, adapter: Adapter, source: str, name: str, version: int) -> LoadedAdapter:
         if adapter.extras:
             first = adapter.extras[0].name
             remedy = "fold it in with `kt merge`"
@@ -140,14 +140,14 @@ class Places:
         with LOADING:
             bound = {module: self._factors(source, name, module, pair) for module, (name, pair) in given.items()}
         packed: dict[nn.Module, _core.Adapter] = {}
-        factors: dict[nn.Module, Factors] = {}
+        factors: dict[nn.Module, LoraFactors] = {}
         for module, one in experts.items():
             pairs = one.read()
             packed[module] = _packed(f"{source}: {one.root}.experts", module, pairs)
             if _may_move(module):
                 factors[module] = _factors(pairs)
         matrices = len(bound) + sum(len(one.forms) for one in experts.values())
-        return Resident(name, version, source, bound, packed, matrices, factors)
+        return LoadedAdapter(name, version, source, bound, packed, matrices, factors)
 
     def _linear(self, source: str, name: str) -> nn.Module:
         module = self._linears.get(place(name))
@@ -162,13 +162,13 @@ class Places:
             raise InputError(f"{source}: {root}.experts", "no such layer of experts", "this model's layers")
         return module
 
-    def _factors(self, source: str, name: str, module: nn.Module, pair: Pair) -> Linear:
+    def _factors(self, source: str, name: str, module: nn.Module, pair: LoraPair) -> LinearLora:
         linear: Any = module
         if (pair.a.shape[1], pair.b.shape[0]) != (linear.in_features, linear.out_features):
             given = f"{pair.b.shape[0]} by {pair.a.shape[1]}"
             raise InputError(f"{source}: {name}", given, f"{linear.out_features} by {linear.in_features}")
         a, b = (one.to(linear.weight.device, torch.float32).contiguous() for one in (pair.a, pair.b.T))
-        return Linear(a, b, pair.scaling)
+        return LinearLora(a, b, pair.scaling)
 
 
 def _ours(module: Any) -> bool:
@@ -181,7 +181,7 @@ def _may_move(module: Any) -> bool:
     return is_placed(module.kt_store)
 
 
-def _factors(pairs: Mapping[str, Pair]) -> Factors:
+def _factors(pairs: Mapping[str, LoraPair]) -> LoraFactors:
     """As a GPU takes them, in its precision; gate and up keep a shared A once."""
     found: dict[str, Tensor] = {}
     gate, up = pairs.get("gate"), pairs.get("up")
@@ -191,10 +191,10 @@ def _factors(pairs: Mapping[str, Pair]) -> Factors:
             found[f"{role}_a"] = pair.a.to(torch.bfloat16)
         found[f"{role}_b"] = pair.b.to(torch.bfloat16)
     scales = [pairs[role].scaling if role in pairs else 1.0 for role in ("gate", "up", "down")]
-    return Factors(tuple(found), tuple(found.values()), (scales[0], scales[1], scales[2]))
+    return LoraFactors(tuple(found), tuple(found.values()), (scales[0], scales[1], scales[2]))
 
 
-def _packed(what: str, module: nn.Module, pairs: Mapping[str, Pair]) -> _core.Adapter:
+def _packed(what: str, module: nn.Module, pairs: Mapping[str, LoraPair]) -> _core.Adapter:
     store = module.kt_store
     assert isinstance(store, ExpertStore)
     sizes = dict.fromkeys(("gate", "up"), (store.hidden_size, store.intermediate_size))
@@ -238,7 +238,7 @@ def as_rows(module: nn.Module, entered: Tensor, left: Tensor, rows: int) -> tupl
     return entered, left
 
 
-def _add_shares(shares: Sequence[Share], rows: int, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+def _add_shares(shares: Sequence[AdapterRows], rows: int, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
     """Each adapter's share of the rows."""
     shares = [share for share in shares if module in share.adapter.linears]
     if not shares:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ktransformers.serve.engine.detokenizer import Text
-from ktransformers.serve.engine.kv_cache import Slot
-from ktransformers.serve.engine.lora import Resident
+from ktransformers.serve.engine.detokenizer import StreamingText
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LoadedAdapter
 from ktransformers.serve.engine.sampling import Sampling, Score, generator
 
 
@@ -42,13 +42,13 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """What a sequence wants."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
-    adapter: Resident | None = None
+    adapter: LoadedAdapter | None = None
     stops: tuple[str, ...] = ()
     stop_tokens: frozenset[int] = frozenset()
     keep_special: bool = False
@@ -60,13 +60,13 @@ class Ask:
 
 @dataclass(eq=False)
 class Sequence:
-    ask: Ask
+    ask: GenerationRequest
     tokenizer: Any
     deliver: Callable[[Event], None]
     index: int = 0  # among the answers to one request
     after: Sequence | None = None  # has the same prompt: wait until it is computed, then copy
     tokens: list[int] = field(default_factory=list)
-    slot: Slot | None = None
+    slot: KVSlot | None = None
     cached: int = 0
     prompt_told: bool = False  # its scores were delivered
     cancelled: bool = False
@@ -76,7 +76,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.ask.prompt)
-        self.text = Text(self.tokenizer, self.ask.stops, self.ask.keep_special)
+        self.text = StreamingText(self.tokenizer, self.ask.stops, self.ask.keep_special)
         self.draw = generator(self.ask.sampling, self.index)
         self.grammar = self.ask.grammar() if self.ask.grammar else None
         self.prompt_scores: list[Score] = [Score(self.tokens[0], None)] if self.ask.prompt_logprobs else []

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import KTError
-from ktransformers.serve.engine.engine import Engine
+from ktransformers.serve.engine.engine import ServeEngine
 from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import Ask, Event, Sequence
+from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Speed:
 
 
 def measure(
-    engine: Engine,
+    engine: ServeEngine,
     tokenizer: Any,
     tests: list[Test],
     *,
@@ -75,7 +75,7 @@ def measure(
         yield Speed(test, sequences, tuple(samples))
 
 
-def _round(engine: Engine, tokenizer: Any, test: Test, count: int, draw: random.Random, vocabulary: int) -> float:
+def _round(engine: ServeEngine, tokenizer: Any, test: Test, count: int, draw: random.Random, vocabulary: int) -> float:
     """Tokens per second, all sequences together."""
     firsts: dict[int, float] = {}
     times: list[float] = []  # of every token
@@ -94,7 +94,7 @@ def _round(engine: Engine, tokenizer: Any, test: Test, count: int, draw: random.
     made = []
     for index in range(count):
         prompt = tuple(draw.randrange(vocabulary) for _ in range(test.prompt or max(1, test.depth)))
-        ask = Ask(prompt, 1 if test.prompt else test.new + 1, Sampling(temperature=0.0))
+        ask = GenerationRequest(prompt, 1 if test.prompt else test.new + 1, Sampling(temperature=0.0))
         made.append(Sequence(ask, tokenizer, listener(index)))
     begun = time.perf_counter()
     engine.submit(made)

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.errors import InputError
-from ktransformers.nn.lora_factors import Factors
+from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.mixed_lora import MixedLora, mixed
-from ktransformers.serve.engine.lora import Linear, Resident, adding, as_rows
+from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, adding, as_rows
 
-Adapters = tuple[Resident, ...]  # in the order of `ordered`
+Adapters = tuple[LoadedAdapter, ...]  # in the order of `ordered`
 
 
-def ordered(adapters: set[Resident]) -> Adapters:
+def ordered(adapters: set[LoadedAdapter]) -> Adapters:
     return tuple(sorted(adapters, key=lambda one: (one.name, one.version)))
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class RankColumns:
     """Whose the columns of a stack are; one for all layers that have the same adapters in the same ranks."""
 
     who: Tensor  # int64 [S]
@@ -48,26 +48,26 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedFactors:
     a: Tensor  # [S, in]
     b: Tensor  # [S, out]
-    columns: Columns
+    columns: RankColumns
 
 
 @dataclass(frozen=True)
-class Layer:
+class ExpertAdapters:
     """Adapters on a layer of experts."""
 
     adapters: tuple[_core.Adapter, ...]
-    factors: tuple[Factors, ...]
+    factors: tuple[LoraFactors, ...]
     places: Tensor  # int32 [1 + adapters of the set]: theirs among these, or -1; one tensor for all layers alike
 
 
-class Mixture:
+class AdapterSet:
     def __init__(self, adapters: Adapters, device: torch.device) -> None:
         self.adapters, self._device = adapters, device
         self.numbers = {one: at for at, one in enumerate(adapters, start=1)}
-        self._columns: dict[tuple[tuple[int, int, float], ...], Columns] = {}
+        self._columns: dict[tuple[tuple[int, int, float], ...], RankColumns] = {}
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._stacks = {module: self._stack(module) for module in {m for one in adapters for m in one.linears}}
         self.layers = {module: self._layer(module) for module in {m for one in adapters for m in one.experts}}
@@ -79,24 +79,24 @@ class Mixture:
             return 0
         return sum((stack.a.numel() + stack.b.numel()) * 4 for stack in self._stacks.values())
 
-    def _stack(self, module: nn.Module) -> Stack:
+    def _stack(self, module: nn.Module) -> StackedFactors:
         here = [(at, one.linears[module]) for one, at in self.numbers.items() if module in one.linears]
         pattern = tuple((at, linear.a.shape[0], linear.scaling) for at, linear in here)
         if pattern not in self._columns:
             self._columns[pattern] = self._columns_of(here)
         a, b = ([getattr(linear, side) for _, linear in here] for side in ("a", "b"))
         whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (a, b)]
-        return Stack(whole[0], whole[1], self._columns[pattern])
+        return StackedFactors(whole[0], whole[1], self._columns[pattern])
 
-    def _columns_of(self, here: list[tuple[int, Linear]]) -> Columns:
+    def _columns_of(self, here: list[tuple[int, LinearLora]]) -> RankColumns:
         who = [at for at, linear in here for _ in range(linear.a.shape[0])]
         scales = [linear.scaling for _, linear in here for _ in range(linear.a.shape[0])]
         has = torch.zeros(len(self.adapters) + 1, dtype=torch.bool)
         has[who] = True
         numbers = torch.tensor(who), torch.tensor(scales, dtype=torch.float32), has
-        return Columns(*(tensor.to(self._device) for tensor in numbers))
+        return RankColumns(*(tensor.to(self._device) for tensor in numbers))
 
-    def _layer(self, module: nn.Module) -> Layer:
+    def _layer(self, module: nn.Module) -> ExpertAdapters:
         here = {at: one for one, at in self.numbers.items() if module in one.experts}
         alone = next((one for one in here.values() if module not in one.factors), None)
         if alone is not None:
@@ -107,7 +107,7 @@ class Mixture:
             places = [present.index(at) if at in here else -1 for at in range(len(self.adapters) + 1)]
             self._places[present] = torch.tensor(places, dtype=torch.int32).to(self._device)
         adapters = tuple(one.experts[module] for one in here.values())
-        return Layer(adapters, tuple(one.factors[module] for one in here.values()), self._places[present])
+        return ExpertAdapters(adapters, tuple(one.factors[module] for one in here.values()), self._places[present])
 
     @contextmanager
     def applied(self, who: Tensor) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Mixture:
 
     def _add(
         self,
-        chosen: dict[Columns, tuple[Tensor, Tensor]],
+        chosen: dict[RankColumns, tuple[Tensor, Tensor]],
         rows: int,
         module: nn.Module,
         inputs: Tensor,

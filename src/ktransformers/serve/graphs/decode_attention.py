@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.serve.engine.attention import Kind
+from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.serve.graphs.decode_attention_triton"
@@ -26,7 +26,7 @@ TOKEN, POSITION, CAPACITY, ASKED, ADAPTER, FIRST = range(6)  # lines of the tabl
 
 
 @dataclass(frozen=True)
-class Places:
+class CacheLines:
     """Where a layer's addresses stand in a table: the line of its keys and that of its values."""
 
     keys: int
@@ -41,7 +41,9 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and import_triton_module(TRITON) is not None)
 
 
-def attend_new(table: Tensor, places: Places, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend_new(
+    table: Tensor, places: CacheLines, kind: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     kernels = import_triton_module(TRITON) if query.is_cuda else None
     if kernels is None:
         return _plain(table, places, kind, query, key, value)
@@ -49,7 +51,7 @@ def attend_new(table: Tensor, places: Places, kind: Kind, query: Tensor, key: Te
     return found
 
 
-def _plain(table: Tensor, places: Places, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _plain(table: Tensor, places: CacheLines, kind: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     heads, rows, _ = query.shape
     out = query.new_zeros(rows, heads, value.shape[2])
     for row in range(rows):

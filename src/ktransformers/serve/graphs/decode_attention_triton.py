@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.serve.engine.attention import Kind
+from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.decode_attention import Places
+from ktransformers.serve.graphs.decode_attention import CacheLines
 
 PROGRAMS = 128  # for one row: about as many as a GPU has multiprocessors
 BLOCK_BYTES = 16384  # of keys that a program takes at a time
@@ -163,7 +163,7 @@ def _together(
     tl.store(out + (row * heads + head) * DV + dv, found.to(out.dtype.element_ty), mask=dv < DV)
 
 
-def attend(table: Tensor, places: Places, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend(table: Tensor, places: CacheLines, kind: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     (heads, rows, size), (groups, _, size_v) = query.shape, value.shape
     query, key, value = (one if one.stride(2) == 1 else one.contiguous() for one in (query, key, value))
     splits = max(2, min(32, triton.next_power_of_2(PROGRAMS // groups)))

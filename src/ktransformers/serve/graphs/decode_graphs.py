@@ -43,22 +43,22 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.cuda_graphs import capture
 from ktransformers.nn.operator import placed_for
 from ktransformers.nn.padding import padded
-from ktransformers.place.gpu.multi_lora import NoRoom
+from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.host_callback import MOST
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.attention import Kind, attending
-from ktransformers.serve.engine.forward import Alone, Forward, Found, Piece
+from ktransformers.serve.engine.attention import AttentionSpec, attending
+from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.kv_cache import Owner
 from ktransformers.serve.engine.lora import LOADING
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.adapter_set import Adapters, Mixture, ordered
+from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, ordered
 from ktransformers.serve.graphs.decode_attention import (
     ADAPTER,
     ASKED,
     FIRST,
     POSITION,
     TOKEN,
-    Places,
+    CacheLines,
     attend_new,
     table_lines,
 )
@@ -76,17 +76,17 @@ StepKind = tuple[int, Adapters]  # of step: rows, and adapters that they may wan
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """A kind of step, ready to be computed again and again. A graph knows the tensors by their addresses alone: they
     live as long as it does."""
 
     table: Tensor  # int64 [lines, R], pinned
     there: Tensor  # the same on the device
     tokens: Tensor  # int64 [R], pinned: the most likely ones
-    mixture: Mixture
+    mixture: AdapterSet
     again: Compute
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[Chunk]) -> None:
         table = self.table.numpy()
         table[:] = 0
         for row, piece in enumerate(pieces):
@@ -95,7 +95,7 @@ class Step:
             table[FIRST:, row] = piece.slot.addresses()
 
 
-class Graphs:
+class DecodeGraphs:
     """Of a model on one device. `placement` has its experts, None where it has none."""
 
     def __init__(
@@ -104,19 +104,19 @@ class Graphs:
         self._model: Any = model
         self._placement = placement
         self.device = next(model.parameters()).device
-        self._record: Record | None = record or Capture(self.device)  # None: it has failed
+        self._record: Record | None = record or StepCapture(self.device)  # None: it has failed
         self._sizes = [*(size for size in SIZES if size < most), min(most, MOST)]
         self.most = self._sizes[-1]
-        self._base = Mixture((), self.device)
-        self._sets: OrderedDict[Adapters, Mixture] = OrderedDict()  # the longest unused first; the base is in none
-        self._steps: dict[StepKind, Step] = {}
+        self._base = AdapterSet((), self.device)
+        self._sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # the longest unused first; the base is in none
+        self._steps: dict[StepKind, DecodeStep] = {}
         self._seen: Counter[StepKind] = Counter()
         self._refused: set[StepKind] = set()
         self._generation = self._now()
         self._layers: tuple[int, ...] = ()
         self.replayed = 0  # steps
 
-    def run(self, pieces: Sequence[Piece]) -> list[Found | None] | None:
+    def run(self, pieces: Sequence[Chunk]) -> list[ForwardResult | None] | None:
         """As `Forward.run`; None: this step goes another way. Logits are good until the next step."""
         size = self._size(pieces)
         if size is None:
@@ -142,14 +142,14 @@ class Graphs:
         self.replayed += 1
         tokens = step.tokens.tolist()
         return [
-            Found(logits[row], tokens[row] if piece.greedy else None) if piece.last else None
+            ForwardResult(logits[row], tokens[row] if piece.greedy else None) if piece.last else None
             for row, piece in enumerate(pieces)
         ]
 
     def _now(self) -> int:
         return 0 if self._placement is None else self._placement.generation
 
-    def _size(self, pieces: Sequence[Piece]) -> int | None:
+    def _size(self, pieces: Sequence[Chunk]) -> int | None:
         size = next((size for size in self._sizes if len(pieces) <= size), None)
         if size is None or self._record is None:
             return None
@@ -159,7 +159,7 @@ class Graphs:
         fits = (len(piece.tokens) == 1 and piece.read is None and len(piece.slot.keys) == ours for piece in pieces)
         return size if ours and all(fits) else None
 
-    def _kind(self, size: int, pieces: Sequence[Piece]) -> StepKind:
+    def _kind(self, size: int, pieces: Sequence[Chunk]) -> StepKind:
         wanted = {piece.adapter for piece in pieces if piece.adapter is not None}
         if not wanted:
             return size, ()
@@ -193,7 +193,7 @@ class Graphs:
         while len(self._sets) > SETS or sum(one.bytes for one in self._sets.values()) > SET_BYTES:
             self._drop([next(iter(self._sets))])
 
-    def _make(self, kind: StepKind, pieces: Sequence[Piece]) -> Step | None:
+    def _make(self, kind: StepKind, pieces: Sequence[Chunk]) -> DecodeStep | None:
         if len(self._seen) > COUNTED:
             self._seen.clear()
         self._seen[kind] += 1
@@ -202,7 +202,7 @@ class Graphs:
         while self._record is not None and kind not in self._refused:
             try:
                 return self._capture(self._record, kind, pieces)
-            except (NoRoom, torch.cuda.OutOfMemoryError) as error:
+            except (LoraCacheFull, torch.cuda.OutOfMemoryError) as error:
                 self._make_room(kind, error)
             except InputError as error:  # of this size and set: another one may be possible
                 self._refuse(kind, error)
@@ -232,9 +232,9 @@ class Graphs:
         self._clear()
         self._record = None
 
-    def _capture(self, record: Record, kind: StepKind, pieces: Sequence[Piece]) -> Step:
+    def _capture(self, record: Record, kind: StepKind, pieces: Sequence[Chunk]) -> DecodeStep:
         size, adapters = kind
-        mixture = self._sets.get(adapters) or (Mixture(adapters, self.device) if adapters else self._base)
+        mixture = self._sets.get(adapters) or (AdapterSet(adapters, self.device) if adapters else self._base)
         if mixture.bytes > SET_BYTES:
             raise InputError("CUDA graph", f"copies of {mixture.bytes} bytes for linear layers", f"{SET_BYTES} at most")
         pinned = self.device.type == "cuda"
@@ -242,7 +242,7 @@ class Graphs:
         tokens = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         there = torch.zeros(table.shape, dtype=table.dtype, device=self.device)
         compute = functools.partial(self._compute, mixture, table, there, tokens)
-        step = Step(table, there, tokens, mixture, compute)
+        step = DecodeStep(table, there, tokens, mixture, compute)
         step.fill(pieces)
         with nullcontext() if self._placement is None else self._placement.rehearsal():
             step = self._steps[kind] = replace(step, again=record(compute))
@@ -251,7 +251,7 @@ class Graphs:
             self._bound()
         return step
 
-    def _compute(self, mixture: Mixture, table: Tensor, there: Tensor, tokens: Tensor) -> Tensor:
+    def _compute(self, mixture: AdapterSet, table: Tensor, there: Tensor, tokens: Tensor) -> Tensor:
         there.copy_(table, non_blocking=True)
         words = {"input_ids": there[TOKEN][None], "position_ids": there[POSITION][None], "use_cache": False}
         with (
@@ -264,12 +264,12 @@ class Graphs:
             tokens.copy_(logits.argmax(-1), non_blocking=True)
         return logits
 
-    def _attend(self, table: Tensor, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, table: Tensor, kind: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         at = FIRST + self._layers.index(kind.layer)
-        return attend_new(table, Places(at, at + len(self._layers)), kind, query, key, value)
+        return attend_new(table, CacheLines(at, at + len(self._layers)), kind, query, key, value)
 
 
-class Capture:
+class StepCapture:
     """Records on a GPU. Graphs replay one after another, so they may use the same memory: each is captured into the
     pool of the one before, which is held for that."""
 
@@ -315,7 +315,7 @@ def _waiting_refused() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def why_not(forward: Forward | Alone, placement: Placement | None) -> str:
+def why_not(forward: Forward | SequentialForward, placement: Placement | None) -> str:
     """What keeps a model's steps out of graphs; empty: nothing that is known before they are tried."""
     model = forward.model
     if forward.whole_prefixes:

@@ -15,17 +15,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.serve.engine.engine import Engine, QueueFull, Stopped
+from ktransformers.serve.engine.engine import QueueFull, ServeEngine, Stopped
 from ktransformers.serve.engine.sampling import Score
-from ktransformers.serve.engine.sequence import Ask, Event
+from ktransformers.serve.engine.sequence import Event, GenerationRequest
 from ktransformers.serve.engine.sequence import Sequence as Asked
-from ktransformers.serve.http.service import ApiError, Prompt
+from ktransformers.serve.http.service import ApiError, TokenizedPrompt
 
 FINISH = {"stop": "stop", "length": "length"}
 
 
 @dataclass
-class Answer:
+class Completed:
     text: str = ""
     scores: list[Score] = field(default_factory=list)
     prompt_scores: tuple[Score, ...] = ()
@@ -41,14 +41,14 @@ class Answer:
         self.tokens = max(self.tokens, event.tokens)
 
 
-class Reading:
+class ResponseStream:
     """The sequences of one request and the news of them."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, asks: Sequence[Ask], n: int) -> None:
+    def __init__(self, engine: ServeEngine, tokenizer: Any, asks: Sequence[GenerationRequest], n: int) -> None:
         loop = asyncio.get_running_loop()
         self._engine = engine
         self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.answers = [Answer() for _ in range(len(asks) * n)]
+        self.answers = [Completed() for _ in range(len(asks) * n)]
         self._sequences: list[Asked] = []
         for number, ask in enumerate(asks):
             first: Asked | None = None
@@ -90,7 +90,7 @@ class Reading:
             if left:
                 self._engine.cancel(self._sequences)
 
-    async def whole(self) -> list[Answer]:
+    async def whole(self) -> list[Completed]:
         async for _ in self.events():
             pass
         return self.answers
@@ -106,7 +106,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseHeader:
     """What all parts of one answer have in common."""
 
     kind: str  # chat.completion, text_completion, chat.completion.chunk
@@ -127,7 +127,7 @@ def line(document: dict[str, Any]) -> str:
 DONE = "data: [DONE]\n\n"
 
 
-class Words:
+class LogprobFormat:
     """Scores as the two endpoints write them."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -172,8 +172,8 @@ class Words:
             at += len(self.token(score.token))
         return found
 
-    def prompt(self, prompt: Prompt) -> str:
+    def prompt(self, prompt: TokenizedPrompt) -> str:
         return prompt.text if prompt.text is not None else str(self._tokenizer.decode(list(prompt.tokens)))
 
-    def prompt_offsets(self, prompt: Prompt, scores: Sequence[Score]) -> list[int]:
+    def prompt_offsets(self, prompt: TokenizedPrompt, scores: Sequence[Score]) -> list[int]:
         return list(prompt.offsets) if prompt.offsets is not None else self.offsets(scores, 0)

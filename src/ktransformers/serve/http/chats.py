@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ktransformers.serve.http.answers import DONE, FINISH, Answer, Head, Reading, Words, line
+from ktransformers.serve.http.answers import (
+    DONE,
+    FINISH,
+    Completed,
+    LogprobFormat,
+    ResponseHeader,
+    ResponseStream,
+    line,
+)
 from ktransformers.serve.http.protocol import ChatRequest
 from ktransformers.serve.http.service import ApiError, Service
 from ktransformers.serve.http.tools import CallsApart, ToolCall, read_bare_call, read_calls
@@ -18,10 +26,10 @@ class ChatCompletion:
     """One request under way."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
-        self._request, self._words = request, Words(service.tokenizer)
+        self._request, self._words = request, LogprobFormat(service.tokenizer)
         self._chat = service.chat(request)
         self._reads_calls = service.reads_calls(self._chat)
-        self.reading = Reading(service.engine, service.tokenizer, [self._chat.ask], request.n or 1)
+        self.reading = ResponseStream(service.engine, service.tokenizer, [self._chat.ask], request.n or 1)
 
     def _split(self, text: str) -> tuple[str | None, list[ToolCall]]:
         if self._chat.bare_call:
@@ -34,11 +42,11 @@ class ChatCompletion:
 
     async def whole(self) -> dict[str, Any]:
         answers = await self.reading.whole()
-        head = Head("chat.completion", self._request.model)
+        head = ResponseHeader("chat.completion", self._request.model)
         choices = [self._choice(place, answer) for place, answer in enumerate(answers)]
         return head(choices, usage=self.reading.usage())
 
-    def _choice(self, place: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, place: int, answer: Completed) -> dict[str, Any]:
         content, calls = self._split(answer.text)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
@@ -48,7 +56,7 @@ class ChatCompletion:
         return {"index": place, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     async def stream(self) -> AsyncIterator[str]:
-        head = Head("chat.completion.chunk", self._request.model)
+        head = ResponseHeader("chat.completion.chunk", self._request.model)
         more = {"usage": None} if self._request.usage_in_stream else {}
         apart = [CallsApart() for _ in self.reading.answers]
 

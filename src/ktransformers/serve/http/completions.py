@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ktransformers.serve.http.answers import DONE, FINISH, Answer, Head, Reading, Words, line
+from ktransformers.serve.http.answers import (
+    DONE,
+    FINISH,
+    Completed,
+    LogprobFormat,
+    ResponseHeader,
+    ResponseStream,
+    line,
+)
 from ktransformers.serve.http.protocol import CompletionRequest
-from ktransformers.serve.http.service import ApiError, Prompt, Service
+from ktransformers.serve.http.service import ApiError, Service, TokenizedPrompt
 
 
 class Completion:
     """One request under way."""
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
-        self._request, self._words = request, Words(service.tokenizer)
+        self._request, self._words = request, LogprobFormat(service.tokenizer)
         self._prompts = service.prompts(request.prompt)
         self._n = request.n or 1
         asks = [service.completion(request, prompt) for prompt in self._prompts]
-        self._head = Head("text_completion", request.model)
-        self.reading = Reading(service.engine, service.tokenizer, asks, self._n)
+        self._head = ResponseHeader("text_completion", request.model)
+        self.reading = ResponseStream(service.engine, service.tokenizer, asks, self._n)
 
-    def _prompt(self, place: int) -> Prompt:
+    def _prompt(self, place: int) -> TokenizedPrompt:
         return self._prompts[place // self._n]
 
     async def whole(self) -> dict[str, Any]:
@@ -29,7 +37,7 @@ class Completion:
         choices = [self._choice(place, answer) for place, answer in enumerate(answers)]
         return self._head(choices, usage=self.reading.usage())
 
-    def _choice(self, place: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, place: int, answer: Completed) -> dict[str, Any]:
         prompt = self._prompt(place)
         before = self._words.prompt(prompt) if self._request.echo else ""
         logprobs = None

@@ -17,32 +17,32 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
-class Open(BaseModel):
+class OpenModel(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted, unused
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     name: str
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Common(Strict):
+class CommonRequest(StrictModel):
     model: str
     max_tokens: Count | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
@@ -76,7 +76,7 @@ class Common(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Common):
+class CompletionRequest(CommonRequest):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
@@ -84,48 +84,48 @@ class CompletionRequest(Common):
     suffix: Annotated[str, Field(max_length=0)] | None = None  # no gaps are filled
 
 
-class Part(Open):
+class ContentPart(OpenModel):
     type: str
     text: str | None = None
 
 
-class CalledFunction(Open):
+class CalledFunction(OpenModel):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class Call(Open):
+class ToolCallMessage(OpenModel):
     function: CalledFunction
 
 
-class Message(Open):
+class Message(OpenModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
-    tool_calls: list[Call] | None = None
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[ToolCallMessage] | None = None
 
 
-class Function(Open):
+class Function(OpenModel):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Open):
+class Tool(OpenModel):
     type: Literal["function"]
     function: Function
 
 
-class ChosenFunction(Open):
+class ChosenFunction(OpenModel):
     name: str
 
 
-class ToolChoice(Open):
+class ToolChoice(OpenModel):
     type: Literal["function"]
     function: ChosenFunction
 
 
-class ChatRequest(Common):
+class ChatRequest(CommonRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -144,13 +144,13 @@ class ChatRequest(Common):
     safety_identifier: str | None = None
 
 
-class LoadAdapter(Strict):
+class LoadAdapter(StrictModel):
     lora_name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     lora_path: Annotated[str, Field(min_length=1)]
     load_inplace: bool = False  # replace one of the same name
     pinned: bool | None = None  # SGLang's, without a meaning here
 
 
-class UnloadAdapter(Strict):
+class UnloadAdapter(StrictModel):
     lora_name: str
     lora_int_id: int | None = None  # vLLM's, without a meaning here

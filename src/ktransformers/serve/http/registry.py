@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.engine.kv_cache import Owner
-from ktransformers.serve.engine.lora import Places, Resident
+from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 
 
 class UnknownModel(KTError):
@@ -25,22 +25,22 @@ class UnknownModel(KTError):
 
 
 @dataclass(frozen=True)
-class Loaded:
-    resident: Resident
+class RegisteredAdapter:
+    resident: LoadedAdapter
     since: int
 
 
 class Registry:
     def __init__(
-        self, served: str, places: Places, model: str, forget: Callable[[Owner], None], always: Path | None = None
+        self, served: str, places: LoraModules, model: str, forget: Callable[[Owner], None], always: Path | None = None
     ) -> None:
         self.served, self.model = served, model
         self._places, self._forget = places, forget
         self._versions = itertools.count(1)
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[str, RegisteredAdapter] = {}
         self._lock = threading.Lock()
         self.since = int(time.time())
-        self._always: Resident | None = None
+        self._always: LoadedAdapter | None = None
         if always is not None:
             self._always = self._open("", always)
             if self._always.linears:
@@ -48,10 +48,10 @@ class Registry:
                 raise InputError("kt-expert-lora-path", str(always), expected, "split it with `kt convert`")
 
     @property
-    def loaded(self) -> dict[str, Loaded]:
+    def loaded(self) -> dict[str, RegisteredAdapter]:
         return dict(self._loaded)
 
-    def find(self, name: str) -> Resident | None:
+    def find(self, name: str) -> LoadedAdapter | None:
         """None is the base."""
         if name == self.served:
             return self._always
@@ -61,7 +61,7 @@ class Registry:
             raise UnknownModel(f"model {name!r} is not served; there is {', '.join(names)}")
         return known.resident
 
-    def load(self, name: str, source: str | Path, *, replacing: bool = False) -> Resident:
+    def load(self, name: str, source: str | Path, *, replacing: bool = False) -> LoadedAdapter:
         """Read, check and pack; known when it returns. An adapter that was replaced serves its requests to the end."""
         if name in ("", self.served) or ":" in name or "/" in name:
             raise InputError("lora_name", repr(name), "a short name that is not the model's")
@@ -70,7 +70,7 @@ class Registry:
         with self._lock:
             self._check_new(name, replacing)  # somebody else may have loaded it meanwhile
             before = self._loaded.get(name)
-            self._loaded[name] = Loaded(made, int(time.time()))
+            self._loaded[name] = RegisteredAdapter(made, int(time.time()))
         if before is not None:
             self._forget(before.resident.owner)
         return made
@@ -87,7 +87,7 @@ class Registry:
             raise UnknownModel(f"adapter {name!r} is not loaded; there is {', '.join(self._loaded) or 'none'}")
         self._forget(known.resident.owner)
 
-    def _open(self, name: str, source: str | Path) -> Resident:
+    def _open(self, name: str, source: str | Path) -> LoadedAdapter:
         made = self._places.open(source, name, next(self._versions), self.model)
         if self._always is None:
             return made

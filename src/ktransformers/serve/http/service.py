@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.serve.engine.engine import Engine
-from ktransformers.serve.engine.lora import Resident
+from ktransformers.serve.engine.engine import ServeEngine
+from ktransformers.serve.engine.lora import LoadedAdapter
 from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import Ask
+from ktransformers.serve.engine.sequence import GenerationRequest
 from ktransformers.serve.http.grammar import Grammars
-from ktransformers.serve.http.protocol import ChatRequest, Common, CompletionRequest, Message, ToolChoice
+from ktransformers.serve.http.protocol import ChatRequest, CommonRequest, CompletionRequest, Message, ToolChoice
 from ktransformers.serve.http.registry import Registry, UnknownModel
 from ktransformers.serve.http.tools import OPEN, call_schema
 
@@ -44,7 +44,7 @@ class ApiError(KTError):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenizedPrompt:
     text: str | None  # None: it was given as tokens
     tokens: tuple[int, ...]
     offsets: tuple[int, ...] | None = None  # where each token begins in the text
@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Chat:
-    ask: Ask
+    ask: GenerationRequest
     tools: tuple[dict[str, Any], ...]
     bare_call: bool  # the answer is one call in JSON
 
@@ -77,7 +77,7 @@ class Defaults:
 class Service:
     def __init__(
         self,
-        engine: Engine,
+        engine: ServeEngine,
         registry: Registry,
         tokenizer: Any,
         *,
@@ -98,13 +98,13 @@ class Service:
     def room(self) -> int:
         return min(self.engine.limits.context, self.engine.limits.tokens)
 
-    def find(self, name: str) -> Resident | None:
+    def find(self, name: str) -> LoadedAdapter | None:
         try:
             return self.registry.find(name)
         except UnknownModel as error:
             raise ApiError(404, str(error), param="model", code="model_not_found") from error
 
-    def prompts(self, given: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    def prompts(self, given: str | list[str] | list[int] | list[list[int]]) -> list[TokenizedPrompt]:
         if isinstance(given, str):
             return [self.encode(given)]
         if not given:
@@ -113,15 +113,17 @@ class Service:
             return [self._tokens(given)]
         return [self.encode(one) if isinstance(one, str) else self._tokens(one) for one in given]
 
-    def encode(self, text: str, special: bool = True) -> Prompt:
+    def encode(self, text: str, special: bool = True) -> TokenizedPrompt:
         try:
             made = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=self.tokenizer.is_fast)
         except (UnicodeError, TypeError) as error:
             raise ApiError(400, f"prompt: given text that is no Unicode ({error})", param="prompt") from error
         offsets = made.get("offset_mapping")
         if not made["input_ids"]:
-            return Prompt(text, (self._start(),), (0,))
-        return Prompt(text, tuple(made["input_ids"]), tuple(first for first, _ in offsets) if offsets else None)
+            return TokenizedPrompt(text, (self._start(),), (0,))
+        return TokenizedPrompt(
+            text, tuple(made["input_ids"]), tuple(first for first, _ in offsets) if offsets else None
+        )
 
     def _start(self) -> int:
         """What stands for an empty prompt."""
@@ -130,13 +132,13 @@ class Service:
                 return int(token)
         raise ApiError(400, "prompt: given nothing, expected at least one token", param="prompt")
 
-    def _tokens(self, given: Any) -> Prompt:
+    def _tokens(self, given: Any) -> TokenizedPrompt:
         odd = [token for token in given if token >= self.vocabulary]
         if odd:
             raise ApiError(400, f"prompt: given token {odd[0]}, expected less than {self.vocabulary}", param="prompt")
-        return Prompt(None, tuple(given) or (self._start(),))
+        return TokenizedPrompt(None, tuple(given) or (self._start(),))
 
-    def completion(self, request: CompletionRequest, prompt: Prompt) -> Ask:
+    def completion(self, request: CompletionRequest, prompt: TokenizedPrompt) -> GenerationRequest:
         wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         return self._ask(
             request,
@@ -160,14 +162,14 @@ class Service:
 
     def _ask(
         self,
-        request: Common,
+        request: CommonRequest,
         prompt: Sequence[int],
         max_tokens: int,
         logprobs: int | None,
         *,
         prompt_logprobs: bool,
         schema: Any = None,
-    ) -> Ask:
+    ) -> GenerationRequest:
         if len(prompt) + max_tokens > self.room:
             said = f"the prompt has {len(prompt)} tokens and {max_tokens} are asked for; {self.room} is the limit"
             raise ApiError(400, said, param="max_tokens", code="context_length_exceeded")
@@ -179,7 +181,7 @@ class Service:
         except InputError as error:
             raise ApiError(400, str(error), param="response_format") from error
         ends = frozenset() if request.ignore_eos else self.defaults.eos
-        return Ask(
+        return GenerationRequest(
             prompt=tuple(prompt),
             max_tokens=max_tokens,
             sampling=self._sampling(request),
@@ -193,7 +195,7 @@ class Service:
             deadline=None if self.timeout is None else time.monotonic() + self.timeout,
         )
 
-    def _schema(self, request: Common) -> Any:
+    def _schema(self, request: CommonRequest) -> Any:
         form = request.response_format
         if form is None or form.json_schema is None or form.json_schema.schema_ is None:
             raise ApiError(
@@ -201,7 +203,7 @@ class Service:
             )
         return form.json_schema.schema_
 
-    def _sampling(self, request: Common) -> Sampling:
+    def _sampling(self, request: CommonRequest) -> Sampling:
         usual = self.defaults.sampling
         bias: dict[int, float] = {}
         for word, value in (request.logit_bias or {}).items():

@@ -18,7 +18,7 @@ SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     file: str
     line: int  # in the file; of a parquet file the number of the row, from 1
     values: dict[str, Any]
@@ -28,7 +28,7 @@ class Row:
         return f"{self.file}, {'row' if self.file.endswith('.parquet') else 'line'} {self.line}"
 
 
-def bad_row(row: Row, given: object, expected: str, remedy: str = "") -> InputError:
+def bad_row(row: DataRow, given: object, expected: str, remedy: str = "") -> InputError:
     return InputError(row.place, given, expected, remedy)
 
 
@@ -102,7 +102,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, values
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[DataRow]:
     if not path.is_file():
         raise InputError(str(path), "no such file", "a data file")
     if path.suffix not in SUFFIXES:
@@ -117,7 +117,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         except UnicodeDecodeError as error:
             raise InputError(str(path), str(error), "UTF-8") from error
     for line, values in found:
-        row = Row(str(path), line, values)
+        row = DataRow(str(path), line, values)
         if not isinstance(values, dict):
             raise bad_row(row, f"a {type(values).__name__}", "an object with named fields")
         yield row

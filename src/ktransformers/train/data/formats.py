@@ -1,4 +1,4 @@
-"""A row of any of the known forms as what is trained on: a `Conversation`, a `Pair`, or plain `Text`.
+"""A row of any of the known forms as what is trained on: a `Conversation`, a `PreferencePair`, or plain `PlainText`.
 
 Messages are dicts as chat templates take them: role, content, and tool_calls where the assistant calls a function. A
 form that is not named by dataset_info.json is recognised by its fields: `messages`, `conversations`, `prompt` with
@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ktransformers.train.data.files import Row, bad_row
-from ktransformers.train.data.registry import Source
+from ktransformers.train.data.files import DataRow, bad_row
+from ktransformers.train.data.registry import DatasetSource
 
 Message = dict[str, Any]
 
@@ -30,13 +30,13 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Text:
+class PlainText:
     text: str
     chats: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """`prompt` is None where prompt, chosen and rejected are plain strings, then kept in `raw`."""
 
     prompt: list[Message]
@@ -50,12 +50,12 @@ class Pair:
         return self.raw is None
 
 
-Sample = Conversation | Text | Pair
+Sample = Conversation | PlainText | PreferencePair
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def _text(row: Row, field: str, *, optional: bool = False) -> str:
+def _text(row: DataRow, field: str, *, optional: bool = False) -> str:
     value = row.values.get(field)
     if value is None and optional:
         return ""
@@ -65,7 +65,7 @@ def _text(row: Row, field: str, *, optional: bool = False) -> str:
     return value
 
 
-def _tools(row: Row, field: str) -> list[Any] | None:
+def _tools(row: DataRow, field: str) -> list[Any] | None:
     value = row.values.get(field)
     if isinstance(value, str) and value.strip():
         try:
@@ -79,7 +79,7 @@ def _tools(row: Row, field: str) -> list[Any] | None:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
-def _calls(row: Row, text: str) -> list[dict[str, Any]]:
+def _calls(row: DataRow, text: str) -> list[dict[str, Any]]:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
@@ -96,7 +96,7 @@ def _calls(row: Row, text: str) -> list[dict[str, Any]]:
     ]
 
 
-def _turn(row: Row, turn: Any, source: Source) -> Message:
+def _turn(row: DataRow, turn: Any, source: DatasetSource) -> Message:
     tags = source.tags
     if not isinstance(turn, dict):
         raise bad_row(
@@ -121,7 +121,7 @@ def _turn(row: Row, turn: Any, source: Source) -> Message:
     return {"role": names[role], "content": content}
 
 
-def _openai(row: Row, turn: Any) -> Message:
+def _openai(row: DataRow, turn: Any) -> Message:
     if not isinstance(turn, dict) or turn.get("role") not in ROLES:
         given = turn.get("role") if isinstance(turn, dict) else turn
         raise bad_row(row, f"a message with role {given!r}", f"one of {', '.join(ROLES)}")
@@ -134,7 +134,7 @@ def _openai(row: Row, turn: Any) -> Message:
     return {"role": turn["role"], "content": content, **kept, **({"tool_calls": calls} if calls else {})}
 
 
-def check_order(row: Row, messages: list[Message]) -> list[Message]:
+def check_order(row: DataRow, messages: list[Message]) -> list[Message]:
     """System at most first; an assistant turn somewhere, and none before the user or a tool has spoken."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if any(message["role"] == "system" for message in turns):
@@ -144,13 +144,13 @@ def check_order(row: Row, messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _needs_answer(row: Row, messages: list[Message]) -> list[Message]:
+def _needs_answer(row: DataRow, messages: list[Message]) -> list[Message]:
     if check_order(row, messages)[-1]["role"] != "assistant":
         raise bad_row(row, f"{messages[-1]['role']} last", "an assistant's turn last")
     return messages
 
 
-def _alpaca_prompt(row: Row, source: Source) -> list[Message]:
+def _alpaca_prompt(row: DataRow, source: DatasetSource) -> list[Message]:
     columns = source.columns
     prompt = [_text(row, columns.prompt), _text(row, columns.query, optional=True)]
     messages: list[Message] = []
@@ -164,19 +164,19 @@ def _alpaca_prompt(row: Row, source: Source) -> list[Message]:
     return [*messages, {"role": "user", "content": "\n".join(part for part in prompt if part)}]
 
 
-def _alpaca(row: Row, source: Source) -> Sample:
+def _alpaca(row: DataRow, source: DatasetSource) -> Sample:
     columns, prompt = source.columns, _alpaca_prompt(row, source)
     tools = _tools(row, columns.tools)
     if source.ranking or (columns.chosen in row.values and columns.rejected in row.values):
         chosen, rejected = (
             {"role": "assistant", "content": _text(row, key)} for key in (columns.chosen, columns.rejected)
         )
-        return Pair(prompt, chosen, rejected, tools)
+        return PreferencePair(prompt, chosen, rejected, tools)
     answer = {"role": "assistant", "content": _text(row, columns.response)}
     return Conversation([*prompt, answer], tools)
 
 
-def _sharegpt(row: Row, source: Source) -> Sample:
+def _sharegpt(row: DataRow, source: DatasetSource) -> Sample:
     columns = source.columns
     turns = row.values.get(columns.messages)
     if not isinstance(turns, list) or not turns:
@@ -192,28 +192,30 @@ def _sharegpt(row: Row, source: Source) -> Sample:
     return Conversation(_needs_answer(row, messages), tools)
 
 
-def _pair(row: Row, prompt: list[Message], chosen: Message, rejected: Message, tools: list[Any] | None) -> Pair:
+def _pair(
+    row: DataRow, prompt: list[Message], chosen: Message, rejected: Message, tools: list[Any] | None
+) -> PreferencePair:
     if not prompt or prompt[-1]["role"] == "assistant":
         raise bad_row(row, "a prompt that ends with the assistant", "a user's turn before chosen and rejected")
     for message in (chosen, rejected):
         if message["role"] != "assistant":
             raise bad_row(row, f"an answer from {message['role']}", "the assistant's")
-    return Pair(prompt, chosen, rejected, tools)
+    return PreferencePair(prompt, chosen, rejected, tools)
 
 
-def _messages(row: Row, value: Any, field: str) -> list[Message]:
+def _messages(row: DataRow, value: Any, field: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise bad_row(row, f"{field}: {type(value).__name__}", "a list of messages")
     return [_openai(row, turn) for turn in value]
 
 
-def _trl_pair(row: Row) -> Pair:
+def _trl_pair(row: DataRow) -> PreferencePair:
     """TRL's preference rows: explicit prompt or not, messages or strings."""
     values, tools = row.values, _tools(row, "tools")
     if all(isinstance(values.get(key), str) for key in ("prompt", "chosen", "rejected")):
         texts = (values["prompt"], values["chosen"], values["rejected"])
         answers = [{"role": "assistant", "content": text} for text in texts[1:]]
-        return Pair([], answers[0], answers[1], None, raw=texts)
+        return PreferencePair([], answers[0], answers[1], None, raw=texts)
     chosen = _messages(row, values.get("chosen"), "chosen")
     rejected = _messages(row, values.get("rejected"), "rejected")
     if "prompt" in values:
@@ -227,7 +229,7 @@ def _trl_pair(row: Row) -> Pair:
     return _pair(row, check_order(row, prompt), chosen[-1], rejected[-1], tools)
 
 
-def _recognised(row: Row, source: Source) -> Sample:
+def _recognised(row: DataRow, source: DatasetSource) -> Sample:
     values = row.values
     if {"chosen", "rejected"} <= values.keys() and "conversations" not in values and "instruction" not in values:
         return _trl_pair(row)
@@ -246,12 +248,12 @@ def _recognised(row: Row, source: Source) -> Sample:
     if "instruction" in values:
         return _alpaca(row, source)
     if "text" in values:
-        return Text(_text(row, "text"))
+        return PlainText(_text(row, "text"))
     expected = "messages, conversations, prompt with completion or chosen and rejected, instruction, or text"
     raise bad_row(row, f"fields {', '.join(map(str, values)) or 'none'}", expected)
 
 
-def read_sample(row: Row, source: Source) -> Sample:
+def read_sample(row: DataRow, source: DatasetSource) -> Sample:
     if source.formatting == "auto":
         return _recognised(row, source)
     return _alpaca(row, source) if source.formatting == "alpaca" else _sharegpt(row, source)

@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ktransformers.errors import InputError
-from ktransformers.train.data.files import Row, read_rows
+from ktransformers.train.data.files import DataRow, read_rows
 from ktransformers.train.data.formats import Sample, read_sample
-from ktransformers.train.data.registry import Source, find_source
-from ktransformers.train.data.render import PairTokens, Renderer, Tokens
+from ktransformers.train.data.registry import DatasetSource, find_source
+from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow
 from ktransformers.train.settings import DataSettings
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Found:
+class ReadDataset:
     """One dataset, read and understood, not yet tokenised."""
 
-    source: Source
-    samples: list[tuple[Row, Sample]]
+    source: DatasetSource
+    samples: list[tuple[DataRow, Sample]]
 
 
 @dataclass(frozen=True)
-class Split:
+class DataSplit:
     """What is trained on and what is evaluated on; rows are Tokens or PairTokens."""
 
     train: list[Any]
@@ -51,21 +51,21 @@ def _filled(values: Any, words: dict[str, str]) -> Any:
     return [_filled(value, words) for value in values] if isinstance(values, list) else values
 
 
-def read_dataset(name: str, settings: DataSettings) -> Found:
+def read_dataset(name: str, settings: DataSettings) -> ReadDataset:
     source = find_source(name, settings.dataset_dir)
     given = {"name": settings.identity_name, "author": settings.identity_author}
     words = source.fill | {word: text for word, text in given.items() if word in source.fill and text is not None}
     limits = [limit for limit in (settings.max_samples, source.num_samples) if limit is not None]
     samples = []
     for row in itertools.islice(read_rows(source.path), min(limits) if limits else None):
-        filled = Row(row.file, row.line, _filled(row.values, words)) if words else row
+        filled = DataRow(row.file, row.line, _filled(row.values, words)) if words else row
         samples.append((filled, read_sample(filled, source)))
     if not samples:
         raise InputError("dataset", f"{name}, {source.path} without rows", "at least one row")
-    return Found(source, samples)
+    return ReadDataset(source, samples)
 
 
-def read_datasets(names: Sequence[str], settings: DataSettings) -> list[Found]:
+def read_datasets(names: Sequence[str], settings: DataSettings) -> list[ReadDataset]:
     return [read_dataset(name, settings) for name in names]
 
 
@@ -91,7 +91,7 @@ def mix(parts: list[list[T]], settings: DataSettings, seed: int) -> list[T]:
         mixed.append(row)
 
 
-def encode_all(found: list[Found], renderer: Renderer, settings: DataSettings) -> Iterator[list[Any]]:
+def encode_all(found: list[ReadDataset], renderer: Renderer, settings: DataSettings) -> Iterator[list[Any]]:
     for part in found:
         if settings.stage == "dpo":
             yield [renderer.encode_pair(sample, row) for row, sample in part.samples]
@@ -99,13 +99,15 @@ def encode_all(found: list[Found], renderer: Renderer, settings: DataSettings) -
             yield [renderer.encode(sample, row) for row, sample in part.samples]
 
 
-def _useful(row: Tokens | PairTokens | None) -> bool:
-    if isinstance(row, PairTokens):
+def _useful(row: TrainRow | PreferenceRow | None) -> bool:
+    if isinstance(row, PreferenceRow):
         return True
     return row is not None and any(label != -100 for label in row.labels[1:])
 
 
-def prepare(found: list[Found], held_out: list[Found], renderer: Renderer, settings: DataSettings, seed: int) -> Split:
+def prepare(
+    found: list[ReadDataset], held_out: list[ReadDataset], renderer: Renderer, settings: DataSettings, seed: int
+) -> DataSplit:
     encoded = [list(part) for part in encode_all(found, renderer, settings)]
     kept = [[row for row in part if _useful(row)] for part in encoded]
     dropped = sum(len(part) for part in encoded) - sum(len(part) for part in kept)
@@ -129,13 +131,13 @@ def prepare(found: list[Found], held_out: list[Found], renderer: Renderer, setti
             "at least one",
             "raise it",
         )
-    return Split(rows, evaluation, dropped)
+    return DataSplit(rows, evaluation, dropped)
 
 
-def pack(rows: Sequence[Tokens], capacity: int) -> list[list[Tokens]]:
+def pack(rows: Sequence[TrainRow], capacity: int) -> list[list[TrainRow]]:
     """Rows into as few sequences of `capacity` tokens as best fit, longest first, finds."""
     room: list[tuple[int, int]] = []  # (tokens left, sequence), sorted
-    packs: list[list[Tokens]] = []
+    packs: list[list[TrainRow]] = []
     for row in sorted(rows, key=lambda row: -len(row.ids)):
         at = bisect.bisect_left(room, (len(row.ids), -1))
         if at == len(room):

@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 
 
-class Columns(BaseModel):
+class DatasetColumns(BaseModel):
     """Names of the file's fields for each part of a row."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,7 +59,7 @@ class Tags(BaseModel):
     system_tag: str = "system"
 
 
-class Source(BaseModel):
+class DatasetSource(BaseModel):
     """One dataset: where it is and how to read it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,7 +67,7 @@ class Source(BaseModel):
     path: Path
     formatting: Literal["auto", "alpaca", "sharegpt", "openai"] = "auto"
     ranking: bool = False
-    columns: Columns = Columns()
+    columns: DatasetColumns = DatasetColumns()
     tags: Tags = Tags()
     num_samples: int | None = Field(default=None, ge=1)
     fill: dict[str, str] = Field(default_factory=dict)  # {{word}} in the rows -> text
@@ -84,7 +84,7 @@ def _read_info(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
+def _source(name: str, entry: dict[str, Any], folder: Path) -> DatasetSource:
     where = f"{folder / INFO}, entry {name}"
     for key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
         if entry.get(key) and not entry.get("file_name"):
@@ -105,11 +105,11 @@ def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
     openai = given == "openai"
     defaults = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     try:
-        return Source(
+        return DatasetSource(
             name=name,
             path=folder / file,
             formatting=given,
-            columns=Columns(**({"messages": "messages"} | columns if openai else columns)),
+            columns=DatasetColumns(**({"messages": "messages"} | columns if openai else columns)),
             tags=Tags(**((defaults | {"observation_tag": "tool"}) | tags if openai else tags)),
             **{key: value for key, value in values.items() if key != "columns"},
         )
@@ -125,7 +125,7 @@ def folders(dataset_dir: str | None) -> list[Path]:
     return [folder for folder in (own, SHIPPED) if (folder / INFO).is_file()]
 
 
-def find_source(name: str, dataset_dir: str | None) -> Source:
+def find_source(name: str, dataset_dir: str | None) -> DatasetSource:
     known: dict[str, Path] = {}
     for folder in folders(dataset_dir):
         info = _read_info(folder)
@@ -136,7 +136,7 @@ def find_source(name: str, dataset_dir: str | None) -> Source:
         places = [Path(dataset_dir) / name, Path(name)] if dataset_dir else [Path(name)]
         for path in places:
             if path.is_file():
-                return Source(name=path.stem, path=path)
+                return DatasetSource(name=path.stem, path=path)
         raise InputError("dataset", name, "a file that exists", f"looked for {', '.join(map(str, places))}")
     if name in ELSEWHERE:
         raise InputError(

@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ktransformers.train.data.files import Row, bad_row
-from ktransformers.train.data.formats import Conversation, Message, Pair, Sample, Text
+from ktransformers.train.data.files import DataRow, bad_row
+from ktransformers.train.data.formats import Conversation, Message, PlainText, PreferencePair, Sample
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TrainRow:
     ids: list[int]
     labels: list[int]
 
@@ -29,7 +29,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class PairTokens:
+class PreferenceRow:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
@@ -44,11 +44,11 @@ class Renderer:
     default_system: str | None = None
     enable_thinking: bool | None = None
 
-    def encode(self, sample: Sample, row: Row) -> Tokens:
+    def encode(self, sample: Sample, row: DataRow) -> TrainRow:
         """A row of stage sft, not longer than cutoff_len; it may have nothing to learn left."""
-        if isinstance(sample, Pair):
+        if isinstance(sample, PreferencePair):
             raise bad_row(row, "chosen and rejected", "a row with one answer", "stage: dpo takes pairs")
-        if isinstance(sample, Text):
+        if isinstance(sample, PlainText):
             text = self._special(sample.text)
             text = text if text and text[-1] == self.tokenizer.eos_token_id else [*text, self.tokenizer.eos_token_id]
             return self._cut(text, list(text))
@@ -67,9 +67,9 @@ class Renderer:
             labels += piece if keep else [IGNORED] * len(piece)
         return self._cut(ids, labels)
 
-    def encode_pair(self, sample: Sample, row: Row) -> PairTokens | None:
+    def encode_pair(self, sample: Sample, row: DataRow) -> PreferenceRow | None:
         """A row of stage dpo; None where the prompt alone fills cutoff_len."""
-        if not isinstance(sample, Pair):
+        if not isinstance(sample, PreferencePair):
             raise bad_row(row, "a row with one answer", "chosen and rejected", "stage: sft takes single answers")
         if sample.raw is not None:
             end = [self.tokenizer.eos_token_id]
@@ -86,9 +86,9 @@ class Renderer:
             if prompt != other:
                 raise bad_row(row, "a template that shows the prompt differently for each answer", "the same prompt")
         room = self.cutoff_len - len(prompt)
-        return PairTokens(prompt, chosen[:room], rejected[:room]) if room > 0 else None
+        return PreferenceRow(prompt, chosen[:room], rejected[:room]) if room > 0 else None
 
-    def pieces(self, sample: Conversation, row: Row) -> list[tuple[str, bool]]:
+    def pieces(self, sample: Conversation, row: DataRow) -> list[tuple[str, bool]]:
         """The rendered text in pieces: (text, the assistant says it)."""
         messages = sample.messages
         if self.default_system is not None and messages[0]["role"] != "system":
@@ -127,7 +127,7 @@ class Renderer:
             pieces[-2] = (said + self.tokenizer.eos_token, True)
         return [piece for piece in pieces if piece[0]]
 
-    def _template(self, messages: list[Message], sample: Conversation, row: Row, prompt: bool = False) -> str:
+    def _template(self, messages: list[Message], sample: Conversation, row: DataRow, prompt: bool = False) -> str:
         options = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         try:
             text = self.tokenizer.apply_chat_template(
@@ -137,11 +137,11 @@ class Renderer:
             raise bad_row(row, f"a row that the chat template refuses ({error})", "a row that it takes") from error
         return str(text)
 
-    def _end(self, upto: list[Message], mark: str, sample: Conversation, row: Row) -> str:
+    def _end(self, upto: list[Message], mark: str, sample: Conversation, row: DataRow) -> str:
         """What the template closes this answer with, without the white space that follows."""
         return self._template(upto, sample, row).rpartition(mark)[2].rstrip()
 
-    def _beginning(self, before: str, history: list[Message], sample: Conversation, row: Row) -> int:
+    def _beginning(self, before: str, history: list[Message], sample: Conversation, row: DataRow) -> int:
         """Where, in the template's text before an answer, a generation would begin."""
         prompted = self._template(history, sample, row, prompt=True)
         plain = self._template(history, sample, row)
@@ -159,11 +159,11 @@ class Renderer:
     def _special(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
 
-    def _cut(self, ids: list[int], labels: list[int]) -> Tokens:
-        return Tokens(ids[: self.cutoff_len], labels[: self.cutoff_len])
+    def _cut(self, ids: list[int], labels: list[int]) -> TrainRow:
+        return TrainRow(ids[: self.cutoff_len], labels[: self.cutoff_len])
 
 
-def show(tokens: Tokens, tokenizer: Any) -> str:
+def show(tokens: TrainRow, tokenizer: Any) -> str:
     """The row as text, what is learned between « and »."""
     parts, at = [], 0
     while at < len(tokens.ids):

@@ -17,7 +17,7 @@ THOUGHT = "<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True)
-class Form:
+class ChatTemplate:
     user: tuple[str, str]  # before and after the content
     assistant: tuple[str, str]
     system: tuple[str, str] = ("", "\n\n")
@@ -32,8 +32,8 @@ class Form:
 _CHATML = ("<|im_start|>", "<|im_end|>")
 
 
-def _chatml(default_system: str = "", thinks: bool = False) -> Form:
-    return Form(
+def _chatml(default_system: str = "", thinks: bool = False) -> ChatTemplate:
+    return ChatTemplate(
         user=("<|im_start|>user\n", "<|im_end|>\n"),
         assistant=("<|im_start|>assistant\n", "<|im_end|>\n"),
         system=("<|im_start|>system\n", "<|im_end|>\n"),
@@ -43,8 +43,8 @@ def _chatml(default_system: str = "", thinks: bool = False) -> Form:
     )
 
 
-def _kimi(default_system: str) -> Form:
-    return Form(
+def _kimi(default_system: str) -> ChatTemplate:
+    return ChatTemplate(
         user=("<|im_user|>user<|im_middle|>", "<|im_end|>"),
         assistant=("<|im_assistant|>assistant<|im_middle|>", "<|im_end|>"),
         system=("<|im_system|>system<|im_middle|>", "<|im_end|>"),
@@ -53,8 +53,8 @@ def _kimi(default_system: str) -> Form:
     )
 
 
-def _deepseek3(thinks: bool = False) -> Form:
-    return Form(
+def _deepseek3(thinks: bool = False) -> ChatTemplate:
+    return ChatTemplate(
         user=("<｜User｜>", ""),
         assistant=("<｜Assistant｜>", ""),
         system=("", ""),
@@ -65,28 +65,28 @@ def _deepseek3(thinks: bool = False) -> Form:
     )
 
 
-FORMS: dict[str, Form] = {
+FORMS: dict[str, ChatTemplate] = {
     "chatml": _chatml(),
     "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "qwen3": _chatml(thinks=True),
     "qwen3_nothink": _chatml(),
     "qwen3_5": _chatml(thinks=True),
     "qwen3_5_nothink": _chatml(),
-    "deepseek": Form(user=("User: ", "\n\n"), assistant=("Assistant:", ""), bos=True, eos=True),
+    "deepseek": ChatTemplate(user=("User: ", "\n\n"), assistant=("Assistant:", ""), bos=True, eos=True),
     "deepseek3": _deepseek3(),
     "deepseekr1": _deepseek3(thinks=True),
     "kimi": _kimi("You are a helpful assistant"),
     "kimi_vl": _kimi("You are a helpful assistant"),
     "moonlight": _kimi("You are a helpful assistant provided by Moonshot-AI."),
     "kimi_k2": _kimi("You are Kimi, an AI assistant created by Moonshot AI."),
-    "llama3": Form(
+    "llama3": ChatTemplate(
         user=("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
         assistant=("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
         system=("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
         bos=True,
         tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     ),
-    "alpaca": Form(
+    "alpaca": ChatTemplate(
         user=("### Instruction:\n", "\n\n"),
         assistant=("### Response:\n", "\n\n"),
         default_system=(
@@ -94,12 +94,14 @@ FORMS: dict[str, Form] = {
         ),
         eos=True,
     ),
-    "default": Form(user=("Human: ", "\n"), assistant=("Assistant:", "\n"), system=("System: ", "\n"), eos=True),
-    "empty": Form(user=("", ""), assistant=("", ""), system=("", ""), eos=True),
+    "default": ChatTemplate(
+        user=("Human: ", "\n"), assistant=("Assistant:", "\n"), system=("System: ", "\n"), eos=True
+    ),
+    "empty": ChatTemplate(user=("", ""), assistant=("", ""), system=("", ""), eos=True),
 }
 
 
-def find_form(name: str) -> Form:
+def find_form(name: str) -> ChatTemplate:
     if name not in FORMS:
         near = difflib.get_close_matches(name, FORMS, n=1)
         raise InputError(
@@ -111,7 +113,7 @@ def find_form(name: str) -> Form:
     return FORMS[name]
 
 
-def jinja(form: Form) -> str:
+def jinja(form: ChatTemplate) -> str:
     """The form as a chat template: system, then user and assistant in any order, then the assistant's beginning."""
 
     def text(word: str) -> str:
@@ -141,7 +143,7 @@ def jinja(form: Form) -> str:
     )
 
 
-def missing_tokens(form: Form, tokenizer: Any) -> list[str]:
+def missing_tokens(form: ChatTemplate, tokenizer: Any) -> list[str]:
     """Marks of the form that this tokenizer spells in several tokens."""
     vocabulary = tokenizer.get_vocab()
     return [token for token in form.tokens if token not in vocabulary]
