@@ -22,9 +22,9 @@ from ktransformers.place.placement import Placement
 from ktransformers.serve.engine.forward import Chunk, Forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
+from ktransformers.serve.graphs import decode_graphs as graphs_module
 from ktransformers.serve.graphs.adapter_set import AdapterSet
 from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, DecodeGraphs
-from ktransformers.serve.graphs.decode_graphs import decode_graphs as graphs_module
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text
 from tests.serve.test_graphs import Recorder, graphs_of
