@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ktransformers.errors import InputError
+from ktransformers.place.rules import summarise_for_training, summary_of_name
 from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
 from ktransformers.train.resolve import SPECIAL, isa_of, known_keys, read_settings, read_words, trainer_fields
-from ktransformers.train.rules import from_name, read_rule
 from ktransformers.train.settings import HOME
 
 from .seeds import SEEDS
@@ -150,11 +150,11 @@ def test_files_that_are_no_mapping(tmp_path: Path) -> None:
 
 
 def test_rule_from_its_name() -> None:
-    rule = from_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
+    rule = summary_of_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
     assert (rule.backend, rule.gpus, rule.training) == ("amx", 4, True)
-    assert from_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
-    assert from_name("DeepSeek-V2-Lite-Chat-sft.yaml").backend == "any"
-    assert from_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
+    assert summary_of_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
+    assert summary_of_name("DeepSeek-V2-Lite-Chat-sft.yaml").backend == "any"
+    assert summary_of_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
 
 
 def test_rule_from_its_file(tmp_path: Path) -> None:
@@ -167,15 +167,15 @@ def test_rule_from_its_file(tmp_path: Path) -> None:
 
     file = tmp_path / "rule.yaml"
     file.write_text(rule("AMXBF16"))
-    found, line = read_rule(str(file))
+    found, line = summarise_for_training(str(file))
     assert (found.source, found.backend, found.gpus) == ("file", "amx", 1)
     assert "from the file" in line
     file.write_text(rule("AMXInt8"))
     with pytest.raises(InputError, match="AMXInt8"):
-        read_rule(str(file))
+        summarise_for_training(str(file))
     file.write_text("nothing: here")
     with pytest.raises(InputError, match="holds no list"):
-        read_rule(str(file))
+        summarise_for_training(str(file))
 
 
 def test_backends() -> None:

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
+from ktransformers.place.rules import summarise_for_training
 from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
-from ktransformers.train.rules import read_rule
 from ktransformers.train.settings import HOME, SECTIONS, TrainSettings
 
 SPECIAL = (
@@ -203,7 +203,7 @@ def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] =
         taker.take(key, value)
     sections = {name: _build(name, values) for name, values in taker.sections.items()}
     if sections["place"].kt_optimize_rule is not None:
-        taker.notes.append(read_rule(sections["place"].kt_optimize_rule)[1])
+        taker.notes.append(summarise_for_training(sections["place"].kt_optimize_rule)[1])
     settings = TrainSettings(**sections, trainer=taker.trainer, notes=tuple(taker.notes))
     return _check(settings)
 

@@ -124,7 +124,7 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
     model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.loading)
-    placing.loaded(model)
+    placing.model_loaded(model)
     for line in notes:
         watcher.noted(line)
     trainer = build_trainer(model, prepared)
@@ -139,14 +139,17 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
         trainer.witness.restore(checkpoint)
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
-    journal, residents = TrainLog(output, clock, watcher.stepped), placing.trained(watcher.noted)
+    journal, residents = (
+        TrainLog(output, clock, watcher.stepped),
+        placing.trainer_built(watcher.noted, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),)),
+    )
     for callback in (trainer.witness, journal, stopper, *_early(settings), *residents):
         trainer.add_callback(callback)
     with uncollected(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
     attend_as_before(model)
-    placing.ended(watcher.noted)
+    placing.run_ended(watcher.noted)
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
     results = dict(outcome.metrics)
@@ -182,6 +185,11 @@ def _last_evaluation(trainer: Any) -> dict[str, Any]:
     if not entries or entries[-1]["step"] != trainer.state.global_step:
         return {}
     return {name: value for name, value in entries[-1].items() if name != "step"}
+
+
+def _batch_tokens(settings: TrainSettings, rows: int) -> int:
+    """Tokens of one batch, at most."""
+    return settings.experts.tokens_at_once or rows * settings.data.cutoff_len
 
 
 def _early(settings: TrainSettings) -> list[Any]:

@@ -44,8 +44,8 @@ from ktransformers.nn.cuda_graphs import capture
 from ktransformers.nn.operator import placed_for
 from ktransformers.nn.padding import padded
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
-from ktransformers.place.host_callback import MOST
 from ktransformers.place.placement import Placement
+from ktransformers.plan.modes import MAX_DECODE_TOKENS
 from ktransformers.serve.engine.attention import AttentionSpec, attending
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.kv_cache import Owner
@@ -64,7 +64,7 @@ from ktransformers.serve.graphs.decode_attention import (
 )
 
 LOG = logger(__name__)
-SIZES = (1, 2, 4, 8, 16, 24, MOST)  # rows
+SIZES = (1, 2, 4, 8, 16, 24, MAX_DECODE_TOKENS)  # rows
 LEAST = 3  # steps of a size before it is captured
 SETS = 4  # of adapters that graphs are kept for
 SET_BYTES = 1 << 30  # of their copies of factors
@@ -99,13 +99,13 @@ class DecodeGraphs:
     """Of a model on one device. `placement` has its experts, None where it has none."""
 
     def __init__(
-        self, model: nn.Module, placement: Placement | None, record: Record | None = None, most: int = MOST
+        self, model: nn.Module, placement: Placement | None, record: Record | None = None, most: int = MAX_DECODE_TOKENS
     ) -> None:
         self._model: Any = model
         self._placement = placement
         self.device = next(model.parameters()).device
         self._record: Record | None = record or StepCapture(self.device)  # None: it has failed
-        self._sizes = [*(size for size in SIZES if size < most), min(most, MOST)]
+        self._sizes = [*(size for size in SIZES if size < most), min(most, MAX_DECODE_TOKENS)]
         self.most = self._sizes[-1]
         self._base = AdapterSet((), self.device)
         self._sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # the longest unused first; the base is in none
@@ -138,7 +138,7 @@ class DecodeGraphs:
             self._sets.move_to_end(kind[1])
         logits = step.again()
         if self._placement is not None:
-            self._placement.complain(size)
+            self._placement.raise_pending(size)
         self.replayed += 1
         tokens = step.tokens.tolist()
         return [
