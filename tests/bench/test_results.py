@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-CITED = re.compile(r"\b(?:current|history)/[\w.-]+?\.json")
+CITED = re.compile(r"\b(?:current|history)/[a-z0-9-]+\.json")
 DATED = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.json")
 
 
