@@ -30,13 +30,14 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import serve_graphs
+from arguments import fractions, numbers
 from e2e_models import recipes
 from place import engine_of
 from residents import Routing, batch_of, chosen, hit_rate, place, step
@@ -50,10 +51,6 @@ ROUNDS = 2
 PLACEMENTS = ("static", "dynamic")
 
 
-def words(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [kind(word) for word in text.split(",") if word]
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b", choices=list(recipes()))
@@ -62,15 +59,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", default="int4:32", help="of the experts")
     parser.add_argument("--policy", default="resident", help="of the placement in part one")
     parser.add_argument("--device", default="cuda", help="cpu only shows that it runs")
-    parser.add_argument("--shares", type=words(float), default=[0.0, 0.25, 0.5], help="default 0,0.25,0.5")
-    parser.add_argument("--deferred", type=words(int), default=[0, 1, 2, 3, 4], help="default 0,1,2,3,4")
-    parser.add_argument("--streams", type=words(int), default=[1, 4], help="default 1,4")
+    parser.add_argument("--shares", type=fractions, default=[0.0, 0.25, 0.5], help="default 0,0.25,0.5")
+    parser.add_argument("--deferred", type=numbers, default=[0, 1, 2, 3, 4], help="default 0,1,2,3,4")
+    parser.add_argument("--streams", type=numbers, default=[1, 4], help="default 1,4")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before an answer, in part one")
     parser.add_argument("--steps", type=int, default=16, help="new tokens of a sequence that errors are taken over")
     parser.add_argument("--seconds", type=float, default=0.25, help="of timed steps of a cell in each round")
     parser.add_argument(
         "--update-shares",
-        type=words(float),
+        type=fractions,
         default=[0.1, 0.25, 0.4, 0.7],
         help="default 0.1,0.25,0.4,0.7; empty: none",
     )

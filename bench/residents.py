@@ -2,12 +2,12 @@
 
     python bench/residents.py --formats bf16,int4:32 --shares 0,0.1,0.25,0.5 --json residents.json
 
-A step sends a few tokens through several layers, as a server does. Two policies take turns: under `resident` residents
+A step sends a few tokens through several layers, as a server does. Two policies alternate: under `resident` residents
 are computed on the GPU, the rest by the CPU at the same time; `auto` has settled before it is timed, and the table says
-on which way. The time is per layer, tokens/s are those of `auto` in a model of 48 such layers and nothing else. Each
+on which mode. The time is per layer, tokens/s are those of `auto` in a model of 48 such layers and nothing else. Each
 layer has its own popular experts: the popularity of rank n falls as 1 / n^skew. `frequency` chooses residents by counts
-of other tokens from the same distribution, `uniform` without looking. Hits are the share of rows that met a resident.
-The share 0 is what residents have to beat. Needs CUDA.
+of other tokens from the same distribution, `uniform` without counts. Hits are the share of rows whose expert is
+resident. The share 0 is the baseline. Needs CUDA.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arguments import words
 from place import BATCHES, LAYERS, LONGEST, engine_of, forget, stores, way_of
 from shapes import SHAPES, Shape
 from timing import Table, describe_machine, print_last_line, save
@@ -35,9 +36,6 @@ WAKE, WARM = 2.0, 0.2  # seconds of steps before the first cell of a format, and
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def words(text: str) -> list[str]:
-        return [word for word in text.split(",") if word]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b")
     parser.add_argument("--formats", type=words, default=["bf16", "int4:32"])
