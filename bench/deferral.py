@@ -177,6 +177,7 @@ def measure_deferral(bench: Any, args: argparse.Namespace, document: dict[str, A
         bench.placement.place_residents(ratio=share)
         graphs = bench.graphs()
         for streams in args.streams:
+            before = graphs.replayed
             times, captured = step_times(bench, streams, args.deferred, graphs)
             exact = forced(bench, streams, 0, args.prompt, args.steps)
             roof, in_graph = bench.roof_seconds(streams, share, host, gpu), statistics.median(captured)
@@ -186,6 +187,7 @@ def measure_deferral(bench: Any, args: argparse.Namespace, document: dict[str, A
                 cell: dict[str, Any] = {"share": share, "streams": streams, "deferred": deferred, "step_s": seconds}
                 cell |= {"tokens_per_s": streams / seconds, "layer_s": seconds / args.layers, "gain": base / seconds}
                 cell |= {"graph_tokens_per_s": streams / in_graph, "roof_tokens_per_s": streams / roof}
+                cell["captured"] = graphs.replayed > before
                 cell |= errors(forced(bench, streams, deferred, args.prompt, args.steps), exact)
                 document["cells"].append(cell)
                 table.row(

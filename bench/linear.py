@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from pathlib import Path
 
-from timing import READ_BYTES, Stopwatch, Table, describe_machine, print_last_line
+from timing import READ_BYTES, Stopwatch, Table, describe_machine, print_last_line, save
 
 HIDDEN, HEADS, GROUPS, VOCABULARY, EXPERTS = 2048, 4096, 512, 151936, 128
 LAYERS = {
@@ -32,6 +33,7 @@ def main() -> None:
     arguments.add_argument("--threads", type=int, default=0, help="0: chosen")
     arguments.add_argument("--seconds", type=float, default=0.3, help="for each number")
     arguments.add_argument("--torch", action="store_true", help="torch's own product as well")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     args = arguments.parse_args()
 
     import torch
@@ -65,7 +67,10 @@ def main() -> None:
             cells.append({"layer": name, "rows": rows, "us": us, "share": rate / read, "torch_us": other})
             words = [name, str(rows), f"{us:.1f}", f"{rate / 1e9:.1f}", f"{rate / read:.2f}"]
             table.row([*words, "" if other is None else f"{other:.1f}"])
-    print_last_line({"machine": describe_machine(), "threads": pool.threads, "read": read, "cells": cells})
+    document = {"bench": "linear", "machine": describe_machine(), "threads": pool.threads, "read": read, "cells": cells}
+    if args.json:
+        save(document, args.json)
+    print_last_line(document)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The model and the adapters that `serve.py` measures: Qwen3-MoE with the experts of a shape and random numbers.
 
-Written as an ordinary checkpoint, a shard for each layer, so that all programs open the same directory. Tokens are numbers
-here: the tokenizer is a small one from the tests and only turns them into some text.
+Written as an ordinary checkpoint, a shard for each layer, so that all programs open the same directory. Tokens are
+numbers here: the tokenizer is a small one from the tests and only turns them into some text.
 """
 
 from __future__ import annotations
