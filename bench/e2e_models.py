@@ -1,4 +1,4 @@
-"""Models of real layer shapes for `train_e2e.py`, made in memory from random numbers, and the three ways to train one.
+"""Models of real layer shapes for `train_e2e.py`, made in memory from random numbers, in three variants.
 
 `kt` has its experts in host memory, computed by the CPU, and the rest on the device; `gpu` is the stock model wholly on
 the device; `fsdp` is the stock model under torch's FSDP2 with `CPUOffloadPolicy`, whose parameters lie in pinned host
@@ -91,7 +91,7 @@ _ROUTED = {
 
 @functools.cache
 def recipes() -> dict[str, Recipe]:
-    """By name. The vocabulary of the first is small on purpose: an output layer is the same work for everybody."""
+    """By name. The vocabulary of the first is small on purpose: an output layer is the same work in every variant."""
     return {
         recipe.name: recipe
         for recipe in (

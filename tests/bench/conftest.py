@@ -43,9 +43,9 @@ def main_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[s
     reader = functools.partialmethod(timing.Yardstick.__init__, seconds=0.001)
     monkeypatch.setattr(timing.Yardstick, "__init__", reader)
     monkeypatch.setattr(timing, "READ_BYTES", 1 << 22)
-    for name in ("timing", "contest", "moe", "sweeps"):
+    for name in ("timing", "layer_bench", "moe", "sweeps"):
         monkeypatch.setattr(importlib.import_module(name), "SETTLE", 0.0)
-    for name in ("contest", "moe"):
+    for name in ("layer_bench", "moe"):
         monkeypatch.setattr(importlib.import_module(name), "ROUNDS", 1)
 
     def of(name: str) -> Callable[[list[str]], int]:

@@ -119,7 +119,7 @@ def test_memory_by_policy() -> None:
     ],
 )
 def test_host_memory_is_what_the_cpu_is_asked_for(choice: Choice, tokens: int, asked: str) -> None:
-    """As recorded: bench/results/train-e2e-*.json have the ways that were tried."""
+    """As recorded: bench/results/*/*train-e2e*.json have the ways that were tried."""
     work = Training(tokens=tokens, tokens_per_step=tokens, sequence=512, retain=True, touched=0.553)
     assert asked_of_cpu(QWEN, work, choice, MACHINE) == asked
     host = memory_of(QWEN, work, choice, MACHINE).host

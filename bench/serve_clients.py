@@ -1,4 +1,4 @@
-"""What `serve.py` measures of ours: the engine in this process, stepped by hand, or a server on loopback.
+"""Clients of our server for `serve.py`: one steps the engine in this process, one talks HTTP to a server on loopback.
 
 Both answer `begin` with the moments at which each token of each answer came. Seconds in the experts' modules are taken
 on the thread that computes; where the rest of the model is on a GPU, launching its work is in them as well.
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 DEPTH = 16  # tokens before an answer
 
 
-class Contender(Protocol):
+class Client(Protocol):
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
         """Answers of `new` tokens each to all prompts at once; when each token of each came, from the start on."""
 
@@ -56,8 +56,8 @@ class InProcess:
         self._clock = ExpertClock(service.engine.forward.model)
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+        from ktransformers.serve.engine.engine.sampling import Sampling
+        from ktransformers.serve.engine.engine.sequence import Event, GenerationRequest, Sequence
 
         engine, registry = self._service.engine, self._service.registry
         times: list[list[float]] = [[] for _ in prompts]
@@ -128,7 +128,7 @@ class OverHttp:
 @contextmanager
 def open_ours(
     args: argparse.Namespace, model: Path, adapters: dict[str, Path], experts: Path | None = None
-) -> Iterator[Contender]:
+) -> Iterator[Client]:
     """`experts`: where they come from if not from the model's own directory."""
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service

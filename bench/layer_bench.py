@@ -1,8 +1,9 @@
-"""What the benches of one layer share: options, the variants under test, peers that take turns with ours, the document.
+"""Benches of one layer of experts (`moe.py`, `train_step.py`, `formats.py`): options, peers in processes of their own
+that are measured in alternating rounds, the table and the JSON document.
 
-A bench is a `Contest` with a name, columns and programs that may run beside it; it measures one shape at a time and
-adds cells, each of which becomes a row of the table and an entry of the document. The roof of a cell is max(operations
-/ tile rate, bytes of the experts touched / read bandwidth), both rates taken around every round of ours.
+A bench is a `LayerBench` with a name, columns and peer programs; it measures one shape at a time and adds cells, each
+a row of the table and an entry of the document. The roof of a cell is max(operations / tile rate, bytes of the experts
+touched / read bandwidth), both rates measured before and after every round.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from peers.protocol import Peer, PeerGone, Runner
+from arguments import words
+from peers.protocol import Peer, PeerFailed, Runner
 from shapes import SHAPES, Shape
-from timing import SETTLE, Reading, Table, Yardstick, describe_machine, save
+from timing import SETTLE, Reading, Table, Yardstick, describe_machine, print_last_line, save
 
 ROUNDS = 3
 
@@ -50,14 +52,6 @@ class Column:
         return str(value) if self.digits is None else f"{value * self.scale:.{self.digits}f}"
 
 
-def words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in words(text)]
-
-
 def options(description: str | None, programs: Mapping[str, Program], shapes: Sequence[str]) -> argparse.ArgumentParser:
     """Those that every bench of a layer has; defaults of tokens and seconds are for the bench to set."""
     named = ", ".join(f"{name}=PYTHON" if program.kt else f"{name}[=PYTHON]" for name, program in programs.items())
@@ -67,7 +61,7 @@ def options(description: str | None, programs: Mapping[str, Program], shapes: Se
     parser.add_argument("--threads", type=int, default=0, help="of our pool; 0: as many as are fastest")
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME[=PYTHON]", help=named)
     parser.add_argument("--kt-threads", type=int, default=0, help="kt-kernel's workers; 0: all CPUs but two")
-    parser.add_argument("--layers", type=int, default=0, help="to walk over; 0: enough to be beyond the caches")
+    parser.add_argument("--layers", type=int, default=0, help="that calls rotate over; 0: enough to exceed the caches")
     parser.add_argument("--longest", type=float, default=10.0, help="skip cells whose roof alone is above (seconds)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     return parser
@@ -89,14 +83,26 @@ def parse(
     return args
 
 
+NAMES = (Column("shape", 16, "shape"), Column("tokens", 6, "tokens"), Column("isa", 11, "isa"))
+TIMES = (
+    Column("ms", 9, "ms", 3),
+    Column("roof ms", 9, "roof_ms", 3),
+    Column("share", 5, "share", 2),
+    Column("bound", 6, "bound"),
+    Column("TFLOPS", 6, "tflops", 2),
+    Column("GB/s", 6, "gbs", 1),
+)
+RATES = (Column("tile TF", 7, "tile_tflops", 2), Column("read GB/s", 6, "read_gbs", 1))
+
+
 def check_tokens(parser: argparse.ArgumentParser, option: str, tokens: list[int]) -> None:
     if min(tokens, default=0) < 1:
         parser.error(f"{option}: expected counts from 1 up, such as 1,16,512")
 
 
 @dataclass
-class Stand:
-    """One shape and variant being measured: who takes part, and what the machine could do whenever it was looked at."""
+class Setup:
+    """One shape and CPU variant being measured, ours and the peers, with samples of the machine's rates."""
 
     shape: Shape
     isa: str
@@ -105,23 +111,23 @@ class Stand:
     yardstick: Yardstick
     format: str = "bf16"
     expert_bytes: float = 0.0  # of one expert in its format; 0: in bf16
-    seen: list[Reading] = field(default_factory=list)
+    samples: list[Reading] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.expert_bytes = self.expert_bytes or self.shape.expert_bytes
 
-    def look(self) -> None:
-        self.seen.append(self.yardstick.take())
+    def sample_rates(self) -> None:
+        self.samples.append(self.yardstick.take())
 
-    def reading(self) -> Reading:
-        """The mean of the looks since the last time this was asked."""
-        seen, self.seen = self.seen, []
-        return Reading.mean(seen)
+    def mean_rates(self) -> Reading:
+        """The mean of the samples since the last call."""
+        samples, self.samples = self.samples, []
+        return Reading.mean(samples)
 
-    def judge(
+    def cell(
         self, reading: Reading, tokens: int, mode: str, ms: float, operations: float, unique: float
     ) -> dict[str, Any]:
-        """A cell of the document: the time and what the machine would have allowed."""
+        """A cell of the document: the time, the roof and the rates."""
         touched = unique * self.expert_bytes
         roof_ms = 1e3 * reading.roof_seconds(operations, touched)
         return {
@@ -142,25 +148,25 @@ class Stand:
             "read_gbs": reading.read / 1e9,
         }
 
-    def judge_bytes(self, reading: Reading, mode: str, ms: float, source: float) -> dict[str, Any]:
-        """The cell of what reads `source` bytes once and multiplies nothing; set against the reading alone."""
+    def read_cell(self, reading: Reading, mode: str, ms: float, source: float) -> dict[str, Any]:
+        """A cell of work that reads `source` bytes once and multiplies nothing: its roof is the read bandwidth."""
         roof_ms = 1e3 * source / reading.read
         cell = {"shape": self.shape.name, "tokens": 0, "isa": self.isa, "format": self.format, "mode": mode}
         cell.update(ms=ms, roof_ms=roof_ms, share=roof_ms / ms, peers={}, bound="memory")
         cell.update(gbs=source / ms / 1e6, read_gbs=reading.read / 1e9)
         return cell
 
-    def judge_pack(self, reading: Reading, ms: list[float]) -> dict[str, Any]:
-        """Packing reads each weight once and writes it once. `ms` has every layer's first packing, into memory that
-        the system hands out meanwhile, and last a second one into the same memory."""
+    def pack_cell(self, reading: Reading, ms: list[float]) -> dict[str, Any]:
+        """Packing reads each weight once and writes it once. `ms`: every layer's first packing, into fresh memory, and
+        last a second one into the same memory."""
         source = self.shape.experts * self.expert_bytes
-        cell = self.judge_bytes(reading, "pack", min(ms[:-1]), source)
+        cell = self.read_cell(reading, "pack", min(ms[:-1]), source)
         cell.update(again_ms=ms[-1], again_gbs=source / ms[-1] / 1e6)
         return cell
 
 
-class Contest(ABC):
-    """One run: the pool under test, the pool that the roof is measured with, the growing table and document."""
+class LayerBench(ABC):
+    """One run: the pool under test, the pool that the roof is measured with, the table and the document."""
 
     NAME: ClassVar[str]
     COLUMNS: ClassVar[Sequence[Column]]
@@ -171,7 +177,7 @@ class Contest(ABC):
 
         self.args = args
         self.pool = _core.Pool(threads=args.threads)
-        # The roof belongs to the machine: all its CPUs are tried, also where the pool has settled for fewer.
+        # The roof belongs to the machine: all its CPUs are tried, also where the pool chose fewer.
         cpus = len(os.sched_getaffinity(0))
         self.roof_pool = _core.Pool(threads=cpus) if not args.threads and self.pool.threads < cpus else self.pool
         runnable = {v["name"]: v["native"] for v in _core.variants() if v["native"] or v["emulated"]}
@@ -208,7 +214,7 @@ class Contest(ABC):
             save(self.document, self.args.json)
 
     def start_peers(self, programs: Mapping[str, Program]) -> dict[str, Peer]:
-        """Those of `programs` that were asked for, started and past their imports, so that ours is packed in quiet."""
+        """The requested ones of `programs`, started and past their imports, so that packing ours is not disturbed."""
         started: dict[str, Peer] = {}
         for name, program in programs.items():
             if name not in self.args.peers:
@@ -218,47 +224,67 @@ class Contest(ABC):
             env = kt_environment() if program.kt else {}
             try:
                 started[name] = Peer(name, self.args.peers[name] or sys.executable, program.module, options, env)
-            except PeerGone as gone:
-                self.lose(gone)
+            except PeerFailed as error:
+                self.report_failure(error)
         for name, facts in self.ask_peers(started, {"do": "hello"}).items():
             self.document["machine"]["peers"].setdefault(name, {}).update(facts)
         return started
 
-    def lose(self, gone: PeerGone) -> None:
+    def report_failure(self, error: PeerFailed) -> None:
         self.failed = True
-        self.note(str(gone))
+        self.note(str(error))
 
     def ask_peers(self, peers: dict[str, Peer], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """One after the other; a pause around each, so that none finds the threads of another still spinning."""
+        """One after the other, with a pause around each: worker threads spin for a while after a call."""
         answers = {}
         for name, peer in list(peers.items()):
             time.sleep(SETTLE)
             try:
                 answers[name] = peer.ask(request)
-            except PeerGone as gone:
-                self.lose(gone)
+            except PeerFailed as error:
+                self.report_failure(error)
                 peers.pop(name).close()
         if answers:
             time.sleep(SETTLE)
         return answers
 
-    def rounds(self, stand: Stand, tokens: int) -> tuple[list[dict[str, Any]], list[dict[str, dict[str, Any]]]]:
-        """The answers of ours and of the peers, who take turns."""
+    def rounds(self, setup: Setup, tokens: int) -> tuple[list[dict[str, Any]], list[dict[str, dict[str, Any]]]]:
+        """The answers of ours and of the peers, in alternating rounds."""
         request = {"do": "round", "tokens": tokens, "seconds": self.args.seconds_per_cell / ROUNDS}
         mine, theirs = [], []
-        stand.ours.prepare(tokens)
+        setup.ours.prepare(tokens)
         for _ in range(ROUNDS):
-            stand.look()
-            mine.append(stand.ours.ask(request))
-            stand.look()
-            theirs.append(self.ask_peers(stand.peers, request))
+            setup.sample_rates()
+            mine.append(setup.ours.ask(request))
+            setup.sample_rates()
+            theirs.append(self.ask_peers(setup.peers, request))
         return mine, theirs
 
-    def too_long(self, stand: Stand, tokens: int, seconds: float) -> bool:
+    def measure_pack(self, setup: Setup, request: dict[str, Any]) -> Reading:
+        """Loads a shape everywhere and adds the cell of packing; the rates of the machine meanwhile."""
+        setup.sample_rates()
+        ms = setup.ours.ask(request)["ms"]
+        setup.sample_rates()
+        rates = setup.mean_rates()
+        cell = setup.pack_cell(rates, ms)
+        for name, answer in self.ask_peers(setup.peers, request).items():
+            if answer["ms"]:
+                cell["peers"][name] = min(answer["ms"])
+        self.add(cell)
+        return rates
+
+    def same_routes(self, where: str, mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+        """Whether both computed the same routes; if not, a note says so."""
+        if mine["routes"] == theirs["routes"]:
+            return True
+        self.note(f"{where}: routed differently, so the times do not compare")
+        return False
+
+    def too_long(self, setup: Setup, tokens: int, seconds: float) -> bool:
         """Whether the cell is left out because its roof alone takes so many seconds."""
         if seconds <= self.args.longest:
             return False
-        where = f"{stand.shape.name} {stand.isa}"
+        where = f"{setup.shape.name} {setup.isa}"
         self.note(f"{where}: {tokens} tokens skipped, {seconds:.1f} s a call at best; see --longest")
         return True
 
@@ -275,6 +301,12 @@ class Contest(ABC):
                 finally:
                     for peer in peers.values():
                         peer.close()
+
+    def main(self) -> int:
+        """The exit status; the last line is the document."""
+        self.run()
+        print_last_line(self.document)
+        return 1 if self.failed else 0
 
 
 def kt_environment() -> dict[str, str]:
