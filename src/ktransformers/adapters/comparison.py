@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-MARKS = 4  # numbers for each token and module
-FACTOR = 4.0  # how many times the floor counts as the same
-LEAST = 2e-5  # a log-probability of float32 cannot be known better after some layers
-ROUGH = 1e-3  # a floor above this (16-bit types) lets a router choose otherwise now and then
-OUTLIERS = 0.02  # then this share of the tokens may be off by any amount; the mean has to hold all the same
-LEAST_MARK = 1e-5  # and a mark, relative
+PROJECTION_DIM = 4  # numbers for each token and module
+FLOOR_FACTOR = 4.0  # how many times the floor counts as the same
+MIN_TOLERANCE = 2e-5  # a log-probability of float32 cannot be known better after some layers
+COARSE_FLOOR = 1e-3  # a floor above this (16-bit types) lets a router choose otherwise now and then
+MAX_OUTLIERS = 0.02  # then this share of the tokens may be off by any amount; the mean has to hold all the same
+MIN_PROJECTION_TOLERANCE = 1e-5  # and a mark, relative
 
-Marks = Mapping[str, Sequence[Tensor]]  # module -> [T, MARKS] for each row, in the order of computation
+Projections = Mapping[str, Sequence[Tensor]]  # module -> [T, MARKS] for each row, in the order of computation
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LogprobsAndNorms:
     """One model on all rows."""
 
     logprobs: tuple[Tensor, ...]  # [T - 1] of each row, float32
-    marks: Marks = field(default_factory=dict)
+    marks: Projections = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -56,15 +56,15 @@ class LogprobDifference:
 
     def within(self, floor: LogprobDifference) -> bool:
         """NaN is within nothing."""
-        beyond = float((~(self.each <= FACTOR * floor.max + LEAST)).float().mean())
-        few = beyond <= (OUTLIERS if floor.max > ROUGH else 0.0)
-        return few and self.mean <= FACTOR * floor.mean + LEAST
+        beyond = float((~(self.each <= FLOOR_FACTOR * floor.max + MIN_TOLERANCE)).float().mean())
+        few = beyond <= (MAX_OUTLIERS if floor.max > COARSE_FLOOR else 0.0)
+        return few and self.mean <= FLOOR_FACTOR * floor.mean + MIN_TOLERANCE
 
     def to_json(self) -> dict[str, Any]:
         return {"max": self.max, "mean": self.mean, "row": self.row, "token": self.token}
 
 
-def larger(one: LogprobDifference, other: LogprobDifference) -> LogprobDifference:
+def larger_difference(one: LogprobDifference, other: LogprobDifference) -> LogprobDifference:
     """The worse of two floors, in each respect."""
     return LogprobDifference(max(one.max, other.max), max(one.mean, other.mean), one.row, one.token)
 
@@ -73,30 +73,30 @@ def difference(found: LogprobsAndNorms, expected: LogprobsAndNorms) -> LogprobDi
     """Of log-probabilities, absolute."""
     pairs = list(zip(found.logprobs, expected.logprobs, strict=True))
     apart = [(one - other).abs() for one, other in pairs]
-    worst = max(range(len(apart)), key=lambda row: _rank(float(apart[row].max())))
+    worst = max(range(len(apart)), key=lambda row: _nan_as_inf(float(apart[row].max())))
     token = int(torch.nan_to_num(apart[worst], nan=torch.inf).argmax())
     mean = float(torch.cat(apart).mean())
     return LogprobDifference(float(apart[worst].max()), mean, worst, token + 1, torch.cat(apart))
 
 
-def _rank(value: float) -> float:
+def _nan_as_inf(value: float) -> float:
     return value if value == value else float("inf")
 
 
-def marks_apart(found: Marks, expected: Marks) -> dict[str, float]:
+def projection_distances(found: Projections, expected: Projections) -> dict[str, float]:
     """Module -> how far its outputs are apart, relative, in the mean over tokens; in the order of computation."""
     names = [name for name in expected if name in found]
-    return {name: _relative(torch.cat(list(found[name])), torch.cat(list(expected[name]))) for name in names}
+    return {name: _relative_distance(torch.cat(list(found[name])), torch.cat(list(expected[name]))) for name in names}
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def _relative_distance(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)).mean())
 
 
-def first_apart(found: Marks, expected: Marks, floor: Mapping[str, float]) -> str | None:
+def first_deviating_module(found: Projections, expected: Projections, floor: Mapping[str, float]) -> str | None:
     """The first module whose outputs differ by more than the noise: what comes after it differs because of it."""
-    for name, apart in marks_apart(found, expected).items():
-        if not apart <= FACTOR * floor.get(name, 0.0) + LEAST_MARK:
+    for name, apart in projection_distances(found, expected).items():
+        if not apart <= FLOOR_FACTOR * floor.get(name, 0.0) + MIN_PROJECTION_TOLERANCE:
             return name
     return None
 
@@ -107,7 +107,7 @@ def plain_name(name: str) -> str:
 
 
 @contextmanager
-def marking(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
+def recording_projections(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
     """Marks of these modules, by their plain names, of every call while it is open: one tensor `[rows, MARKS]` each."""
     wanted = set(names)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -136,7 +136,7 @@ def marking(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[T
 
 def _projection(width: int) -> Tensor:
     generator = torch.Generator().manual_seed(width)
-    return torch.randn(width, MARKS, generator=generator) * float(width**-0.5)
+    return torch.randn(width, PROJECTION_DIM, generator=generator) * float(width**-0.5)
 
 
 def logprobs_of(logits: Tensor, row: Sequence[int]) -> Tensor:
@@ -152,15 +152,15 @@ def measure(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()
     found: list[Tensor] = []
     marks: dict[str, list[Tensor]] = {name: [] for name in names}
     for row in rows:
-        with evaluating(model), marking(model, names) as seen:
+        with evaluating(model), recording_projections(model, names) as seen:
             logits = model(input_ids=torch.tensor([list(row)], device=device), use_cache=False).logits[0]
         found.append(logprobs_of(logits, row))
         for name, parts in seen.items():
-            marks[name].append(torch.cat(parts) if parts else torch.empty(0, MARKS))
+            marks[name].append(torch.cat(parts) if parts else torch.empty(0, PROJECTION_DIM))
     return LogprobsAndNorms(tuple(found), marks)
 
 
-def measure_together(model: Any, rows: Sequence[Sequence[int]]) -> LogprobsAndNorms:
+def measure_batched(model: Any, rows: Sequence[Sequence[int]]) -> LogprobsAndNorms:
     """All rows in one batch, padded at their ends."""
     device, longest = next(model.parameters()).device, max(len(row) for row in rows)
     ids = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=device)
@@ -170,21 +170,21 @@ def measure_together(model: Any, rows: Sequence[Sequence[int]]) -> LogprobsAndNo
     return LogprobsAndNorms(tuple(logprobs_of(logits[at, : len(row)], row) for at, row in enumerate(rows)))
 
 
-def measure_in_pieces(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> LogprobsAndNorms:
+def measure_with_cache(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> LogprobsAndNorms:
     """Each row in two pieces, the second on a cache of the first."""
     device = next(model.parameters()).device
     found: list[Tensor] = []
     marks: dict[str, list[Tensor]] = {name: [] for name in names}
     for row in rows:
         middle, cache, parts = len(row) // 2 + 1, DynamicCache(config=model.config), []
-        with evaluating(model), marking(model, names) as seen:
+        with evaluating(model), recording_projections(model, names) as seen:
             for piece in (row[:middle], row[middle:]):
                 ids = torch.tensor([list(piece)], device=device)
                 if ids.numel():
                     parts.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0])
         found.append(logprobs_of(torch.cat(parts), row))
         for name, pieces in seen.items():
-            marks[name].append(torch.cat(pieces) if pieces else torch.empty(0, MARKS))
+            marks[name].append(torch.cat(pieces) if pieces else torch.empty(0, PROJECTION_DIM))
     return LogprobsAndNorms(tuple(found), marks)
 
 
@@ -209,12 +209,12 @@ class NoiseFloor:
     marks: Mapping[str, float]
 
 
-def floor_of(model: Any, rows: Sequence[Sequence[int]], alone: LogprobsAndNorms) -> NoiseFloor:
+def measure_noise_floor(model: Any, rows: Sequence[Sequence[int]], alone: LogprobsAndNorms) -> NoiseFloor:
     names = list(alone.marks)
-    pieces = measure_in_pieces(model, rows, names)
-    together = measure_together(model, rows)
-    noise = larger(difference(pieces, alone), difference(together, alone))
-    return NoiseFloor(noise, marks_apart(pieces.marks, alone.marks))
+    pieces = measure_with_cache(model, rows, names)
+    together = measure_batched(model, rows)
+    noise = larger_difference(difference(pieces, alone), difference(together, alone))
+    return NoiseFloor(noise, projection_distances(pieces.marks, alone.marks))
 
 
 def adapted_modules(model: nn.Module) -> list[str]:

@@ -14,15 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.names import KT, factor
+from ktransformers.adapters.names import KT_KERNEL_KEY, parse_factor
 from ktransformers.checkpoint import Shards
 from ktransformers.errors import InputError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SPELLED = {dtype: name for name, dtype in DTYPES.items()}
+LORA_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in LORA_DTYPES.items()}
 # Beyond these a checkpoint may hold tensors that are copied and never computed with.
-SPELLED |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8"}
-SPELLED |= {torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
+SAFETENSORS_DTYPES |= {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+}
+SAFETENSORS_DTYPES |= {torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def open_content(path: str | Path) -> Content:
         names = ", ".join(file.name for file in [*ggufs, *loras])
         raise InputError(str(path), f"several adapters, {names}", "one", "name the file or move the others away")
     if ggufs:
-        return _gguf(path, ggufs[0])
+        return _open_gguf(path, ggufs[0])
     if not loras:
         raise InputError(str(path), "no LoRA tensors", "a .safetensors or GGUF file with lora_A and lora_B in it")
     tensors: dict[str, StoredTensor] = {}
@@ -72,7 +77,7 @@ def open_content(path: str | Path) -> Content:
         for name in shards.names:
             if name in tensors:
                 raise InputError(name, f"it in {tensors[name].file} and in {file.name}", "it in one file")
-            tensors[name] = _stored(shards, name, file.name)
+            tensors[name] = _stored_tensor(shards, name, file.name)
 
     def release() -> None:
         for shards in loras.values():
@@ -81,15 +86,15 @@ def open_content(path: str | Path) -> Content:
     return Content(path, tensors, None, release)
 
 
-def _stored(shards: Shards, name: str, file: str) -> StoredTensor:
+def _stored_tensor(shards: Shards, name: str, file: str) -> StoredTensor:
     spelled = shards.dtype(name)
-    if spelled not in DTYPES:
-        raise InputError(name, f"dtype {spelled}", "one of " + ", ".join(DTYPES))
-    return StoredTensor(name, file, shards.shape(name), DTYPES[spelled], lambda: shards.read(name))
+    if spelled not in LORA_DTYPES:
+        raise InputError(name, f"dtype {spelled}", "one of " + ", ".join(LORA_DTYPES))
+    return StoredTensor(name, file, shards.shape(name), LORA_DTYPES[spelled], lambda: shards.read(name))
 
 
 def _has_lora(shards: Shards) -> bool:
-    return any(factor(name) or KT.fullmatch(name) for name in shards.names)
+    return any(parse_factor(name) or KT_KERNEL_KEY.fullmatch(name) for name in shards.names)
 
 
 def _magic(file: Path) -> bytes:
@@ -97,7 +102,7 @@ def _magic(file: Path) -> bytes:
         return stream.read(4)
 
 
-def _gguf(path: Path, file: Path) -> Content:
+def _open_gguf(path: Path, file: Path) -> Content:
     from ktransformers.adapters.dialects.gguf import read_gguf
 
     fields, tensors = read_gguf(file)

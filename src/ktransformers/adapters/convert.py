@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from ktransformers.adapters.canonical import canonical
-from ktransformers.adapters.config import FILE as CONFIG
+from ktransformers.adapters.canonical import canonicalize
+from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.config import parse_config
 from ktransformers.adapters.content import Content, open_content
-from ktransformers.adapters.dialects import detect, dialect
+from ktransformers.adapters.dialects import detect_dialect, find_dialect
 from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
-from ktransformers.adapters.manifest import FILE as MANIFEST
-from ktransformers.adapters.manifest import check_manifest, describe, read_manifest, write_manifest
+from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
+from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
 from ktransformers.adapters.model import ModelFacts, find_facts
-from ktransformers.adapters.parse import ReadContext, complete
-from ktransformers.adapters.write import check_apart, check_target, checked_squares, fresh_directory
+from ktransformers.adapters.parse import ReadContext, check_complete
+from ktransformers.adapters.write import check_disjoint, check_target, finite_sum_of_squares, fresh_directory
 from ktransformers.errors import InputError
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,20 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
             check_manifest(content, document)
         else:
             for name, stored in content.tensors.items():
-                checked_squares(name, stored.read())
-    known = ReadContext(_facts(content, model, document), lora_alpha, document)
-    source = detect(content)
+                finite_sum_of_squares(name, stored.read())
+    known = ReadContext(_find_facts(content, model, document), lora_alpha, document)
+    source = detect_dialect(content)
     raw = source.read(content, known)
     if document is not None and "lora_dropout" in document:  # PEFT's file says 0, because it knows none on experts
         raw = replace(raw, config={**raw.config, "lora_dropout": document["lora_dropout"]})
     partial = parse_config({"r": 1, "lora_alpha": 1, **raw.config}, CONFIG).partial
-    complete(raw.experts, raw.modules, known.facts, partial)
-    adapter = canonical(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
+    check_complete(raw.experts, raw.modules, known.facts, partial)
+    adapter = canonicalize(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
     content.release()
     return adapter, source.name
 
 
-def _facts(content: Content, model: str | None, document: dict[str, Any] | None) -> ModelFacts | None:
+def _find_facts(content: Content, model: str | None, document: dict[str, Any] | None) -> ModelFacts | None:
     """Of the model that was given, else that of the manifest, else the one that adapter_config.json names."""
     if model is not None and (facts := find_facts(model)) is not None:
         return facts
@@ -113,8 +113,8 @@ def write_adapter(adapter: Adapter, target: str | Path, to: str, *, overwrite: b
 def _write(adapter: Adapter, directory: Path, target: Path, to: str) -> Output:
     if not (adapter.experts or adapter.modules or adapter.extras):
         raise InputError(str(target), "nothing to write", "an adapter with tensors for this output")
-    records = dialect(to).write(adapter, directory)
-    pairs = sum(dialect(to).pairs(layer) for layer in adapter.experts) + len(adapter.modules)
+    records = find_dialect(to).write(adapter, directory)
+    pairs = sum(find_dialect(to).pairs(layer) for layer in adapter.experts) + len(adapter.modules)
     expected = 2 * pairs + len(adapter.extras)
     if len(records) != expected:
         raise InputError(str(target), f"{len(records)} tensors written", f"{expected}", "please report this")
@@ -128,14 +128,16 @@ def _write(adapter: Adapter, directory: Path, target: Path, to: str) -> Output:
         model=adapter.model.to_json() if adapter.model else None,
         lora_dropout=adapter.config.get("lora_dropout", 0.0),
     )
-    return Output(str(target), len(records), _targets(adapter))
+    return Output(str(target), len(records), _target_names(adapter))
 
 
-def _targets(adapter: Adapter) -> tuple[str, ...]:
-    from ktransformers.adapters.names import ordered
+def _target_names(adapter: Adapter) -> tuple[str, ...]:
+    from ktransformers.adapters.names import order_targets
 
     leaves = {module.name.rpartition(".")[2] for module in adapter.modules}
-    return tuple(ordered(leaves | {adapter.words.matrix(role) for one in adapter.experts[:1] for role in one.forms}))
+    return tuple(
+        order_targets(leaves | {adapter.words.matrix(role) for one in adapter.experts[:1] for role in one.forms})
+    )
 
 
 def convert(
@@ -150,12 +152,14 @@ def convert(
     dtype: str = "keep",
     overwrite: bool = False,
 ) -> Conversion:
-    dialect(to)
-    if dtype != "keep" and dtype not in DTYPES:
-        raise InputError("dtype", repr(dtype), "keep, " + ", ".join(DTYPES), "quantised adapters do not exist here")
+    find_dialect(to)
+    if dtype != "keep" and dtype not in OUTPUT_DTYPES:
+        raise InputError(
+            "dtype", repr(dtype), "keep, " + ", ".join(OUTPUT_DTYPES), "quantised adapters do not exist here"
+        )
     outputs = {"merged": target, "expert_only": expert_output_dir, "nonexpert_only": nonexpert_output_dir}
     places = {name: Path(place) for name, place in outputs.items() if place is not None}
-    check_apart([Path(source), *places.values()])
+    check_disjoint([Path(source), *places.values()])
     for place in places.values():
         check_target(place, overwrite)
     content = open_content(source)
@@ -163,7 +167,7 @@ def convert(
     if base_model_name_or_path is not None:
         adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": base_model_name_or_path})
     if dtype != "keep":
-        adapter = _cast(adapter, DTYPES[dtype])
+        adapter = _cast(adapter, OUTPUT_DTYPES[dtype])
     parts = {"merged": adapter, "expert_only": adapter.only_experts(), "nonexpert_only": adapter.without_experts()}
     with contextlib.ExitStack() as stack:
         written = {
@@ -213,7 +217,7 @@ def describe_adapter(path: str | Path, *, model: str | None = None) -> None:
     stale = content.directory / MANIFEST
     stale.unlink(missing_ok=True)
     adapter, found = _read(content, model, None, verify=True)
-    describe(
+    write_manifest_of(
         content,
         dialect=found,
         tensor_count=len(content.tensors),

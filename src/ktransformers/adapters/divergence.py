@@ -21,14 +21,14 @@ from torch import Tensor
 
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
-from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.errors import InputError
 from ktransformers.quant.receipt import Calibration, read_text, windows
 from ktransformers.system import bf16_is_fast, memory
 
-TEXT = "calibration.txt"  # carried along: prose, a dialogue, a recipe, figures and code
-TOKENS = 4096  # of a text, at most
-RESERVE = 2 << 30  # bytes beside the base's own
+CALIBRATION_FILE = "calibration.txt"  # carried along: prose, a dialogue, a recipe, figures and code
+CALIBRATION_TOKENS = 4096  # of a text, at most
+RESERVE_BYTES = 2 << 30  # bytes beside the base's own
 MAX_KL = 0.1  # nats a token; costs about a tenth of perplexity
 
 
@@ -57,20 +57,20 @@ def calibration_text(given: Path | None) -> Iterator[Path]:
     if given is not None:
         yield given
         return
-    with resources.as_file(resources.files("ktransformers.adapters") / "data" / TEXT) as own:
+    with resources.as_file(resources.files("ktransformers.adapters") / "data" / CALIBRATION_FILE) as own:
         yield own
 
 
 def measure_divergence(
-    base: Path, adapter: Path, merged: Path, text: Path, *, tokens: int = TOKENS, base_bytes: int = 0
+    base: Path, adapter: Path, merged: Path, text: Path, *, tokens: int = CALIBRATION_TOKENS, base_bytes: int = 0
 ) -> Divergence:
     """InputError where the base cannot be loaded here."""
     from transformers import AutoTokenizer
 
     free = memory().available
-    if base_bytes + RESERVE > free:
+    if base_bytes + RESERVE_BYTES > free:
         given = f"{free / 1e9:.1f} GB of free memory"
-        raise InputError("calib", given, f"about {(base_bytes + RESERVE) / 1e9:.1f} GB to load the base")
+        raise InputError("calib", given, f"about {(base_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the base")
     try:
         tokenizer = AutoTokenizer.from_pretrained(merged)
     except (OSError, ValueError) as error:
@@ -99,7 +99,7 @@ def check_divergence(found: Divergence, limit: float) -> None:
 def _as_peft(adapter: Path, merged: Path, scratch: Path) -> Path:
     """The adapter where PEFT can read it."""
     content = open_content(adapter)
-    if detect(content).name == "peft" and content.path.is_dir():
+    if detect_dialect(content).name == "peft" and content.path.is_dir():
         return content.path
     write_adapter(read_adapter(adapter, model=str(merged)), scratch / "peft", "peft")
     return scratch / "peft"
@@ -111,20 +111,20 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
     count = sum(piece.shape[1] - 1 for piece in pieces)
     effect = kl = same = 0.0
     losses = [0.0, 0.0, 0.0]  # merged, reference, base
-    model: Any = PeftModel.from_pretrained(_open(base), str(folder)).eval()
+    model: Any = PeftModel.from_pretrained(_load(base), str(folder)).eval()
     for number, piece in enumerate(pieces):
-        reference = _distribution(model, piece)
+        reference = _logprobs(model, piece)
         with model.disable_adapter():
-            alone = _distribution(model, piece)
+            alone = _logprobs(model, piece)
         effect += _kl(reference, alone)
         losses[1] += _loss(reference, piece)
         losses[2] += _loss(alone, piece)
         reference.numpy().tofile(scratch / f"{number}")
         del reference, alone
     del model
-    model = _open(merged)
+    model = _load(merged)
     for number, piece in enumerate(pieces):
-        found = _distribution(model, piece)
+        found = _logprobs(model, piece)
         waited = torch.from_file(str(scratch / f"{number}"), size=found.numel(), dtype=torch.float32).view_as(found)
         kl += _kl(waited, found)
         same += float((waited.argmax(-1) == found.argmax(-1)).sum())
@@ -134,7 +134,7 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
     return Divergence(name, count, kl / count, effect / count, same / count, *perplexities)
 
 
-def _open(path: Path) -> Any:
+def _load(path: Path) -> Any:
     from ktransformers.nn.load import load_model
 
     model: Any = load_model(path, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
@@ -142,7 +142,7 @@ def _open(path: Path) -> Any:
 
 
 @torch.no_grad()
-def _distribution(model: Any, piece: Tensor) -> Tensor:
+def _logprobs(model: Any, piece: Tensor) -> Tensor:
     """Log-probabilities `[tokens - 1, vocabulary]` of what comes next."""
     logits: Tensor = model(input_ids=piece, use_cache=False).logits[0, :-1]
     return logits.float().log_softmax(-1).contiguous()

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
-from ktransformers.adapters.names import in_model, place
+from ktransformers.adapters.names import name_in_model, split_layer_name
 from ktransformers.checkpoint import ExpertTensors, Shards, find_experts, locate
 from ktransformers.errors import InputError
 
 FLOATS = {"BF16", "F16", "F32"}
-Reader = Callable[[], Mapping[str, LoraPair]]
-Place = tuple[str, int, str]
+PairReader = Callable[[], Mapping[str, LoraPair]]
+TensorPosition = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Fold:
     replaces: bool = False  # the tensor's new value rather than what is added to it
 
 
-class _Last:
+class _LayerCache:
     """The pairs that were read last: all tensors of a layer share them, and the next layer's take their place."""
 
     def __init__(self) -> None:
@@ -46,28 +46,28 @@ class _Last:
         return self._pairs
 
 
-def folds(adapter: Adapter, shards: Shards) -> dict[str, Fold]:
+def plan_folds(adapter: Adapter, shards: Shards) -> dict[str, Fold]:
     """Tensor -> its fold; every pair of the adapter is used exactly once."""
     found: list[Fold] = []
-    places = tensor_places(shards.names)
+    places = index_tensors(shards.names)
     for module in adapter.modules:
-        found.append(_linear(module, find_tensor(places, f"{module.name}.weight"), shards))
+        found.append(_fold_linear(module, find_tensor(places, f"{module.name}.weight"), shards))
     for extra in adapter.extras:
         name = find_tensor(places, extra.name)
         if shards.shape(name) != extra.shape:
             raise InputError(extra.name, f"shape {list(extra.shape)}", f"{list(shards.shape(name))}, as {name} has")
-        found.append(Fold(name, partial(_new_rows, extra), replaces=True))
+        found.append(Fold(name, partial(_replacement_rows, extra), replaces=True))
     if adapter.experts:
         layers = find_experts(shards.names)
         interleaved = adapter.model is not None and adapter.model.interleaved
-        last = _Last()
+        last = _LayerCache()
         for experts in adapter.experts:
             tensors = locate(layers, f"{experts.root}.experts")
             read = partial(last.pairs, experts)
             if tensors.fused:
-                found += _fused(experts, read, tensors, shards, interleaved)
+                found += _fold_fused(experts, read, tensors, shards, interleaved)
             else:
-                found += _single(experts, read, tensors, shards)
+                found += _fold_per_expert(experts, read, tensors, shards)
     named = {fold.name: fold for fold in found}
     if len(named) != len(found):
         twice = next(fold.name for fold in found if sum(other.name == fold.name for other in found) > 1)
@@ -75,17 +75,17 @@ def folds(adapter: Adapter, shards: Shards) -> dict[str, Fold]:
     return named
 
 
-def tensor_places(names: Iterable[str]) -> dict[Place, list[str]]:
+def index_tensors(names: Iterable[str]) -> dict[TensorPosition, list[str]]:
     """Where in the model -> the tensors there, however a file spells what stands around it."""
-    places: dict[Place, list[str]] = {}
+    places: dict[TensorPosition, list[str]] = {}
     for name in names:
-        places.setdefault(place(in_model(name)), []).append(name)
+        places.setdefault(split_layer_name(name_in_model(name)), []).append(name)
     return places
 
 
-def find_tensor(places: Mapping[Place, list[str]], name: str) -> str:
+def find_tensor(places: Mapping[TensorPosition, list[str]], name: str) -> str:
     """The one tensor that an adapter means by `name`."""
-    near = places.get(place(in_model(name)), [])
+    near = places.get(split_layer_name(name_in_model(name)), [])
     if len(near) != 1:
         hint = (
             "tied to embed_tokens? untie it first" if name.startswith("lm_head") else "the adapter is of another model"
@@ -94,38 +94,40 @@ def find_tensor(places: Mapping[Place, list[str]], name: str) -> str:
     return near[0]
 
 
-def _linear(module: Module, name: str, shards: Shards) -> Fold:
-    _expect(shards, name, (module.form.outputs, module.form.inputs))
-    return Fold(name, lambda _, rows, dtype: _rows(module.read(), rows, dtype))
+def _fold_linear(module: Module, name: str, shards: Shards) -> Fold:
+    _check_tensor(shards, name, (module.form.outputs, module.form.inputs))
+    return Fold(name, lambda _, rows, dtype: _delta_rows(module.read(), rows, dtype))
 
 
-def _new_rows(extra: Extra, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
+def _replacement_rows(extra: Extra, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
     return extra.read()[rows].to(dtype)
 
 
-def _rows(pair: LoraPair, rows: slice, dtype: torch.dtype) -> Tensor:
+def _delta_rows(pair: LoraPair, rows: slice, dtype: torch.dtype) -> Tensor:
     return (pair.b[rows].to(dtype) @ pair.a.to(dtype)).mul_(pair.scaling)
 
 
-def _single(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shards) -> list[Fold]:
+def _fold_per_expert(experts: Experts, read: PairReader, tensors: ExpertTensors, shards: Shards) -> list[Fold]:
     found = []
     for expert in range(experts.experts):
         for role, form in experts.forms.items():
             name = tensors.single.get(expert, {}).get(role)
             if name is None:
                 raise InputError(f"{tensors.root}.experts.{expert}: {role}", "no such tensor", "one for each expert")
-            _expect(shards, name, (form.outputs, form.inputs))
+            _check_tensor(shards, name, (form.outputs, form.inputs))
             found.append(Fold(name, partial(_expert_rows, read, role, expert)))
     return found
 
 
-def _expert_rows(read: Reader, role: str, expert: int, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
+def _expert_rows(read: PairReader, role: str, expert: int, _: int, rows: slice, dtype: torch.dtype) -> Tensor:
     pair = read()[role]
-    return _rows(LoraPair(pair.a[expert], pair.b[expert], pair.scaling), rows, dtype)
+    return _delta_rows(LoraPair(pair.a[expert], pair.b[expert], pair.scaling), rows, dtype)
 
 
-def _fused(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shards, interleaved: bool) -> list[Fold]:
-    transposed = _transposed(experts, tensors, shards)
+def _fold_fused(
+    experts: Experts, read: PairReader, tensors: ExpertTensors, shards: Shards, interleaved: bool
+) -> list[Fold]:
+    transposed = _is_transposed(experts, tensors, shards)
     found = []
     for role, name in tensors.fused.items():
         parts = [part for part in role.split("_") if part in experts.forms]
@@ -135,7 +137,7 @@ def _fused(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shard
             raise InputError(name, f"LoRA on {parts[0]} alone", "on gate and up, or on neither")
         outputs = sum(experts.forms[part].outputs for part in parts)
         shape = (outputs, experts.forms[parts[0]].inputs)
-        _expect(shards, name, (experts.experts, *(shape[::-1] if transposed else shape)))
+        _check_tensor(shards, name, (experts.experts, *(shape[::-1] if transposed else shape)))
 
         found.append(Fold(name, partial(_fused_rows, read, parts, interleaved, transposed), stacked=True))
     used = {part for fold_role in tensors.fused for part in fold_role.split("_")}
@@ -146,14 +148,20 @@ def _fused(experts: Experts, read: Reader, tensors: ExpertTensors, shards: Shard
 
 
 def _fused_rows(
-    read: Reader, parts: list[str], interleaved: bool, transposed: bool, expert: int, rows: slice, dtype: torch.dtype
+    read: PairReader,
+    parts: list[str],
+    interleaved: bool,
+    transposed: bool,
+    expert: int,
+    rows: slice,
+    dtype: torch.dtype,
 ) -> Tensor:
     whole = [_expert_rows(read, part, expert, 0, slice(None), dtype) for part in parts]
     joined = torch.stack(whole, dim=1).flatten(0, 1) if interleaved and len(whole) == 2 else torch.cat(whole)
     return (joined.T if transposed else joined)[rows]
 
 
-def _transposed(experts: Experts, tensors: ExpertTensors, shards: Shards) -> bool:
+def _is_transposed(experts: Experts, tensors: ExpertTensors, shards: Shards) -> bool:
     """Told by all fused tensors of the layer together: a square one says nothing by itself."""
     forms = experts.forms
     down = forms.get("down")
@@ -178,7 +186,7 @@ def _transposed(experts: Experts, tensors: ExpertTensors, shards: Shards) -> boo
     return answers.pop()
 
 
-def _expect(shards: Shards, name: str, shape: tuple[int, ...]) -> None:
+def _check_tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> None:
     if shards.shape(name) != shape:
         raise InputError(name, f"shape {list(shards.shape(name))}", f"{list(shape)}, as the adapter's factors say")
     if shards.dtype(name) not in FLOATS:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ, ExpertNaming
+from ktransformers.adapters.names import PROJ_NAMING, ExpertNaming
 
 ROLES = ("gate", "up", "down")
 
@@ -90,7 +90,7 @@ class Adapter:
     modules: tuple[Module, ...]
     extras: tuple[Extra, ...] = ()
     shared: bool = False  # gate and up have one A
-    words: ExpertNaming = PROJ  # how per-expert files call this model's expert matrices
+    words: ExpertNaming = PROJ_NAMING  # how per-expert files call this model's expert matrices
     config: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json as it was read
     model: ModelFacts | None = None
 
@@ -107,6 +107,6 @@ class Adapter:
         return replace(self, experts=())
 
 
-def form_of(pair: LoraPair) -> PairForm:
+def form_of_pair(pair: LoraPair) -> PairForm:
     dtype = torch.promote_types(pair.a.dtype, pair.b.dtype)
     return PairForm(pair.rank, pair.a.shape[-1], pair.b.shape[-2], dtype, pair.scaling)

@@ -24,21 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.content import SPELLED, open_content
+from ktransformers.adapters.content import SAFETENSORS_DTYPES, open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.divergence import MAX_KL, Divergence, check_divergence
-from ktransformers.adapters.fold import FLOATS, Fold, folds
+from ktransformers.adapters.fold import FLOATS, Fold, plan_folds
 from ktransformers.adapters.manifest import write_manifest
 from ktransformers.adapters.write import (
     TensorSpec,
     WrittenTensor,
-    check_apart,
+    build_header,
+    check_disjoint,
     check_target,
-    checked_squares,
-    layout,
+    finite_sum_of_squares,
     raw_bytes,
     replace_directory,
-    squares,
+    sum_of_squares,
     write_at,
 )
 from ktransformers.checkpoint import Shards
@@ -46,11 +46,11 @@ from ktransformers.checkpoint.shards import INDEX
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-TORCH = {spelled: dtype for dtype, spelled in SPELLED.items()}
-ROWS = 4096  # of a matrix at a time
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the distance of neighbours, relative
+MERGE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+TORCH_DTYPES = {spelled: dtype for dtype, spelled in SAFETENSORS_DTYPES.items()}
+CHUNK_ROWS = 4096  # of a matrix at a time
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+HALF_STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the distance of neighbours, relative
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Plan:
 
     def entries(self, file: Path) -> list[TensorSpec]:
         names = [name for name in self.shards.names if self.shards.file(name) == file]
-        return [TensorSpec(name, self.shards.shape(name), TORCH[self.dtypes[name]]) for name in names]
+        return [TensorSpec(name, self.shards.shape(name), TORCH_DTYPES[self.dtypes[name]]) for name in names]
 
 
 def merge(
@@ -101,13 +101,13 @@ def merge(
 ) -> Merge:
     """`compare` gets the finished model before it has its name, and the bytes of the base."""
     model, out = Path(model), Path(out)
-    if dtype != "keep" and dtype not in DTYPES:
+    if dtype != "keep" and dtype not in MERGE_DTYPES:
         raise InputError(
             "dtype", repr(dtype), "bfloat16, float16, float32 or keep",
             "`kt merge --format` (merge_packed) writes experts in few bits",
         )  # fmt: skip
-    check_apart([model, out])
-    check_apart([Path(adapter), out])
+    check_disjoint([model, out])
+    check_disjoint([Path(adapter), out])
     check_target(out, overwrite)
     config = _model_config(model)
     plan = _plan(model, adapter, dtype)
@@ -120,7 +120,7 @@ def merge(
             _write_shard(plan, file, partial)
         plan.shards.release()
         progress(done + 1, len(files))
-    _copy_rest(model, partial, config, dtype, plan)
+    _copy_other_files(model, partial, config, dtype, plan)
     check = _verify(plan, partial)
     _finish(plan, partial, files)
     plan.shards.release()
@@ -157,20 +157,20 @@ def _model_config(model: Path) -> dict[str, Any]:
 
 def _plan(model: Path, adapter: str | Path, dtype: str) -> _Plan:
     shards = Shards.of_directory(model)
-    found = folds(read_adapter(adapter, model=str(model)), shards)
+    found = plan_folds(read_adapter(adapter, model=str(model)), shards)
     if not found:
         raise InputError(str(adapter), "no deltas", "an adapter with LoRA in it")
     spelled = {name: shards.dtype(name) for name in shards.names}
     for name, word in spelled.items():
-        if word not in TORCH:
+        if word not in TORCH_DTYPES:
             raise InputError(
-                name, f"dtype {word}", ", ".join(TORCH), "without --dtype it is merged into a packed directory"
+                name, f"dtype {word}", ", ".join(TORCH_DTYPES), "without --dtype it is merged into a packed directory"
             )
     matrices = [word for name, word in spelled.items() if word in FLOATS and len(shards.shape(name)) > 1]
     main = Counter(matrices).most_common(1)[0][0]
     if dtype != "keep":  # a tensor in another dtype than most (a router in f32) is so on purpose
         spelled = {
-            name: DTYPES[dtype] if word == main and len(shards.shape(name)) > 1 else word
+            name: MERGE_DTYPES[dtype] if word == main and len(shards.shape(name)) > 1 else word
             for name, word in spelled.items()
         }
     return _Plan(shards, found, spelled)
@@ -203,7 +203,7 @@ def _resume(partial: Path, fingerprint: str, files: list[str]) -> set[str]:
 
 def _write_shard(plan: _Plan, file: Path, partial: Path) -> None:
     entries = plan.entries(file)
-    offsets, header = layout(entries)
+    offsets, header = build_header(entries)
     temporary = partial / f".{file.name}.partial"
     records = []
     with temporary.open("wb") as stream:
@@ -219,16 +219,18 @@ def _write_shard(plan: _Plan, file: Path, partial: Path) -> None:
 
 def _write_tensor(plan: _Plan, entry: TensorSpec, file: str, descriptor: int, offset: int) -> WrittenTensor:
     digest, total = hashlib.sha256(), 0.0
-    for piece in _pieces(plan, entry):
+    for piece in _merged_chunks(plan, entry):
         data = raw_bytes(piece)
         write_at(descriptor, data, offset)
         offset += data.nbytes
         digest.update(data)
-        total += checked_squares(entry.name, piece) if entry.name in plan.folds else squares(piece)
-    return WrittenTensor(entry.name, file, entry.shape, SPELLED[entry.dtype], math.sqrt(total), digest.hexdigest())
+        total += finite_sum_of_squares(entry.name, piece) if entry.name in plan.folds else sum_of_squares(piece)
+    return WrittenTensor(
+        entry.name, file, entry.shape, SAFETENSORS_DTYPES[entry.dtype], math.sqrt(total), digest.hexdigest()
+    )
 
 
-def _pieces(plan: _Plan, entry: TensorSpec) -> Iterator[Tensor]:
+def _merged_chunks(plan: _Plan, entry: TensorSpec) -> Iterator[Tensor]:
     """The tensor as it will be, from its beginning to its end."""
     fold, weight = plan.folds.get(entry.name), plan.shards.read(entry.name)
     if weight.ndim == 0:
@@ -236,25 +238,25 @@ def _pieces(plan: _Plan, entry: TensorSpec) -> Iterator[Tensor]:
         return
     matrices = list(weight) if weight.ndim == 3 else [weight]
     for expert, matrix in enumerate(matrices):
-        for first in range(0, len(matrix), ROWS):
-            rows = slice(first, min(first + ROWS, len(matrix)))
+        for first in range(0, len(matrix), CHUNK_ROWS):
+            rows = slice(first, min(first + CHUNK_ROWS, len(matrix)))
             if fold is None:
                 yield matrix[rows].to(entry.dtype)
             else:
-                yield _folded(fold, matrix, expert, rows, torch.float32).to(entry.dtype)
+                yield _fold_rows(fold, matrix, expert, rows, torch.float32).to(entry.dtype)
 
 
-def _folded(fold: Fold, matrix: Tensor, expert: int, rows: slice, dtype: torch.dtype) -> Tensor:
+def _fold_rows(fold: Fold, matrix: Tensor, expert: int, rows: slice, dtype: torch.dtype) -> Tensor:
     delta = fold.delta(expert, rows, dtype)
     return delta if fold.replaces else matrix[rows].to(dtype) + delta
 
 
-def _copy_rest(model: Path, partial: Path, config: dict[str, Any], dtype: str, plan: _Plan) -> None:
+def _copy_other_files(model: Path, partial: Path, config: dict[str, Any], dtype: str, plan: _Plan) -> None:
     """Everything but weights: configuration, tokenizer, templates. Copied, not linked: the two models part here."""
     for file in model.iterdir():
         if (
             file.is_file()
-            and file.suffix not in WEIGHTS
+            and file.suffix not in WEIGHT_SUFFIXES
             and not file.name.endswith((".index.json", "kt_manifest.json"))
         ):
             shutil.copyfile(file, partial / file.name)
@@ -263,7 +265,7 @@ def _copy_rest(model: Path, partial: Path, config: dict[str, Any], dtype: str, p
         write_json(partial / "config.json", {**config, word: dtype})
     if (model / INDEX).is_file():
         index = json.loads((model / INDEX).read_text())
-        sizes = (TensorSpec(n, plan.shards.shape(n), TORCH[plan.dtypes[n]]).size for n in plan.shards.names)
+        sizes = (TensorSpec(n, plan.shards.shape(n), TORCH_DTYPES[plan.dtypes[n]]).size for n in plan.shards.names)
         index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
         write_json(partial / INDEX, index)
 
@@ -281,9 +283,9 @@ def _verify(plan: _Plan, partial: Path) -> MergeCheck:
             before, after = (old[expert], new[expert]) if fold.stacked else (old, new)
             for first in sorted({0, (number * 37) % len(before), len(before) - 1}):
                 rows = slice(first, first + 1)
-                exact = _folded(fold, before, expert, rows, torch.float64)
+                exact = _fold_rows(fold, before, expert, rows, torch.float64)
                 got = after[rows].double()
-                step = STEP[plan.dtypes[name]]
+                step = HALF_STEP[plan.dtypes[name]]
                 # f32 rounds at the size of the largest term, which the sum may be far below
                 slack = 2.0**-20 * float(exact.abs().max().clamp_min(before[rows].double().abs().max()))
                 off = float(((got - exact).abs() / (exact.abs() * step + slack + 1e-30)).max())

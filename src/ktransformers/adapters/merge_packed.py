@@ -17,21 +17,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters.config import FILE as CONFIG
+from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.divergence import (
+    CALIBRATION_TOKENS,
     MAX_KL,
-    TOKENS,
     Divergence,
     calibration_text,
     check_divergence,
     measure_divergence,
 )
 from ktransformers.adapters.lora import Adapter
-from ktransformers.adapters.manifest import FILE as MANIFEST
+from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.origin import FoldedLayer, FoldedOrigin, open_origin
-from ktransformers.adapters.write import check_apart, check_target, replace_directory
+from ktransformers.adapters.write import check_disjoint, check_target, replace_directory
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.checkpoint.recode import check_target as check_format
@@ -44,7 +44,7 @@ from ktransformers.quant.origin import Origin
 from ktransformers.quant.plan import ConversionPlan, plan_of, wanted
 from ktransformers.quant.receipt import Receipt, write_receipt
 
-RECORD = "kt_merge.json"
+RECORD_FILE = "kt_merge.json"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def merge_packed(
     formats: dict[str, str] | None = None,
     threads: int | None = None,
     calib: Path | None = None,
-    tokens: int = TOKENS,
+    tokens: int = CALIBRATION_TOKENS,
     max_kl: float = MAX_KL,
     unchecked: bool = False,
     overwrite: bool = False,
@@ -90,8 +90,8 @@ def merge_packed(
         raise InputError("max-kl", max_kl, "more than 0")
     if calib is not None and not calib.is_file():
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
-    check_apart([model, out])
-    check_apart([adapter, out])
+    check_disjoint([model, out])
+    check_disjoint([adapter, out])
     check_target(out, overwrite)
     plan = _plan(model, adapter, formats or wanted(KEEP), threads)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def merge_packed(
     plan.origin.release()
     receipt, divergence = done.receipt, None
     if not unchecked:
-        divergence = _judge(model, adapter, growing, calib, tokens, max_kl, plan)
+        divergence = _check_quality(model, adapter, growing, calib, tokens, max_kl, plan)
         receipt = replace(receipt, calibration=divergence.calibration())
         write_receipt(growing, receipt)
     for stale in (MANIFEST, CONFIG):  # of an adapter or of an earlier merge in the base's folder
@@ -111,7 +111,9 @@ def merge_packed(
     result = PackedMerge(str(out), plan.origin.changed, done.kept_layers, done.seconds, receipt, max_kl, divergence)
     said = None if divergence is None else divergence.to_json()
     limit = max_kl if math.isfinite(max_kl) else None
-    write_json(growing / RECORD, {"base": model.name, "adapter": adapter.name, "max_kl": limit, "divergence": said})
+    write_json(
+        growing / RECORD_FILE, {"base": model.name, "adapter": adapter.name, "max_kl": limit, "divergence": said}
+    )
     replace_directory(growing, out)
     return result
 
@@ -143,7 +145,7 @@ def _read(adapter: Path, base: Origin) -> Adapter:
         return read_adapter(adapter, model=folder)
 
 
-def _judge(
+def _check_quality(
     model: Path, adapter: Path, merged: Path, calib: Path | None, tokens: int, limit: float, plan: ConversionPlan
 ) -> Divergence:
     """The divergence; above the limit, or where it cannot be measured, nothing is left of what was written."""

@@ -13,17 +13,35 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ktransformers import model_registry
-from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, ExpertNaming, place
+from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
 from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.shards import INDEX
 from ktransformers.errors import InputError
 
-INTERLEAVED = {"gpt_oss"}
+INTERLEAVED_FAMILIES = {"gpt_oss"}
 # Families whose config.json says by the fields read here which layers have experts and which have self_attn. Others
 # have fields of their own; for them the checkpoint's index is asked, or nothing is claimed.
-PLAIN = {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "mixtral", "gpt_oss", "olmoe"}
-PLAIN |= {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "dots1", "minimax_m2"}
-NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")  # words of layer_types for layers without self_attn
+PLAIN_FAMILIES = {
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "gpt_oss",
+    "olmoe",
+}
+PLAIN_FAMILIES |= {
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "dots1",
+    "minimax_m2",
+}
+NON_ATTENTION_WORDS = ("linear", "mamba", "conv", "recurrent")  # words of layer_types for layers without self_attn
 
 
 class _Config(BaseModel):
@@ -61,18 +79,18 @@ class ModelFacts:
 
     @property
     def interleaved(self) -> bool:
-        return self.model_type in INTERLEAVED
+        return self.model_type in INTERLEAVED_FAMILIES
 
     @property
     def words(self) -> ExpertNaming:
-        return W123 if self.model_type in W123_FAMILIES else PROJ
+        return W123_NAMING if self.model_type in W123_FAMILIES else PROJ_NAMING
 
     def attention_layers(self, block: str) -> tuple[int, ...] | None:
         """Layers that have `self_attn` or `linear_attn`; None where that cannot be told."""
-        if self.layers is None or self.model_type not in PLAIN or block not in ("self_attn", "linear_attn"):
+        if self.layers is None or self.model_type not in PLAIN_FAMILIES or block not in ("self_attn", "linear_attn"):
             return None
         kinds = self.layer_types or ("full_attention",) * self.layers
-        plain = [not any(word in kind for word in NO_ATTENTION) for kind in kinds]
+        plain = [not any(word in kind for word in NON_ATTENTION_WORDS) for kind in kinds]
         return tuple(i for i, full in enumerate(plain) if full == (block == "self_attn"))
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +109,7 @@ class ModelFacts:
         )
 
 
-def facts_of(config: Mapping[str, Any]) -> ModelFacts:
+def facts_from_config(config: Mapping[str, Any]) -> ModelFacts:
     """From the parsed config.json; of a model with several parts the text part counts."""
     text = config.get("text_config")
     merged = {**config, **(text if isinstance(text, dict) else {})}
@@ -109,13 +127,13 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         experts=experts,
         heads=known.num_attention_heads,
         kv_heads=known.num_key_value_heads,
-        sparse_layers=_sparse(known) if experts else (),
+        sparse_layers=_sparse_layers(known) if experts else (),
         layer_types=tuple(known.layer_types or ()),
     )
 
 
-def _sparse(known: _Config) -> tuple[int, ...] | None:
-    if known.num_hidden_layers is None or known.model_type not in PLAIN:
+def _sparse_layers(known: _Config) -> tuple[int, ...] | None:
+    if known.num_hidden_layers is None or known.model_type not in PLAIN_FAMILIES:
         return None
     layers = range(known.num_hidden_layers)
     if known.mlp_layer_types:
@@ -148,12 +166,12 @@ def find_facts(name: str | None) -> ModelFacts | None:
         parsed = json.loads(Path(file).read_text())
     except ValueError as error:
         raise InputError(str(file), f"a file that is not JSON ({error})", "the model's config.json") from error
-    facts = facts_of(parsed)
-    sparse = _sparse_in_files(Path(file).parent)
+    facts = facts_from_config(parsed)
+    sparse = _sparse_layers_in_index(Path(file).parent)
     return facts if sparse is None else replace(facts, sparse_layers=sparse)
 
 
-def _sparse_in_files(directory: Path) -> tuple[int, ...] | None:
+def _sparse_layers_in_index(directory: Path) -> tuple[int, ...] | None:
     """Layers with experts by the names in the checkpoint's index, which is right for every family."""
     index = directory / INDEX
     if not index.is_file():
@@ -162,5 +180,5 @@ def _sparse_in_files(directory: Path) -> tuple[int, ...] | None:
         names = list(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):
         return None  # who reads the weights words that error
-    places = [place(tensors.root) for tensors in find_experts(names)]
+    places = [split_layer_name(tensors.root) for tensors in find_experts(names)]
     return tuple(sorted(layer for outer, layer, _ in places if not outer and layer >= 0)) or None

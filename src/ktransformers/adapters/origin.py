@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ktransformers.adapters.fold import find_tensor, tensor_places
+from ktransformers.adapters.fold import find_tensor, index_tensors
 from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
-from ktransformers.adapters.names import place
+from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.packed import is_packed, packed_words, read_manifest
 from ktransformers.checkpoint.recode import Weight, experts_of, numbers
@@ -27,7 +27,7 @@ from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.prepare import in_stock_terms, read_config, take_quantisation
 from ktransformers.quant.origin import Origin, OriginLayer, skeleton
 
-TILE = 16  # rows of a tile
+TILE_ROWS = 16  # rows of a tile
 
 
 def open_origin(model: Path) -> Origin:
@@ -59,7 +59,7 @@ class PackedOrigin(Origin):
                 yield ExpertChunk(expert, False, given | _biases(vectors, expert, contract))
 
         tensors = LayerSource(found.formats, sum(found.bytes.values()), pieces)
-        return OriginLayer(name, place(name)[1], contract, tensors)
+        return OriginLayer(name, split_layer_name(name)[1], contract, tensors)
 
     def rest(self) -> list[PlainTensor]:
         packed = set(self._packed.tensors)
@@ -86,7 +86,7 @@ def _biases(vectors: dict[str, Tensor], expert: int, contract: Contract) -> dict
     if "down_bias" in rows:
         found["down_bias"] = rows["down_bias"][None, : shape.hidden]
     if "gate_up_bias" in rows and shape.gated:
-        gate, up = rows["gate_up_bias"].reshape(-1, 2, TILE).unbind(1)
+        gate, up = rows["gate_up_bias"].reshape(-1, 2, TILE_ROWS).unbind(1)
         found["gate_bias"] = gate.reshape(1, -1)[:, : shape.intermediate]
         found["up_bias"] = up.reshape(1, -1)[:, : shape.intermediate]
     elif "gate_up_bias" in rows:
@@ -106,14 +106,14 @@ class FoldedLayer(OriginLayer):
         for first, roles in super().experts():
             for at in range(_count(roles["down"])):
                 own = {role: experts_of(matrix, at, at + 1) for role, matrix in roles.items()}
-                yield first + at, own | {role: _added(own[role], pair, first + at) for role, pair in pairs.items()}
+                yield first + at, own | {role: _add_delta(own[role], pair, first + at) for role, pair in pairs.items()}
 
 
 def _count(matrix: Weight) -> int:
     return matrix.shape[0] if isinstance(matrix, Tensor) else matrix.experts
 
 
-def _added(matrix: Weight, pair: LoraPair, expert: int) -> Tensor:
+def _add_delta(matrix: Weight, pair: LoraPair, expert: int) -> Tensor:
     delta = (pair.b[expert].float() @ pair.a[expert].float()).mul_(pair.scaling)
     return delta.add_(numbers(matrix)[0])[None]
 
@@ -125,12 +125,12 @@ class FoldedOrigin(Origin):
         self._base, self._files = base, list(files)
         self.path, self.experts, self.notes = base.path, base.experts, base.notes
         self.config, self.quantisation = base.config, base.quantisation
-        lora = _layers(base, adapter)
+        lora = _match_layers(base, adapter)
         self.layers = [
             FoldedLayer(layer.module, layer.number, layer.contract, layer.tensors, lora.get(layer.module))
             for layer in base.layers
         ]
-        self._rest = _rest(base.rest(), adapter)
+        self._rest = _fold_rest(base.rest(), adapter)
         self.changed = len(adapter.modules) + len(adapter.extras) + sum(len(one.forms) for one in adapter.experts)
         if not self.changed:
             raise InputError("adapter", "no deltas", "an adapter with LoRA in it")
@@ -149,12 +149,12 @@ class FoldedOrigin(Origin):
         return [*self._base.paths, *self._files]
 
 
-def _layers(base: Origin, adapter: Adapter) -> dict[str, Experts]:
+def _match_layers(base: Origin, adapter: Adapter) -> dict[str, Experts]:
     """The model's module -> LoRA on its experts, of the right sizes."""
-    known = {place(layer.module.removesuffix(".experts")): layer for layer in base.layers}
+    known = {split_layer_name(layer.module.removesuffix(".experts")): layer for layer in base.layers}
     found: dict[str, Experts] = {}
     for experts in adapter.experts:
-        layer = known.get(place(experts.root))
+        layer = known.get(split_layer_name(experts.root))
         if layer is None:
             raise InputError(f"{experts.root}.experts", "no such layer of experts", "this model's layers")
         shape = layer.contract.shape
@@ -169,8 +169,8 @@ def _layers(base: Origin, adapter: Adapter) -> dict[str, Experts]:
     return found
 
 
-def _rest(tensors: list[PlainTensor], adapter: Adapter) -> list[PlainTensor]:
-    places = tensor_places(tensor.name for tensor in tensors)
+def _fold_rest(tensors: list[PlainTensor], adapter: Adapter) -> list[PlainTensor]:
+    places = index_tensors(tensor.name for tensor in tensors)
     found = {tensor.name: tensor for tensor in tensors}
     folded: dict[str, PlainTensor] = {}
 
@@ -184,14 +184,14 @@ def _rest(tensors: list[PlainTensor], adapter: Adapter) -> list[PlainTensor]:
 
     for module in adapter.modules:
         tensor = take(f"{module.name}.weight", (module.form.outputs, module.form.inputs))
-        folded[tensor.name] = _plus(tensor, module)
+        folded[tensor.name] = _fold_tensor(tensor, module)
     for extra in adapter.extras:
         tensor = take(extra.name, extra.shape)
-        folded[tensor.name] = _instead(tensor, extra)
+        folded[tensor.name] = _replace_tensor(tensor, extra)
     return [folded.get(tensor.name, tensor) for tensor in tensors]
 
 
-def _plus(tensor: PlainTensor, module: Module) -> PlainTensor:
+def _fold_tensor(tensor: PlainTensor, module: Module) -> PlainTensor:
     def read() -> Tensor:
         pair = module.read()
         delta = (pair.b.float() @ pair.a.float()).mul_(pair.scaling)
@@ -200,5 +200,5 @@ def _plus(tensor: PlainTensor, module: Module) -> PlainTensor:
     return replace(tensor, read=read)
 
 
-def _instead(tensor: PlainTensor, extra: Extra) -> PlainTensor:
+def _replace_tensor(tensor: PlainTensor, extra: Extra) -> PlainTensor:
     return replace(tensor, read=lambda: extra.read().to(tensor.dtype))

@@ -17,10 +17,22 @@ from ktransformers.adapters.config import AdapterConfig
 from ktransformers.adapters.content import StoredTensor
 from ktransformers.adapters.lora import Experts, Extra, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PREFIX, PROJ, ExpertNaming, bare, factor, in_model, place, stem
+from ktransformers.adapters.names import (
+    PREFIX,
+    PROJ_NAMING,
+    ExpertNaming,
+    layers_prefix,
+    name_in_model,
+    parse_factor,
+    split_layer_name,
+    strip_prefixes,
+)
 from ktransformers.errors import InputError
 
-AUTOMATIC = ("embed_tokens.weight", "lm_head.weight")  # PEFT saves them unasked when the vocabulary has grown
+SAVED_WITH_NEW_TOKENS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+)  # PEFT saves them unasked when the vocabulary has grown
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class ReadContext:
 
     @property
     def words(self) -> ExpertNaming:
-        return self.facts.words if self.facts else PROJ
+        return self.facts.words if self.facts else PROJ_NAMING
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,12 @@ class LoraTensors:
         return torch.promote_types(self.a.dtype, self.b.dtype)
 
 
-def collect(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
+def pair_factors(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
     """(module -> its two factors, tensors that are no factors). A factor without its partner is an error."""
     halves: dict[str, dict[str, StoredTensor]] = {}
     others: list[StoredTensor] = []
     for stored in tensors:
-        found = factor(stored.name)
+        found = parse_factor(stored.name)
         if found is None:
             others.append(stored)
             continue
@@ -67,7 +79,7 @@ def collect(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], li
     return {module: LoraTensors(half["A"], half["B"]) for module, half in halves.items()}, others
 
 
-def linear(factors: LoraTensors) -> tuple[int, int, int]:
+def linear_sizes(factors: LoraTensors) -> tuple[int, int, int]:
     """(rank, inputs, outputs) of an ordinary pair."""
     a, b = factors.a.shape, factors.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
@@ -75,8 +87,8 @@ def linear(factors: LoraTensors) -> tuple[int, int, int]:
     return a[0], a[1], b[0]
 
 
-def module_of(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
-    rank, inputs, outputs = linear(factors)
+def build_module(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
+    rank, inputs, outputs = linear_sizes(factors)
     expected = config.rank(name, f"{name}.weight")
     if rank != expected:
         raise InputError(factors.a.name, f"rank {rank}", f"{expected}, as adapter_config.json says")
@@ -88,17 +100,17 @@ def module_of(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
     )
 
 
-def modules_of(found: Mapping[str, LoraTensors], config: AdapterConfig, words: ExpertNaming) -> tuple[Module, ...]:
+def build_modules(found: Mapping[str, LoraTensors], config: AdapterConfig, words: ExpertNaming) -> tuple[Module, ...]:
     """What is left after the experts were taken out; a name that says experts must not be among them."""
     modules = []
     for name, factors in found.items():
         if ".experts." in f"{name}." or ".base_layer" in name:
             raise InputError(factors.a.name, "a name that no dialect has", "...experts.0.gate_proj, or ...experts")
-        if not (_targeted(name, config) or _targeted(in_model(name), config)):
+        if not (_targeted(name, config) or _targeted(name_in_model(name), config)):
             raise InputError(
                 factors.a.name, "LoRA on a module that target_modules does not name", f"{config.target_modules}"
             )
-        modules.append(module_of(in_model(name, words), factors, config))
+        modules.append(build_module(name_in_model(name, words), factors, config))
     return tuple(modules)
 
 
@@ -110,12 +122,12 @@ def _targeted(name: str, config: AdapterConfig) -> bool:
     return not named or any(name == target or name.endswith(f".{target}") for target in named)
 
 
-def extras_of(others: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Extra, ...]:
+def build_extras(others: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Extra, ...]:
     saved = config.modules_to_save or []
     extras = []
     for stored in others:
-        name = bare(stored.name)
-        wanted = any(f".{module}." in f".{name}" for module in saved) or name.endswith(AUTOMATIC)
+        name = strip_prefixes(stored.name)
+        wanted = any(f".{module}." in f".{name}" for module in saved) or name.endswith(SAVED_WITH_NEW_TOKENS)
         bias = name.endswith(".bias") and (config.model_extra or {}).get("bias", "none") != "none"
         if ".lora_embedding_" in name:
             raise InputError(stored.name, "LoRA on an embedding", "on linear layers and experts", "it is not converted")
@@ -125,41 +137,45 @@ def extras_of(others: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Ex
     return tuple(extras)
 
 
-def adopt_stem(root: str, modules: Iterable[str]) -> str:
+def adopt_prefix(root: str, modules: Iterable[str]) -> str:
     """Files for SGLang always say `model.layers`; where the other modules tell the model's real prefix, take that."""
-    stems = {found for name in modules if (found := stem(name)) and place(name)[0] == place(root)[0]}
+    stems = {
+        found
+        for name in modules
+        if (found := layers_prefix(name)) and split_layer_name(name)[0] == split_layer_name(root)[0]
+    }
     if len(stems) != 1:
         return root
-    return f"{stems.pop()}.{place(root)[1]}.{place(root)[2]}"
+    return f"{stems.pop()}.{split_layer_name(root)[1]}.{split_layer_name(root)[2]}"
 
 
-def complete(
+def check_complete(
     experts: tuple[Experts, ...], modules: tuple[Module, ...], facts: ModelFacts | None, partial: bool
 ) -> None:
     """One set of matrices and one size over all layers, and nothing missing where the model is known."""
     if experts:
-        _alike(experts)
+        _check_layers_alike(experts)
     if facts is None:
         return
     for layer in experts:
-        _fits(layer, facts)
+        _check_model_sizes(layer, facts)
     if partial:
         return
     if experts and facts.sparse_layers is not None:
-        have = {layer.layer for layer in experts if not place(layer.root)[0]}
-        _same_layers(f"{experts[0].root}.experts", have, set(facts.sparse_layers))
+        have = {layer.layer for layer in experts if not split_layer_name(layer.root)[0]}
+        _check_layer_set(f"{experts[0].root}.experts", have, set(facts.sparse_layers))
     blocks: dict[str, set[int]] = {}
     for module in modules:
-        outer, number, path = place(module.name)
+        outer, number, path = split_layer_name(module.name)
         if number >= 0 and not outer:
             blocks.setdefault(path, set()).add(number)
     for path, layers in blocks.items():
         expected = facts.attention_layers(path.partition(".")[0])
         if expected is not None:
-            _same_layers(path, layers, set(expected))
+            _check_layer_set(path, layers, set(expected))
 
 
-def _alike(experts: tuple[Experts, ...]) -> None:
+def _check_layers_alike(experts: tuple[Experts, ...]) -> None:
     first = experts[0]
     sizes = {role: (form.inputs, form.outputs) for role, form in first.forms.items()}
     for layer in experts:
@@ -180,7 +196,7 @@ def _alike(experts: tuple[Experts, ...]) -> None:
                 )
 
 
-def _fits(layer: Experts, facts: ModelFacts) -> None:
+def _check_model_sizes(layer: Experts, facts: ModelFacts) -> None:
     if facts.experts is not None and layer.experts != facts.experts:
         raise InputError(f"{layer.root}.experts", f"{layer.experts} experts", f"{facts.experts}, as config.json says")
     if facts.hidden is None or not facts.intermediates:
@@ -196,7 +212,7 @@ def _fits(layer: Experts, facts: ModelFacts) -> None:
             )
 
 
-def _same_layers(what: str, have: set[int], expected: set[int]) -> None:
+def _check_layer_set(what: str, have: set[int], expected: set[int]) -> None:
     if have - expected:
         raise InputError(what, f"LoRA in layer {min(have - expected)}", "no such layer of this kind, says config.json")
     if expected - have:
@@ -209,5 +225,5 @@ def _same_layers(what: str, have: set[int], expected: set[int]) -> None:
         )
 
 
-def with_prefix(name: str) -> str:
+def add_prefix(name: str) -> str:
     return PREFIX + name

@@ -21,14 +21,14 @@ from ktransformers.adapters.comparison import (
     LogprobsAndNorms,
     adapted_modules,
     difference,
-    first_apart,
+    first_deviating_module,
     measure,
 )
 from ktransformers.errors import InputError, KTError
 
-FILE = "kt_proof.safetensors"
-ROWS, TOKENS = 4, 256  # at most that many rows of that many tokens
-FORMAT = "ktransformers-proof"
+PROOF_FILE = "kt_proof.safetensors"
+MAX_PROOF_ROWS, TOKENS = 4, 256  # at most that many rows of that many tokens
+PROOF_FORMAT = "ktransformers-proof"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ProofRecord:
 def sample_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """A few of them, cut; the last ones, which a run that ends early has seen least often."""
     cut = [list(row[:TOKENS]) for row in rows if len(row) > 1]
-    return cut[-ROWS:]
+    return cut[-MAX_PROOF_ROWS:]
 
 
 def record(model: Any, rows: Sequence[Sequence[int]], *, held_out: bool) -> ProofRecord:
@@ -69,21 +69,21 @@ def write_record(path: Path, made: ProofRecord) -> None:
         for name, marks in made.adapter.marks.items():
             tensors[f"marks.{at}.{name}"] = marks[at].contiguous()
     modules = "\n".join(made.adapter.marks)  # a safetensors file does not keep the order
-    about = {"format": FORMAT, "dtype": made.dtype, "held_out": str(int(made.held_out)), "modules": modules}
+    about = {"format": PROOF_FORMAT, "dtype": made.dtype, "held_out": str(int(made.held_out)), "modules": modules}
     save_file(tensors, path, metadata=about)
 
 
 def read_record(directory: Path) -> ProofRecord | None:
     from safetensors import SafetensorError, safe_open
 
-    file = directory / FILE
+    file = directory / PROOF_FILE
     if not file.is_file():
         return None
     try:
         with safe_open(file, framework="pt") as stored:
             about = stored.metadata() or {}
-            if about.get("format") != FORMAT:
-                raise InputError(str(file), f"format {about.get('format')!r}", FORMAT, "delete it")
+            if about.get("format") != PROOF_FORMAT:
+                raise InputError(str(file), f"format {about.get('format')!r}", PROOF_FORMAT, "delete it")
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         count = sum(name.endswith(".tokens") for name in tensors)
         places = range(count)
@@ -100,7 +100,7 @@ def read_record(directory: Path) -> ProofRecord | None:
 
 
 @dataclass(frozen=True)
-class Reloaded:
+class ReloadCheck:
     """What reading the saved adapter back has shown."""
 
     tensors: int
@@ -120,7 +120,7 @@ class Reloaded:
         )
 
 
-def check_reload(model: Any, folder: Path, made: ProofRecord) -> Reloaded:
+def check_reload(model: Any, folder: Path, made: ProofRecord) -> ReloadCheck:
     """Read `folder`'s adapter into the very model that saved it, all its numbers forgotten first."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
@@ -136,9 +136,9 @@ def check_reload(model: Any, folder: Path, made: ProofRecord) -> Reloaded:
     if not apart.none:
         noise = difference(measure(model, made.rows), after)
         if not apart.within(noise):
-            where = first_apart(after.marks, made.adapter.marks, {}) or "the output"
+            where = first_deviating_module(after.marks, made.adapter.marks, {}) or "the output"
             raise KTError(
                 f"{where}: after the saved adapter was read back, log-probabilities differ by {apart.max:.3g}, "
                 f"where computing twice makes {noise.max:.3g}; the file is not what was trained"
             )
-    return Reloaded(len(trained), len(made.rows), after.tokens, apart, made.held_out)
+    return ReloadCheck(len(trained), len(made.rows), after.tokens, apart, made.held_out)

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.content import SPELLED
+from ktransformers.adapters.content import SAFETENSORS_DTYPES
 from ktransformers.errors import InputError
 from ktransformers.files import sync
 
-PIECE = 1 << 22  # numbers
+CHUNK_NUMEL = 1 << 22  # numbers
 NOT_FINITE = ("NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")
 
 
@@ -61,28 +61,28 @@ class WrittenTensor:
     sha256: str
 
 
-def record(name: str, file: str, tensor: Tensor) -> WrittenTensor:
+def record_tensor(name: str, file: str, tensor: Tensor) -> WrittenTensor:
     """Norm and sum of a tensor; numbers that are none are an error."""
     digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
-    norm = math.sqrt(checked_squares(name, tensor))
-    return WrittenTensor(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
+    norm = math.sqrt(finite_sum_of_squares(name, tensor))
+    return WrittenTensor(name, file, tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype], norm, digest)
 
 
-def squares(tensor: Tensor) -> float:
+def sum_of_squares(tensor: Tensor) -> float:
     """Sum of squares in float64, in pieces that keep the copies small."""
     flat, total = tensor.reshape(-1), 0.0
-    if flat.shape[0] <= PIECE:
+    if flat.shape[0] <= CHUNK_NUMEL:
         whole = flat.double()
         return float(whole.dot(whole))
-    for first in range(0, flat.shape[0], PIECE):
-        piece = flat[first : first + PIECE].double()
+    for first in range(0, flat.shape[0], CHUNK_NUMEL):
+        piece = flat[first : first + CHUNK_NUMEL].double()
         total += float(piece.dot(piece))
     return total
 
 
-def checked_squares(name: str, tensor: Tensor) -> float:
+def finite_sum_of_squares(name: str, tensor: Tensor) -> float:
     """One pass for both: the sum of squares is finite exactly when every number is."""
-    total = squares(tensor)
+    total = sum_of_squares(tensor)
     if not math.isfinite(total):
         raise InputError(name, *NOT_FINITE)
     return total
@@ -95,24 +95,24 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 def write_safetensors(path: Path, batches: Sequence[TensorBatch]) -> list[WrittenTensor]:
     """The file is complete and on disk when this returns; the name is the caller's (a temporary directory)."""
     entries = [entry for batch in batches for entry in batch.entries]
-    offsets, header = layout(entries)
+    offsets, header = build_header(entries)
     records: list[WrittenTensor] = []
     with path.open("wb") as stream:
         stream.write(header)
         stream.flush()
         for batch in batches:
-            for entry, data, total in _contents(batch):
+            for entry, data, total in _read_batch(batch):
                 if not math.isfinite(total):
                     raise InputError(entry.name, *NOT_FINITE)
                 write_at(stream.fileno(), data, len(header) + offsets[entry.name])
                 digest = hashlib.sha256(data).hexdigest()
-                spelled = SPELLED[entry.dtype]
+                spelled = SAFETENSORS_DTYPES[entry.dtype]
                 records.append(WrittenTensor(entry.name, path.name, entry.shape, spelled, math.sqrt(total), digest))
         os.fsync(stream.fileno())
     return records
 
 
-def _contents(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, float]]:
+def _read_batch(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, float]]:
     """(entry, bytes, sum of squares) of every tensor; thousands of small ones are taken together, for their number."""
     tensors = batch.read()
     for entry, tensor in zip(batch.entries, tensors, strict=True):
@@ -120,10 +120,10 @@ def _contents(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, floa
             raise InputError(entry.name, f"shape {list(tensor.shape)}", f"{list(entry.shape)}")
     dtypes = {(entry.dtype, tensor.dtype) for entry, tensor in zip(batch.entries, tensors, strict=True)}
     sizes = [tensor.numel() for tensor in tensors]
-    if len(dtypes) > 1 or len(tensors) < 16 or sum(sizes) > 2 * PIECE:
+    if len(dtypes) > 1 or len(tensors) < 16 or sum(sizes) > 2 * CHUNK_NUMEL:
         for entry, tensor in zip(batch.entries, tensors, strict=True):
             tensor = tensor.to(entry.dtype).contiguous()
-            yield entry, raw_bytes(tensor), squares(tensor)
+            yield entry, raw_bytes(tensor), sum_of_squares(tensor)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(batch.entries[0].dtype)
     totals = torch.segment_reduce(flat.double().square_(), "sum", lengths=torch.tensor(sizes)).tolist()
@@ -133,7 +133,7 @@ def _contents(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, floa
         end += entry.size
 
 
-def layout(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
+def build_header(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
     """Offset of every tensor in the data, and the header with its length."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets: dict[str, int] = {}
@@ -143,7 +143,7 @@ def layout(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None
             raise InputError(entry.name, "two tensors of this name", "one")
         offsets[entry.name], end = end, end + entry.size
         fields[entry.name] = {
-            "dtype": SPELLED[entry.dtype],
+            "dtype": SAFETENSORS_DTYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offsets[entry.name], end],
         }
@@ -165,7 +165,7 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise InputError(str(target), "a directory that is not empty", "a new one", "--overwrite replaces it")
 
 
-def check_apart(paths: Sequence[Path]) -> None:
+def check_disjoint(paths: Sequence[Path]) -> None:
     """No output inside an input, around it, or inside another output: --overwrite removes whole directories."""
     for i, one in enumerate(paths):
         for other in paths[i + 1 :]:
@@ -179,7 +179,7 @@ def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory beside `target` that takes its place when the block ends well, and vanishes otherwise."""
     check_target(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
+    _remove_leftovers(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     temporary.mkdir()
     try:
@@ -190,7 +190,7 @@ def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
-def _sweep(target: Path) -> None:
+def _remove_leftovers(target: Path) -> None:
     """Removes what runs that were killed have left; one that still runs keeps its own."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         number = left.name.split(".")[-2]

@@ -25,14 +25,14 @@ from ktransformers.adapters.comparison import (
     NoiseFloor,
     adapted_modules,
     difference,
-    first_apart,
-    floor_of,
-    larger,
+    first_deviating_module,
+    larger_difference,
     measure,
+    measure_noise_floor,
 )
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.convert import read_adapter
-from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.errors import InputError, KTError
@@ -187,7 +187,7 @@ def _rows(record: ProofRecord | None, target: Target) -> tuple[list[list[int]], 
 
 def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, int]]:
     """The files: every tensor as the manifest says, every tensor with its place in this model."""
-    source, document = detect(content), read_manifest(content.directory)
+    source, document = detect_dialect(content), read_manifest(content.directory)
     if source.name != "peft":
         raise InputError(str(content.path), f"an adapter in {source.about}", "PEFT's", "`kt convert --to peft` first")
     try:
@@ -231,13 +231,13 @@ def trainer_graph(
     consumed = _read_back(model, content)
     modules = adapted_modules(model)
     adapter = measure(model, rows, modules)
-    floor = floor_of(model, rows, adapter)
+    floor = measure_noise_floor(model, rows, adapter)
     with model.disable_adapter():
-        off, off_floor = measure(model, rows), floor_of(model, rows, base)
+        off, off_floor = measure(model, rows), measure_noise_floor(model, rows, base)
     if not difference(off, base).none:
         said = "the base computes otherwise while an adapter is attached and off"
         raise ProofFailed(ProofCheck("trainer's graph", False, said, difference(off, base), "base"))
-    noise = NoiseFloor(larger(floor.logprobs, off_floor.logprobs), floor.marks)
+    noise = NoiseFloor(larger_difference(floor.logprobs, off_floor.logprobs), floor.marks)
     return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
@@ -283,10 +283,10 @@ def compared(
 def against_record(record: ProofRecord, graph: TrainerRun) -> ProofCheck:
     """The numbers that the trainer's own model said before it was saved, maybe on another machine."""
     control = difference(record.base, graph.base)
-    floor = larger(graph.floor.logprobs, control)
+    floor = larger_difference(graph.floor.logprobs, control)
     other = not control.none  # another machine, another dtype, other threads: every layer is a little off
     noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.marks.items()}
-    place = first_apart(graph.adapter.marks, record.adapter.marks, noise)
+    place = first_deviating_module(graph.adapter.marks, record.adapter.marks, noise)
     found = compared("as trained", graph.adapter, record.adapter, floor, lambda: place or "the output")
     if found.passed and place is not None and not other:
         said = f"outputs differ from those of training; log-probabilities: {found.said}"
@@ -310,7 +310,7 @@ def against_server(
 
         def where(name: str) -> str:
             marks = served_marks(Client(address, None), service, name, rows, graph.modules)
-            return first_apart(marks, graph.adapter.marks, graph.floor.marks) or "the output"
+            return first_deviating_module(marks, graph.adapter.marks, graph.floor.marks) or "the output"
 
         return _served(Client(address, None), target, rows, graph, matrices, where)
 
@@ -386,11 +386,11 @@ def against_stock(
         _round_experts(model)
     rounded = measure(model, rows)
     control, rounding = difference(base, graph.base), difference(rounded, adapter)
-    floor = larger(graph.floor.logprobs, larger(control, rounding))
+    floor = larger_difference(graph.floor.logprobs, larger_difference(control, rounding))
 
     def where() -> str:
         noise = dict.fromkeys(graph.modules, max(floor.max, 1e-3))
-        return first_apart(graph.adapter.marks, adapter.marks, noise) or "the output"
+        return first_deviating_module(graph.adapter.marks, adapter.marks, noise) or "the output"
 
     found = compared("stock PEFT", graph.adapter, adapter, floor, where)
     return replace(found, said=f"{found.said}; bases are {control.max:.2g} apart")

@@ -11,14 +11,14 @@ from ktransformers.errors import InputError
 DIALECTS: tuple[Dialect, ...] = (gguf.DIALECT, kt.DIALECT, per_expert.DIALECT, sglang.DIALECT, peft.DIALECT)
 
 
-def dialect(name: str) -> Dialect:
+def find_dialect(name: str) -> Dialect:
     for one in DIALECTS:
         if one.name == name:
             return one
     raise InputError("dialect", repr(name), "one of " + ", ".join(sorted(one.name for one in DIALECTS)))
 
 
-def detect(content: Content) -> Dialect:
+def detect_dialect(content: Content) -> Dialect:
     """The dialect of what lies there, told by its tensors."""
     for one in DIALECTS:
         if one.claims(content):
@@ -26,4 +26,4 @@ def detect(content: Content) -> Dialect:
     raise InputError(str(content.path), "tensors of no known dialect", ", ".join(one.name for one in DIALECTS))
 
 
-__all__ = ["DIALECTS", "Dialect", "detect", "dialect"]
+__all__ = ["DIALECTS", "Dialect", "detect_dialect", "find_dialect"]

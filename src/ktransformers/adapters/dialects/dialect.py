@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters.config import FILE
+from ktransformers.adapters.config import CONFIG_FILE
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
 from ktransformers.adapters.parse import ReadContext
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.files import write_json
 
-MODEL = "adapter_model.safetensors"
+MODEL_FILE = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _extra(extra: Extra, spell: Callable[[str], str]) -> TensorBatch:
     return TensorBatch((TensorSpec(spell(extra.name), extra.shape, extra.dtype),), lambda: (extra.read(),))
 
 
-def save(directory: Path, batches: list[TensorBatch], config: dict[str, Any]) -> list[WrittenTensor]:
-    records = write_safetensors(directory / MODEL, batches)
-    write_json(directory / FILE, config)
+def save_adapter(directory: Path, batches: list[TensorBatch], config: dict[str, Any]) -> list[WrittenTensor]:
+    records = write_safetensors(directory / MODEL_FILE, batches)
+    write_json(directory / CONFIG_FILE, config)
     return records

@@ -20,28 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.config import number
+from ktransformers.adapters.config import compact_number
 from ktransformers.adapters.content import Content, StoredTensor
 from ktransformers.adapters.dialects.dialect import Dialect
-from ktransformers.adapters.fit import fitted, refitted
+from ktransformers.adapters.fit import refit_adapter, refit_form
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ, ordered, place, stem
+from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext
-from ktransformers.adapters.write import WrittenTensor, raw_bytes, record
+from ktransformers.adapters.write import WrittenTensor, raw_bytes, record_tensor
 from ktransformers.errors import InputError
 
-FILE = "adapter.gguf"
-KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model
-EXPERTS = {f"ffn_{role}_exps": role for role in ROLES}
-ATTENTION = {f"attn_{w}": f"self_attn.{w}_proj" for w in "qkv"} | {"attn_output": "self_attn.o_proj"}
-MLA = {"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_output": "self_attn.o_proj"}
-MLA |= {"attn_q": "self_attn.q_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"}
-DENSE = {f"ffn_{role}": f"mlp.{role}_proj" for role in ROLES}
-ROUTER = {"ffn_gate_inp": "mlp.gate"}
+GGUF_FILE = "adapter.gguf"
+METADATA_KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model
+EXPERT_TENSORS = {f"ffn_{role}_exps": role for role in ROLES}
+ATTENTION_TENSORS = {f"attn_{w}": f"self_attn.{w}_proj" for w in "qkv"} | {"attn_output": "self_attn.o_proj"}
+MLA_ATTENTION = {"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_output": "self_attn.o_proj"}
+MLA_ATTENTION |= {"attn_q": "self_attn.q_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"}
+DENSE_TENSORS = {f"ffn_{role}": f"mlp.{role}_proj" for role in ROLES}
+ROUTER_TENSORS = {"ffn_gate_inp": "mlp.gate"}
 
 
-def _shared(block: str) -> dict[str, str]:
+def _shared_expert_tensors(block: str) -> dict[str, str]:
     return {f"ffn_{role}_shexp": f"mlp.{block}.{role}_proj" for role in ROLES}
 
 
@@ -52,16 +52,20 @@ class Arch:
     permuted: bool = False  # rows of q and k
 
 
-ROWS: dict[str, Arch] = {
-    "qwen2_moe": Arch("qwen2moe", ATTENTION | ROUTER | _shared("shared_expert")),
-    "qwen3_moe": Arch("qwen3moe", ATTENTION | ROUTER),
-    "qwen3_next": Arch("qwen3next", ATTENTION | ROUTER | _shared("shared_expert")),
-    "qwen3_5_moe": Arch("qwen35moe", ATTENTION | ROUTER | _shared("shared_expert")),
-    "qwen3_5_moe_text": Arch("qwen35moe", ATTENTION | ROUTER | _shared("shared_expert")),
-    "mixtral": Arch("llama", ATTENTION | ROUTER, permuted=True),
-    "deepseek_v2": Arch("deepseek2", MLA | ROUTER | DENSE | _shared("shared_experts")),
-    "deepseek_v3": Arch("deepseek2", MLA | ROUTER | DENSE | _shared("shared_experts")),
-    "gpt_oss": Arch("gpt-oss", ATTENTION | {"ffn_gate_inp": "mlp.router"}),
+ARCHITECTURES: dict[str, Arch] = {
+    "qwen2_moe": Arch("qwen2moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "qwen3_moe": Arch("qwen3moe", ATTENTION_TENSORS | ROUTER_TENSORS),
+    "qwen3_next": Arch("qwen3next", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "qwen3_5_moe": Arch("qwen35moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "qwen3_5_moe_text": Arch("qwen35moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "mixtral": Arch("llama", ATTENTION_TENSORS | ROUTER_TENSORS, permuted=True),
+    "deepseek_v2": Arch(
+        "deepseek2", MLA_ATTENTION | ROUTER_TENSORS | DENSE_TENSORS | _shared_expert_tensors("shared_experts")
+    ),
+    "deepseek_v3": Arch(
+        "deepseek2", MLA_ATTENTION | ROUTER_TENSORS | DENSE_TENSORS | _shared_expert_tensors("shared_experts")
+    ),
+    "gpt_oss": Arch("gpt-oss", ATTENTION_TENSORS | {"ffn_gate_inp": "mlp.router"}),
 }
 
 
@@ -71,7 +75,7 @@ def claims(content: Content) -> bool:
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """(key-value part, tensors) of a GGUF file; data stays mapped."""
-    gguf = _package()
+    gguf = _import_gguf()
     try:
         reader = gguf.GGUFReader(str(file))
     except (ValueError, IndexError, KeyError, OSError) as error:
@@ -98,7 +102,7 @@ def _reader(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     return read_tensor
 
 
-def _package() -> Any:
+def _import_gguf() -> Any:
     try:
         import gguf
     except ImportError:
@@ -108,9 +112,9 @@ def _package() -> Any:
 
 def read(content: Content, known: ReadContext) -> Adapter:
     assert content.fields is not None
-    ours = json.loads(content.fields.get(KEY, "{}"))
+    ours = json.loads(content.fields.get(METADATA_KEY, "{}"))
     facts = known.facts or (ModelFacts.of_json(ours["model"]) if ours.get("model") else None)
-    arch = _arch_of(content, facts)
+    arch = _find_architecture(content, facts)
     alpha = float(content.fields.get("adapter.lora.alpha", 0.0))
     experts: dict[int, dict[str, tuple[StoredTensor, StoredTensor]]] = {}
     forms: dict[int, dict[str, PairForm]] = {}
@@ -118,17 +122,17 @@ def read(content: Content, known: ReadContext) -> Adapter:
     before = ours.get("stem", "model.layers")
     for name, (a, b) in _pairs(content).items():
         form = _form(a, b, alpha)
-        layer, leaf = _split(name)
-        if leaf in EXPERTS:
-            experts.setdefault(layer, {})[EXPERTS[leaf]] = (a, b)
-            forms.setdefault(layer, {})[EXPERTS[leaf]] = form
+        layer, leaf = _split_tensor_name(name)
+        if leaf in EXPERT_TENSORS:
+            experts.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = (a, b)
+            forms.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = form
         else:
             modules.append(_module(name, layer, leaf, a, b, form, arch, before, facts))
     layers = tuple(
         _experts(f"{before}.{layer}.{ours.get('block', 'mlp')}", layer, forms[layer], pairs)
         for layer, pairs in experts.items()
     )
-    words = facts.words if facts else PROJ
+    words = facts.words if facts else PROJ_NAMING
     config = ours.get("config") or _config(layers, modules, alpha)
     return Adapter(layers, tuple(modules), config=config, words=words, model=facts)
 
@@ -136,18 +140,20 @@ def read(content: Content, known: ReadContext) -> Adapter:
 def _config(layers: tuple[Experts, ...], modules: list[Module], alpha: float) -> dict[str, Any]:
     leaves = {module.name.rpartition(".")[2] for module in modules}
     forms = [*(form for layer in layers for form in layer.forms.values()), *(module.form for module in modules)]
-    return {"r": forms[0].rank, "lora_alpha": number(alpha), "target_modules": ordered(leaves)}
+    return {"r": forms[0].rank, "lora_alpha": compact_number(alpha), "target_modules": order_targets(leaves)}
 
 
-def _arch_of(content: Content, facts: ModelFacts | None) -> Arch:
+def _find_architecture(content: Content, facts: ModelFacts | None) -> Arch:
     assert content.fields is not None
     name = content.fields.get("general.architecture")
-    if facts is not None and facts.model_type in ROWS and ROWS[facts.model_type].name == name:
-        return ROWS[facts.model_type]
-    for arch in ROWS.values():
+    if facts is not None and facts.model_type in ARCHITECTURES and ARCHITECTURES[facts.model_type].name == name:
+        return ARCHITECTURES[facts.model_type]
+    for arch in ARCHITECTURES.values():
         if arch.name == name:
             return arch
-    raise InputError(str(content.path), f"architecture {name!r}", ", ".join(sorted({a.name for a in ROWS.values()})))
+    raise InputError(
+        str(content.path), f"architecture {name!r}", ", ".join(sorted({a.name for a in ARCHITECTURES.values()}))
+    )
 
 
 def _pairs(content: Content) -> dict[str, tuple[StoredTensor, StoredTensor]]:
@@ -173,7 +179,7 @@ def _form(a: StoredTensor, b: StoredTensor, alpha: float) -> PairForm:
     return PairForm(rank, a.shape[-1], b.shape[-2], torch.promote_types(a.dtype, b.dtype), scaling)
 
 
-def _split(name: str) -> tuple[int, str]:
+def _split_tensor_name(name: str) -> tuple[int, str]:
     """("blk.3.attn_q") -> (3, "attn_q"); -1 for what is in no layer."""
     words = name.split(".")
     if words[0] == "blk" and len(words) == 3 and words[1].isdigit():
@@ -198,11 +204,11 @@ def _module(
         module = f"{before}.{layer}.{arch.rows[leaf]}"
     else:
         raise InputError(f"{name}.weight.lora_a", f"a tensor that is not known in {arch.name}", ", ".join(arch.rows))
-    heads = _heads(arch, leaf, facts)
+    heads = _permuted_heads(arch, leaf, facts)
 
     def read_module() -> LoraPair:
         rows = b.read()
-        return LoraPair(a.read(), _unpermuted(rows, heads) if heads else rows, form.scaling)
+        return LoraPair(a.read(), _unpermute_rows(rows, heads) if heads else rows, form.scaling)
 
     return Module(module, form, read_module)
 
@@ -220,7 +226,7 @@ def _experts(
     return Experts(root, layer, next(iter(counts.values())), forms, read_layer)
 
 
-def _heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
+def _permuted_heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
     """How many heads' rows are permuted, 0 for none."""
     if not arch.permuted or leaf not in ("attn_q", "attn_k"):
         return 0
@@ -233,75 +239,77 @@ def _heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
     return count
 
 
-def _permuted(rows: Tensor, heads: int) -> Tensor:
+def _permute_rows(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, 2, -1, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
-def _unpermuted(rows: Tensor, heads: int) -> Tensor:
+def _unpermute_rows(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     facts = adapter.model
-    if facts is None or facts.model_type not in ROWS:
+    if facts is None or facts.model_type not in ARCHITECTURES:
         raise InputError(
-            "model", "not known" if facts is None else repr(facts.model_type), f"one of {', '.join(ROWS)}",
+            "model", "not known" if facts is None else repr(facts.model_type), f"one of {', '.join(ARCHITECTURES)}",
             "give --base-model-name-or-path DIR: GGUF names the architecture" if facts is None else "",
         )  # fmt: skip
     if adapter.extras:
         raise InputError(adapter.extras[0].name, "a tensor that is no LoRA factor", "none in GGUF")
-    arch = ROWS[facts.model_type]
+    arch = ARCHITECTURES[facts.model_type]
     alpha = max(form.alpha for form in adapter.forms())
-    adapter = fitted(adapter, lambda _, form: _with_alpha(form, alpha))
-    return _write(adapter, arch, alpha, directory / FILE)
+    adapter = refit_adapter(adapter, lambda _, form: _form_with_alpha(form, alpha))
+    return _write(adapter, arch, alpha, directory / GGUF_FILE)
 
 
-def _with_alpha(form: PairForm, alpha: float) -> PairForm:
+def _form_with_alpha(form: PairForm, alpha: float) -> PairForm:
     """The form with the one alpha: B by a power of two at the least rank that allows it, otherwise B in f32."""
     for shift in range(-16, 17):
         rank = alpha / form.scaling * 2.0**shift
         if rank >= form.rank and rank.is_integer() and alpha / rank == form.scaling / 2.0**shift:
-            return refitted(form, int(rank), alpha / rank)
+            return refit_form(form, int(rank), alpha / rank)
         if rank > 4 * form.rank:
             break
-    return refitted(form, form.rank, alpha / form.rank)
+    return refit_form(form, form.rank, alpha / form.rank)
 
 
-def _sources(adapter: Adapter, arch: Arch) -> list[tuple[list[tuple[str, PairForm]], int, Any]]:
+def _plan_tensors(adapter: Adapter, arch: Arch) -> list[tuple[list[tuple[str, PairForm]], int, Any]]:
     """(tensor names with forms, experts or 0, reader of their pairs) in the order of the file."""
     leaves = {path: leaf for leaf, path in arch.rows.items()}
     sources: list[tuple[list[tuple[str, PairForm]], int, Any]] = []
     for layer in adapter.experts:
-        if place(layer.root)[0]:
+        if split_layer_name(layer.root)[0]:
             raise InputError(layer.root, "experts outside the main layers", "none")
         named = [(f"blk.{layer.layer}.ffn_{role}_exps", form) for role, form in layer.forms.items()]
         sources.append((named, layer.experts, lambda layer=layer: list(layer.read().values())))
     for module in adapter.modules:
-        outer, number, path = place(module.name)
+        outer, number, path = split_layer_name(module.name)
         if number < 0 and path == "lm_head":
             name, heads = "output", 0
         elif not outer and path in leaves:
-            name, heads = f"blk.{number}.{leaves[path]}", _heads(arch, leaves[path], adapter.model)
+            name, heads = f"blk.{number}.{leaves[path]}", _permuted_heads(arch, leaves[path], adapter.model)
         else:
             raise InputError(module.name, f"a module that {arch.name} has no plain tensor for", ", ".join(leaves))
-        sources.append(([(name, module.form)], 0, lambda module=module, heads=heads: [_rows(module.read(), heads)]))
+        sources.append(
+            ([(name, module.form)], 0, lambda module=module, heads=heads: [_permute_pair(module.read(), heads)])
+        )
     return sources
 
 
-def _rows(pair: LoraPair, heads: int) -> LoraPair:
-    return replace(pair, b=_permuted(pair.b, heads)) if heads else pair
+def _permute_pair(pair: LoraPair, heads: int) -> LoraPair:
+    return replace(pair, b=_permute_rows(pair.b, heads)) if heads else pair
 
 
 def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[WrittenTensor]:
-    gguf = _package()
+    gguf = _import_gguf()
     kinds = gguf.GGMLQuantizationType
     types = {torch.float32: kinds.F32, torch.float16: kinds.F16, torch.bfloat16: kinds.BF16, torch.float64: kinds.F64}
     writer = gguf.GGUFWriter(None, arch.name)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(alpha))
-    writer.add_string(KEY, json.dumps(_ours(adapter)))
-    sources = _sources(adapter, arch)
+    writer.add_string(METADATA_KEY, json.dumps(_metadata(adapter)))
+    sources = _plan_tensors(adapter, arch)
     for named, experts, _ in sources:
         for name, form in named:
             lead = (experts,) if experts else ()
@@ -320,7 +328,7 @@ def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Writt
             for half, tensor in (("a", pair.a), ("b", pair.b)):
                 tensor = tensor.to(form.dtype).contiguous()
                 writer.write_tensor_data(_array(tensor))
-                records.append(record(f"{name}.weight.lora_{half}", path.name, tensor))
+                records.append(record_tensor(f"{name}.weight.lora_{half}", path.name, tensor))
     os.fsync(writer.fout[0].fileno())
     writer.close()
     return records
@@ -338,13 +346,13 @@ def _array(tensor: Tensor) -> Any:
     return numpy.frombuffer(raw_bytes(tensor), dtype=numpy.uint8)
 
 
-def _ours(adapter: Adapter) -> dict[str, Any]:
+def _metadata(adapter: Adapter) -> dict[str, Any]:
     roots = [layer.root for layer in adapter.experts]
-    names = roots or [module.name for module in adapter.modules if stem(module.name)]
+    names = roots or [module.name for module in adapter.modules if layers_prefix(module.name)]
     return {
         "config": dict(adapter.config),
-        "stem": stem(names[0]) if names else "model.layers",
-        "block": place(roots[0])[2] if roots else "mlp",
+        "stem": layers_prefix(names[0]) if names else "model.layers",
+        "block": split_layer_name(roots[0])[2] if roots else "mlp",
         "model": adapter.model.to_json() if adapter.model else None,
     }
 

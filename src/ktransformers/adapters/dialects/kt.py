@@ -18,34 +18,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.config import AdapterConfig, number, read_config, written
+from ktransformers.adapters.config import AdapterConfig, build_config, compact_number, read_config
 from ktransformers.adapters.content import Content, StoredTensor
-from ktransformers.adapters.dialects.dialect import MODEL, Dialect, module_batches
-from ktransformers.adapters.dialects.peft import leaf
-from ktransformers.adapters.fit import exactly, fitted, uniform
+from ktransformers.adapters.dialects.dialect import MODEL_FILE, Dialect, module_batches
+from ktransformers.adapters.dialects.peft import leaf_name
+from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
-from ktransformers.adapters.names import KT, ordered, place, stem
-from ktransformers.adapters.parse import ReadContext, collect, extras_of, modules_of, with_prefix
+from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
-FUSED = "fused_expert_lora.safetensors"
-MANIFEST = "kt_adapter_manifest.json"
+EXPERT_FILE = "fused_expert_lora.safetensors"
+MANIFEST_FILE = "kt_adapter_manifest.json"
 
 
 def claims(content: Content) -> bool:
-    return any(KT.fullmatch(name) for name in content.tensors)
+    return any(KT_KERNEL_KEY.fullmatch(name) for name in content.tensors)
 
 
 def read(content: Content, known: ReadContext) -> Adapter:
-    _check_sums(content)
+    _check_manifest(content)
     config, fields = read_config(content.directory, known.lora_alpha)
-    fused = {stored.file for name, stored in content.tensors.items() if KT.fullmatch(name)}
+    fused = {stored.file for name, stored in content.tensors.items() if KT_KERNEL_KEY.fullmatch(name)}
     layers: dict[int, dict[str, StoredTensor]] = {}
     rest = []
     for name, stored in content.tensors.items():
-        if match := KT.fullmatch(name):
+        if match := KT_KERNEL_KEY.fullmatch(name):
             layers.setdefault(int(match["layer"]), {})[f"{match['role']}_{match['factor']}"] = stored
         elif stored.file in fused:
             raise InputError(
@@ -53,22 +53,22 @@ def read(content: Content, known: ReadContext) -> Adapter:
             )
         else:
             rest.append(stored)
-    found, others = collect(rest)
-    modules = modules_of(found, config, known.words)
-    before, block = _where(known, [module.name for module in modules])
+    found, others = pair_factors(rest)
+    modules = build_modules(found, config, known.words)
+    before, block = _experts_prefix(known, [module.name for module in modules])
     experts = tuple(
         _layer(f"{before}.{layer}.{block}", layer, tensors, config) for layer, tensors in sorted(layers.items())
     )
-    extras = extras_of(others, config)
+    extras = build_extras(others, config)
     return Adapter(experts, modules, extras, words=known.words, config=fields, model=known.facts)
 
 
-def _where(known: ReadContext, names: list[str]) -> tuple[str, str]:
+def _experts_prefix(known: ReadContext, names: list[str]) -> tuple[str, str]:
     """(prefix up to `layers`, block within the layer) of the experts."""
     roots = (known.manifest or {}).get("roots")
     if roots:
-        return str(stem(roots[0])), place(roots[0])[2]
-    stems = {found for name in names if (found := stem(name)) and not place(name)[0]}
+        return str(layers_prefix(roots[0])), split_layer_name(roots[0])[2]
+    stems = {found for name in names if (found := layers_prefix(name)) and not split_layer_name(name)[0]}
     return (stems.pop() if len(stems) == 1 else "model.layers"), "mlp"
 
 
@@ -107,9 +107,9 @@ def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: A
     return Experts(root, layer, next(iter(counts)), forms, read_layer)
 
 
-def _check_sums(content: Content) -> None:
+def _check_manifest(content: Content) -> None:
     """kt-kernel's own manifest, where there is one."""
-    file = content.directory / MANIFEST
+    file = content.directory / MANIFEST_FILE
     if not file.is_file():
         return
     try:
@@ -122,15 +122,15 @@ def _check_sums(content: Content) -> None:
     for name, about in artifacts.items():
         found = content.directory / name
         if Path(name).name != name or not found.is_file():
-            raise InputError(str(found), "no such file", f"what {MANIFEST} lists")
+            raise InputError(str(found), "no such file", f"what {MANIFEST_FILE} lists")
         size, digest = found.stat().st_size, about.get("sha256")
         if about.get("size", size) != size:
-            raise InputError(str(found), f"{size} bytes", f"{about['size']}, as {MANIFEST} says")
-        if digest is not None and _sum(found) != digest:
-            raise InputError(str(found), "other bytes", f"the sha256 of {MANIFEST}", "the file was changed")
+            raise InputError(str(found), f"{size} bytes", f"{about['size']}, as {MANIFEST_FILE} says")
+        if digest is not None and _sha256(found) != digest:
+            raise InputError(str(found), "other bytes", f"the sha256 of {MANIFEST_FILE}", "the file was changed")
 
 
-def _sum(file: Path) -> str:
+def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -139,22 +139,22 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     for layer in adapter.experts:
         if set(layer.forms) != set(ROLES):
             raise InputError(f"{layer.root}.experts", f"LoRA on {', '.join(layer.forms)}", "on gate, up and down")
-    adapter = uniform(adapter)
+    adapter = make_uniform(adapter)
     for layer in adapter.experts:
         _check_bf16(layer)
-    adapter = fitted(adapter, lambda role, form: replace(form, dtype=torch.bfloat16) if role else form)
+    adapter = refit_adapter(adapter, lambda role, form: replace(form, dtype=torch.bfloat16) if role else form)
     records: list[WrittenTensor] = []
     if adapter.modules or adapter.extras:
-        records += write_safetensors(directory / MODEL, list(module_batches(adapter, with_prefix)))
+        records += write_safetensors(directory / MODEL_FILE, list(module_batches(adapter, add_prefix)))
     if adapter.experts:
-        records += write_safetensors(directory / FUSED, [_experts(layer) for layer in adapter.experts])
+        records += write_safetensors(directory / EXPERT_FILE, [_experts(layer) for layer in adapter.experts])
     default = next(adapter.forms())
-    leaves = {leaf(module) for module in adapter.modules}
+    leaves = {leaf_name(module) for module in adapter.modules}
     leaves |= {adapter.words.matrix(role) for role in ROLES if adapter.experts}
-    config = written(adapter, default, {}, target_modules=ordered(leaves), target_parameters=None)
+    config = build_config(adapter, default, {}, target_modules=order_targets(leaves), target_parameters=None)
     config["lora_dropout"] = adapter.config.get("lora_dropout", 0.0)
     write_json(directory / "adapter_config.json", config)
-    write_json(directory / MANIFEST, _manifest(adapter, directory, records, default))
+    write_json(directory / MANIFEST_FILE, _manifest(adapter, directory, records, default))
     return records
 
 
@@ -163,7 +163,7 @@ def _check_bf16(layer: Experts) -> None:
         return
     for role, pair in layer.read().items():
         for factor, tensor in (("A", pair.a), ("B", pair.b)):
-            if not exactly(tensor, torch.bfloat16):
+            if not survives_dtype(tensor, torch.bfloat16):
                 raise InputError(
                     f"{layer.root}.experts: lora_{factor} of {role}",
                     f"numbers in {layer.forms[role].dtype} that bf16 cannot hold",
@@ -194,11 +194,11 @@ def _manifest(adapter: Adapter, directory: Path, records: list[WrittenTensor], f
         "status": "ready",
         "expert_weight_format": "bf16",
         "base": {"model_name_or_path": adapter.config.get("base_model_name_or_path")},
-        "lora": {"rank": form.rank, "alpha": number(form.alpha)},
+        "lora": {"rank": form.rank, "alpha": compact_number(form.alpha)},
         "artifacts": {
             name: {
                 "size": (directory / name).stat().st_size,
-                "sha256": _sum(directory / name),
+                "sha256": _sha256(directory / name),
                 "tensor_count": sum(record.file == name for record in records),
             }
             for name in files
