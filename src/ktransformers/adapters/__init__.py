@@ -1,4 +1,5 @@
-"""One adapter, many dialects: read, write, convert, merge, and tell by a manifest whether it is still the same."""
+"""LoRA adapters of MoE models: read and write every dialect, convert, merge into a checkpoint, and verify by
+manifest."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""kt_manifest.json: every tensor beside it with shape, dtype, norm and sha256.
+"""kt_manifest.json: every tensor of the directory with shape, dtype, norm and SHA-256.
 
-What lies in the directory is compared with it whenever an adapter is read, so a tensor that was dropped, changed, or
-swapped with another of the same shape is found, by name. A directory without a manifest is read too; then only what the
-names and shapes tell can be checked.
+Reading an adapter compares its files with the manifest, so a tensor that was dropped, changed, or exchanged with
+another of the same shape is reported by name. A directory without a manifest can be read too; then only names and
+shapes are checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters.content import SAFETENSORS_DTYPES, Content
+from ktransformers.adapters.content import Content
+from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
 from ktransformers.adapters.write import WrittenTensor, record_tensor
 from ktransformers.errors import InputError
 from ktransformers.files import write_text
@@ -23,22 +24,30 @@ MANIFEST_VERSION = 1
 STALE_REMEDY = "restore the file, or delete kt_manifest.json if the change was meant"
 
 
-def write_manifest(directory: Path, records: Iterable[WrittenTensor], **about: Any) -> None:
-    """`about` says what the tensors are: dialect, counts, the model."""
+def write_manifest(directory: Path, records: Iterable[WrittenTensor], **fields: Any) -> None:
+    """`fields` describe the tensors: dialect, counts, the model."""
     lines = [
-        f"{json.dumps(one.name)}: "
-        + json.dumps({"file": one.file, "shape": one.shape, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256})
-        for one in sorted(records, key=lambda one: one.name)
+        f"{json.dumps(tensor.name)}: "
+        + json.dumps(
+            {
+                "file": tensor.file,
+                "shape": tensor.shape,
+                "dtype": tensor.dtype,
+                "norm": tensor.norm,
+                "sha256": tensor.sha256,
+            }
+        )
+        for tensor in sorted(records, key=lambda tensor: tensor.name)
     ]
-    head = json.dumps({"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **about}, ensure_ascii=False)
-    # a line for each tensor: an adapter has up to 60,000, and people look for one of them
+    head = json.dumps({"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **fields}, ensure_ascii=False)
+    # one line per tensor: an adapter has up to 60,000, and a line is easy to search
     write_text(directory / MANIFEST_FILE, head[:-1] + ', "tensors": {\n' + ",\n".join(lines) + "\n}}\n")
 
 
-def write_manifest_of(content: Content, **about: Any) -> None:
-    """A manifest for tensors that lie there already, such as what PEFT has saved."""
+def write_manifest_of(content: Content, **fields: Any) -> None:
+    """Writes a manifest for existing files, such as what PEFT saved."""
     records = [record_tensor(name, stored.file, stored.read()) for name, stored in content.tensors.items()]
-    write_manifest(content.directory, records, **about)
+    write_manifest(content.directory, records, **fields)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
@@ -78,19 +87,19 @@ def check_manifest(content: Content, document: dict[str, Any]) -> int:
         )
     for name, stored in content.tensors.items():
         expected = tensors[name]
-        found = (list(stored.shape), SAFETENSORS_DTYPES[stored.dtype])
-        if found != (expected["shape"], expected["dtype"]):
+        stored_form = (list(stored.shape), SAFETENSORS_DTYPES[stored.dtype])
+        if stored_form != (expected["shape"], expected["dtype"]):
             raise InputError(
                 name,
-                f"{found[1]} {found[0]}",
+                f"{stored_form[1]} {stored_form[0]}",
                 f"{expected['dtype']} {expected['shape']}, as {MANIFEST_FILE} says",
                 STALE_REMEDY,
             )
-        now = record_tensor(name, stored.file, stored.read())
-        if now.sha256 != expected["sha256"]:
+        actual = record_tensor(name, stored.file, stored.read())
+        if actual.sha256 != expected["sha256"]:
             raise InputError(
                 name,
-                f"other numbers (norm {now.norm:.6g})",
+                f"other numbers (norm {actual.norm:.6g})",
                 f"those of {MANIFEST_FILE} (norm {expected['norm']:.6g})",
                 STALE_REMEDY,
             )

@@ -1,5 +1,5 @@
-"""What an adapter has to know of its model, from config.json alone: sizes, which layers have experts, and the two
-things that no adapter file tells, the model's family and whether gate and up lie interleaved in its fused tensors.
+"""Facts about the base model that an adapter needs, from config.json alone: sizes, which layers have experts, the model
+family, and whether gate and up are interleaved in its fused tensors (no adapter file says that).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ktransformers.checkpoint.shards import INDEX
 from ktransformers.errors import InputError
 
 INTERLEAVED_FAMILIES = {"gpt_oss"}
-# Families whose config.json says by the fields read here which layers have experts and which have self_attn. Others
-# have fields of their own; for them the checkpoint's index is asked, or nothing is claimed.
+# Families for which the fields read here decide which layers have experts and which have self_attn. For the others
+# the checkpoint's index decides, and without an index the layers are unknown.
 PLAIN_FAMILIES = {
     "qwen2_moe",
     "qwen3_moe",
@@ -41,7 +41,7 @@ PLAIN_FAMILIES |= {
     "dots1",
     "minimax_m2",
 }
-NON_ATTENTION_WORDS = ("linear", "mamba", "conv", "recurrent")  # words of layer_types for layers without self_attn
+NON_ATTENTION_WORDS = ("linear", "mamba", "conv", "recurrent")  # substrings of layer_types entries without self_attn
 
 
 class _Config(BaseModel):
@@ -69,12 +69,12 @@ class _Config(BaseModel):
 class ModelFacts:
     model_type: str
     hidden: int | None
-    intermediates: tuple[int, ...]  # what a routed expert's size may be: families read it from one of two fields
+    intermediates: tuple[int, ...]  # candidates for the size of a routed expert: families use one of two fields
     layers: int | None
     experts: int | None
     heads: int | None = None
     kv_heads: int | None = None
-    sparse_layers: tuple[int, ...] | None = None  # those with routed experts, None where config.json does not say
+    sparse_layers: tuple[int, ...] | None = None  # layers with routed experts, None if config.json does not say
     layer_types: tuple[str, ...] = ()
 
     @property
@@ -82,22 +82,22 @@ class ModelFacts:
         return self.model_type in INTERLEAVED_FAMILIES
 
     @property
-    def words(self) -> ExpertNaming:
+    def naming(self) -> ExpertNaming:
         return W123_NAMING if self.model_type in W123_FAMILIES else PROJ_NAMING
 
     def attention_layers(self, block: str) -> tuple[int, ...] | None:
-        """Layers that have `self_attn` or `linear_attn`; None where that cannot be told."""
+        """Layers that have `self_attn` or `linear_attn`; None if unknown."""
         if self.layers is None or self.model_type not in PLAIN_FAMILIES or block not in ("self_attn", "linear_attn"):
             return None
-        kinds = self.layer_types or ("full_attention",) * self.layers
-        plain = [not any(word in kind for word in NON_ATTENTION_WORDS) for kind in kinds]
-        return tuple(i for i, full in enumerate(plain) if full == (block == "self_attn"))
+        layer_types = self.layer_types or ("full_attention",) * self.layers
+        has_self_attn = [not any(word in layer_type for word in NON_ATTENTION_WORDS) for layer_type in layer_types]
+        return tuple(i for i, softmax in enumerate(has_self_attn) if softmax == (block == "self_attn"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, stored: Mapping[str, Any]) -> ModelFacts:
+    def from_json(cls, stored: Mapping[str, Any]) -> ModelFacts:
         sparse = stored.get("sparse_layers")
         return cls(
             **{
@@ -110,40 +110,44 @@ class ModelFacts:
 
 
 def facts_from_config(config: Mapping[str, Any]) -> ModelFacts:
-    """From the parsed config.json; of a model with several parts the text part counts."""
+    """Facts from a parsed config.json; a multimodal model's text_config takes precedence."""
     text = config.get("text_config")
     merged = {**config, **(text if isinstance(text, dict) else {})}
     try:
-        known = _Config.model_validate(merged)
+        parsed = _Config.model_validate(merged)
     except ValidationError as error:
         raise InputError("config.json", str(error.errors()[0]["msg"]), "the configuration of a model") from error
-    experts = known.num_experts or known.num_local_experts or known.n_routed_experts or known.moe_num_experts
-    wide = [size for size in (known.moe_intermediate_size, known.intermediate_size) if isinstance(size, int)]
+    experts = parsed.num_experts or parsed.num_local_experts or parsed.n_routed_experts or parsed.moe_num_experts
+    intermediates = [size for size in (parsed.moe_intermediate_size, parsed.intermediate_size) if isinstance(size, int)]
     return ModelFacts(
-        model_type=known.model_type,
-        hidden=known.hidden_size,
-        intermediates=tuple(wide),
-        layers=known.num_hidden_layers,
+        model_type=parsed.model_type,
+        hidden=parsed.hidden_size,
+        intermediates=tuple(intermediates),
+        layers=parsed.num_hidden_layers,
         experts=experts,
-        heads=known.num_attention_heads,
-        kv_heads=known.num_key_value_heads,
-        sparse_layers=_sparse_layers(known) if experts else (),
-        layer_types=tuple(known.layer_types or ()),
+        heads=parsed.num_attention_heads,
+        kv_heads=parsed.num_key_value_heads,
+        sparse_layers=_sparse_layers(parsed) if experts else (),
+        layer_types=tuple(parsed.layer_types or ()),
     )
 
 
-def _sparse_layers(known: _Config) -> tuple[int, ...] | None:
-    if known.num_hidden_layers is None or known.model_type not in PLAIN_FAMILIES:
+def _sparse_layers(config: _Config) -> tuple[int, ...] | None:
+    if config.num_hidden_layers is None or config.model_type not in PLAIN_FAMILIES:
         return None
-    layers = range(known.num_hidden_layers)
-    if known.mlp_layer_types:
-        return tuple(i for i in layers if known.mlp_layer_types[i] == "sparse")
-    first, step, dense = known.first_k_dense_replace or 0, known.decoder_sparse_step or 1, known.mlp_only_layers or []
+    layers = range(config.num_hidden_layers)
+    if config.mlp_layer_types:
+        return tuple(i for i in layers if config.mlp_layer_types[i] == "sparse")
+    first, step, dense = (
+        config.first_k_dense_replace or 0,
+        config.decoder_sparse_step or 1,
+        config.mlp_only_layers or [],
+    )
     return tuple(i for i in layers if i >= first and i not in dense and (i + 1) % step == 0)
 
 
 def find_facts(name: str | None) -> ModelFacts | None:
-    """Of a local directory, or of a hub name whose config.json is in the cache; None where there is neither."""
+    """Facts of a local directory, or of a hub name whose config.json is in the cache; None if neither exists."""
     if not name:
         return None
     name = model_registry.resolve(name)
@@ -172,13 +176,13 @@ def find_facts(name: str | None) -> ModelFacts | None:
 
 
 def _sparse_layers_in_index(directory: Path) -> tuple[int, ...] | None:
-    """Layers with experts by the names in the checkpoint's index, which is right for every family."""
+    """Layers with experts according to the tensor names in the checkpoint's index, correct for every family."""
     index = directory / INDEX
     if not index.is_file():
         return None
     try:
         names = list(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):
-        return None  # who reads the weights words that error
-    places = [split_layer_name(tensors.root) for tensors in find_experts(names)]
-    return tuple(sorted(layer for outer, layer, _ in places if not outer and layer >= 0)) or None
+        return None  # the reader of the weights reports this error
+    positions = [split_layer_name(tensors.root) for tensors in find_experts(names)]
+    return tuple(sorted(layer for outer, layer, _ in positions if not outer and layer >= 0)) or None

@@ -1,9 +1,9 @@
-"""Names of LoRA tensors: taken apart, and put together.
+"""Parses and builds names of LoRA tensors.
 
-Files write one module in many ways: with PEFT's prefix `base_model.model.`, with the adapter's name before `.weight`,
-with `.orig_module` where a trainer had wrapped it, with Mixtral's `block_sparse_moe` where the model itself says `mlp`.
-Inside there is one name, the model's own: `model.layers.3.self_attn.q_proj`, and `model.layers.3.mlp` for the block
-whose experts are meant.
+Files spell one module in several ways: with PEFT's prefix `base_model.model.`, with the adapter's name before
+`.weight`, with `.orig_module` where a trainer wrapped the module, with Mixtral's `block_sparse_moe` where the model in
+transformers says `mlp`. The code uses one spelling, that of the model: `model.layers.3.self_attn.q_proj`, and
+`model.layers.3.mlp` for the block that contains the experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGET_ORDER += ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj
 
 @dataclass(frozen=True)
 class ExpertNaming:
-    """How per-expert files call the block of the experts and their matrices."""
+    """Names of the MoE block and of the expert matrices in per-expert files."""
 
     block: str
     gate: str
@@ -42,7 +42,7 @@ W123_FAMILIES = {"mixtral", "minimax", "minimax_m2", "phimoe"}
 
 
 def strip_prefixes(key: str) -> str:
-    """A key without what PEFT, SGLang and wrapping trainers put around the model's own name."""
+    """The key without what PEFT, SGLang and wrapping trainers add around the model's name."""
     if key.startswith(PREFIX):
         key = key.removeprefix(PREFIX)
     elif key.startswith("base_model."):
@@ -52,40 +52,40 @@ def strip_prefixes(key: str) -> str:
 
 def parse_factor(key: str) -> tuple[str, str] | None:
     """(module, "A" or "B") of a LoRA key, None for anything else."""
-    found = FACTOR_KEY.fullmatch(strip_prefixes(key))
-    return (found["module"], found["parse_factor"]) if found else None
+    match = FACTOR_KEY.fullmatch(strip_prefixes(key))
+    return (match["module"], match["parse_factor"]) if match else None
 
 
-def name_in_model(name: str, words: ExpertNaming = W123_NAMING) -> str:
-    """The model's own spelling of a module, where its files are known to spell the block of experts differently."""
-    if words.block == "mlp":
+def name_in_model(name: str, naming: ExpertNaming = W123_NAMING) -> str:
+    """The model's spelling of a module whose files spell the MoE block differently."""
+    if naming.block == "mlp":
         return name
     return name.replace(f".{W123_NAMING.block}.", ".mlp.").removesuffix(f".{W123_NAMING.block}") + (
         ".mlp" if name.endswith(f".{W123_NAMING.block}") else ""
     )
 
 
-def name_in_checkpoint(name: str, words: ExpertNaming) -> str:
-    """And back: only the block of the experts is renamed, a dense `mlp` has no experts or router in it."""
-    if words.block == "mlp":
+def name_in_checkpoint(name: str, naming: ExpertNaming) -> str:
+    """The checkpoint's spelling. Only the MoE block is renamed: a dense `mlp` has no experts and no router."""
+    if naming.block == "mlp":
         return name
-    return re.sub(r"\.mlp(?=$|\.gate\b|\.experts\b)", f".{words.block}", name)
+    return re.sub(r"\.mlp(?=$|\.gate\b|\.experts\b)", f".{naming.block}", name)
 
 
 def split_layer_name(name: str) -> tuple[str, int, str]:
-    """(what stands before the layers apart from the usual wrappers, layer or -1, path within the layer)."""
-    found = PLACE.fullmatch(name)
-    if not found:
-        words = [word for word in name.split(".") if word not in WRAPPERS]
-        return "", -1, ".".join(words)
-    outer = [word for word in (found["outer"] or "").split(".") if word and word not in WRAPPERS]
-    return ".".join(outer), int(found["layer"]), found["block"] or ""
+    """(prefix before the layers without the usual wrappers, layer number or -1, path within the layer)."""
+    match = PLACE.fullmatch(name)
+    if not match:
+        parts = [part for part in name.split(".") if part not in WRAPPERS]
+        return "", -1, ".".join(parts)
+    outer = [part for part in (match["outer"] or "").split(".") if part and part not in WRAPPERS]
+    return ".".join(outer), int(match["layer"]), match["block"] or ""
 
 
 def layers_prefix(name: str) -> str | None:
-    """What stands before the layers' number, wrappers included: "model.language_model.layers"."""
-    found = PLACE.fullmatch(name)
-    return None if not found else f"{found['outer']}.layers" if found["outer"] else "layers"
+    """What precedes the layer number, wrappers included: "model.language_model.layers"."""
+    match = PLACE.fullmatch(name)
+    return None if not match else f"{match['outer']}.layers" if match["outer"] else "layers"
 
 
 def order_targets(leaves: set[str]) -> list[str]:

@@ -189,7 +189,9 @@ def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, i
     """The files: every tensor as the manifest says, every tensor with its place in this model."""
     source, document = detect_dialect(content), read_manifest(content.directory)
     if source.name != "peft":
-        raise InputError(str(content.path), f"an adapter in {source.about}", "PEFT's", "`kt convert --to peft` first")
+        raise InputError(
+            str(content.path), f"an adapter in {source.description}", "PEFT's", "`kt convert --to peft` first"
+        )
     try:
         if document is not None:
             check_manifest(content, document)
@@ -204,7 +206,7 @@ def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, i
             "tensors", None, f"no manifest: what {len(content.tensors)} tensors were is not known"
         ), counts
     counts["trained"] = len(document["tensors"])
-    pairs = sum(source.pairs(layer) for layer in adapter.experts) + len(adapter.modules)
+    pairs = sum(source.pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
     placed = 2 * pairs + len(adapter.extras)
     said = f"{counts['trained']} trained, {counts['saved']} saved, {placed} with a place in the model; hashes agree"
     return ProofCheck("tensors", counts["trained"] == counts["saved"] == placed, said), counts
@@ -234,10 +236,10 @@ def trainer_graph(
     floor = measure_noise_floor(model, rows, adapter)
     with model.disable_adapter():
         off, off_floor = measure(model, rows), measure_noise_floor(model, rows, base)
-    if not difference(off, base).none:
+    if not difference(off, base).is_zero:
         said = "the base computes otherwise while an adapter is attached and off"
         raise ProofFailed(ProofCheck("trainer's graph", False, said, difference(off, base), "base"))
-    noise = NoiseFloor(larger_difference(floor.logprobs, off_floor.logprobs), floor.marks)
+    noise = NoiseFloor(larger_difference(floor.logprobs, off_floor.logprobs), floor.projections)
     return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
@@ -272,7 +274,7 @@ def compared(
 ) -> ProofCheck:
     """`where` is asked for the culprit only if it is needed."""
     apart = difference(found, expected)
-    if apart.none:
+    if apart.is_zero:
         return ProofCheck(what, True, "the same to the bit", apart)
     said = f"max {apart.max:.2g}, mean {apart.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
     if apart.within(floor):
@@ -284,9 +286,9 @@ def against_record(record: ProofRecord, graph: TrainerRun) -> ProofCheck:
     """The numbers that the trainer's own model said before it was saved, maybe on another machine."""
     control = difference(record.base, graph.base)
     floor = larger_difference(graph.floor.logprobs, control)
-    other = not control.none  # another machine, another dtype, other threads: every layer is a little off
-    noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.marks.items()}
-    place = first_deviating_module(graph.adapter.marks, record.adapter.marks, noise)
+    other = not control.is_zero  # another machine, another dtype, other threads: every layer is a little off
+    noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.projections.items()}
+    place = first_deviating_module(graph.adapter.projections, record.adapter.projections, noise)
     found = compared("as trained", graph.adapter, record.adapter, floor, lambda: place or "the output")
     if found.passed and place is not None and not other:
         said = f"outputs differ from those of training; log-probabilities: {found.said}"
@@ -309,8 +311,10 @@ def against_server(
     with in_process(launch, target, say) as (address, service):
 
         def where(name: str) -> str:
-            marks = served_marks(Client(address, None), service, name, rows, graph.modules)
-            return first_deviating_module(marks, graph.adapter.marks, graph.floor.marks) or "the output"
+            projections = served_marks(Client(address, None), service, name, rows, graph.modules)
+            return (
+                first_deviating_module(projections, graph.adapter.projections, graph.floor.projections) or "the output"
+            )
 
         return _served(Client(address, None), target, rows, graph, matrices, where)
 
@@ -342,7 +346,7 @@ def _served(
         floor = graph.floor.logprobs
         same = compared("server, base", ours[1], graph.base, floor, lambda: f"base ({base})")
         mine = compared("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
-        if mine.passed is False and difference(ours[0], ours[1]).none:
+        if mine.passed is False and difference(ours[0], ours[1]).is_zero:
             mine = replace(mine, said=f"{mine.said}; it answers as the base does: the adapter is not applied")
         return [_placed(client, adapter, matrices), mine, same]
     finally:
@@ -390,7 +394,7 @@ def against_stock(
 
     def where() -> str:
         noise = dict.fromkeys(graph.modules, max(floor.max, 1e-3))
-        return first_deviating_module(graph.adapter.marks, adapter.marks, noise) or "the output"
+        return first_deviating_module(graph.adapter.projections, adapter.projections, noise) or "the output"
 
     found = compared("stock PEFT", graph.adapter, adapter, floor, where)
     return replace(found, said=f"{found.said}; bases are {control.max:.2g} apart")

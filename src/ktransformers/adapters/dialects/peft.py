@@ -1,10 +1,10 @@
-"""PEFT's own dialect for fused experts: two pairs a layer, experts side by side in 2-D tensors.
+"""PEFT's dialect for fused experts: two pairs per layer, the experts side by side in 2-D tensors.
 
-`{root}.experts.base_layer` is gate_up (the inner wrapper), `{root}.experts` is down (the outer one); where only one of
-them is adapted it stands at `{root}.experts`. A is `[E*r, in]`, experts outermost; B is `[out, r*E]`, experts
-*innermost*. Rows of gate_up's B are gate then up, or alternate where the model interleaves them, which only the model's
-family tells: without it such a file is refused rather than guessed. PEFT before it swapped sides for `[E, out, in]`
-parameters wrote A and B the other way round; that is seen by the sizes and read too.
+`{root}.experts.base_layer` is gate_up (the inner wrapper), `{root}.experts` is down (the outer one); if only one of
+them is adapted, it is at `{root}.experts`. A is `[E*r, in]`, experts outermost; B is `[out, r*E]`, experts *innermost*.
+Rows of gate_up's B are gate then up, or alternate if the model interleaves them. Only the model family tells which, so
+a file of an unknown model is refused rather than guessed. Older PEFT versions exchanged A and B for `[E, out, in]`
+parameters; that is detected by the sizes and read too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ktransformers.adapters.parse import LoraTensors, ReadContext, add_prefix, b
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.errors import InputError
 
-# PEFT >= 0.19 turns these target_modules into expert parameters, so linear layers of these names are targeted by their
-# weight instead.
+# PEFT >= 0.19 interprets these target_modules as expert parameters, so linear layers of these names are targeted by
+# their weight instead.
 EXPERT_TARGET_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
 class _Fused:
-    """One fused parameter: its two 2-D tensors, and whether A and B are the wrong way round."""
+    """One fused parameter: its two 2-D tensors, and whether A and B are exchanged."""
 
     parameter: str  # gate_up_proj, up_proj or down_proj
     factors: LoraTensors
@@ -57,32 +57,32 @@ class _Fused:
         return a, b.permute(2, 0, 1)
 
 
-def claims(content: Content) -> bool:
-    return content.fields is None and any(parse_factor(name) for name in content.tensors)
+def matches(content: Content) -> bool:
+    return content.metadata is None and any(parse_factor(name) for name in content.tensors)
 
 
-def read(content: Content, known: ReadContext) -> Adapter:
-    config, fields = read_config(content.directory, known.lora_alpha)
-    found, others = pair_factors(content.tensors.values())
+def read(content: Content, context: ReadContext) -> Adapter:
+    config, fields = read_config(content.directory, context.lora_alpha)
+    factors, non_lora = pair_factors(content.tensors.values())
     roots: dict[str, dict[str, LoraTensors]] = {}
-    for name in list(found):
+    for name in list(factors):
         if match := FUSED_EXPERTS.fullmatch(name):
-            roots.setdefault(match["root"], {})["inner" if match["inner"] else "outer"] = found.pop(name)
-    layers = tuple(_layer(root, wrapped, config, known) for root, wrapped in roots.items())
-    modules = build_modules(found, config, known.words)
-    extras = build_extras(others, config)
-    return Adapter(layers, modules, extras, words=known.words, config=fields, model=known.facts)
+            roots.setdefault(match["root"], {})["inner" if match["inner"] else "outer"] = factors.pop(name)
+    layers = tuple(_layer(root, wrapped, config, context) for root, wrapped in roots.items())
+    modules = build_modules(factors, config, context.naming)
+    extras = build_extras(non_lora, config)
+    return Adapter(layers, modules, extras, naming=context.naming, config=fields, model=context.facts)
 
 
-def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig, known: ReadContext) -> Experts:
+def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig, context: ReadContext) -> Experts:
     if "outer" not in wrapped:
         raise InputError(
             f"{root}.experts.lora_A.weight", "no such tensor", "the outer of two pairs, down_proj", "it was dropped"
         )
     if "inner" in wrapped:
-        wide = wrapped["inner"].b.shape[0], wrapped["inner"].a.shape[1]
-        narrow = wrapped["outer"].b.shape[0], wrapped["outer"].a.shape[1]
-        gated = sorted(wide) != sorted(narrow)
+        inner_shape = wrapped["inner"].b.shape[0], wrapped["inner"].a.shape[1]
+        outer_shape = wrapped["outer"].b.shape[0], wrapped["outer"].a.shape[1]
+        gated = sorted(inner_shape) != sorted(outer_shape)
         inner = _fused(root, "gate_up_proj" if gated else "up_proj", wrapped["inner"], config)
         down = _fused(root, "down_proj", wrapped["outer"], config)
         if inner.sizes[0] != down.sizes[1] and inner.sizes[1] == down.sizes[0]:
@@ -96,7 +96,7 @@ def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig,
     forms: dict[str, PairForm] = {}
     for part in parts:
         forms |= _forms(root, part, config)
-    interleaved = _interleaved(root, known) if "gate" in forms else False
+    interleaved = _interleaved(root, context) if "gate" in forms else False
 
     def read_layer() -> dict[str, LoraPair]:
         pairs: dict[str, LoraPair] = {}
@@ -125,14 +125,14 @@ def _fused(root: str, parameter: str, factors: LoraTensors, config: AdapterConfi
 
 def _single_target(root: str, config: AdapterConfig) -> str:
     named = {target.rpartition(".")[2] for target in config.target_parameters or []}
-    found = named & {"gate_up_proj", "up_proj", "down_proj"}
-    if len(found) != 1:
+    targets = named & {"gate_up_proj", "up_proj", "down_proj"}
+    if len(targets) != 1:
         raise InputError(
             f"{root}.experts.lora_A.weight",
             f"one pair, and target_parameters {sorted(named)}",
             "a pair for each of them, or one target",
         )
-    return found.pop()
+    return targets.pop()
 
 
 def _forms(root: str, part: _Fused, config: AdapterConfig) -> dict[str, PairForm]:
@@ -147,15 +147,15 @@ def _forms(root: str, part: _Fused, config: AdapterConfig) -> dict[str, PairForm
     return {"gate": half, "up": half}
 
 
-def _interleaved(root: str, known: ReadContext) -> bool:
-    if known.facts is None:
+def _interleaved(root: str, context: ReadContext) -> bool:
+    if context.facts is None:
         raise InputError(
             f"{root}.experts",
             "gate and up in one tensor, of a model that is not known",
             "the model's config.json, which tells how they lie",
             "give --base-model-name-or-path DIR",
         )
-    return known.facts.interleaved
+    return context.facts.interleaved
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
@@ -172,17 +172,17 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
 
 
 def _parameter_forms(layer: Experts, shared: bool) -> dict[str, PairForm]:
-    """Parameter -> form, in the order in which PEFT nests their wrappers, the innermost first."""
+    """Parameter -> form, in the nesting order of PEFT's wrappers, innermost first."""
     forms = dict(layer.forms)
-    found: dict[str, PairForm] = {}
+    by_parameter: dict[str, PairForm] = {}
     if "gate" in forms:
         if "up" not in forms:
             raise InputError(f"{layer.root}.experts", "LoRA on gate alone", "on gate and up", "PEFT holds them in one")
         gate, up = forms.pop("gate"), forms.pop("up")
         rank = gate.rank if shared else gate.rank + up.rank
         dtype = torch.promote_types(gate.dtype, up.dtype)
-        found["gate_up_proj"] = replace(gate, rank=rank, outputs=gate.outputs + up.outputs, dtype=dtype)
-    return found | {f"{role}_proj": forms[role] for role in ("up", "down") if role in forms}
+        by_parameter["gate_up_proj"] = replace(gate, rank=rank, outputs=gate.outputs + up.outputs, dtype=dtype)
+    return by_parameter | {f"{role}_proj": forms[role] for role in ("up", "down") if role in forms}
 
 
 def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
@@ -191,9 +191,9 @@ def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
     paths = dict(zip(parameters, [".base_layer", ""][-len(parameters) :], strict=True))
     entries = []
     for parameter, form in parameters.items():
-        name, many = f"{add_prefix(layer.root)}.experts{paths[parameter]}", layer.experts
-        entries.append(TensorSpec(f"{name}.lora_A.weight", (many * form.rank, form.inputs), form.dtype))
-        entries.append(TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank * many), form.dtype))
+        name, count = f"{add_prefix(layer.root)}.experts{paths[parameter]}", layer.experts
+        entries.append(TensorSpec(f"{name}.lora_A.weight", (count * form.rank, form.inputs), form.dtype))
+        entries.append(TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank * count), form.dtype))
 
     def read_layer() -> list[Tensor]:
         pairs = dict(layer.read())
@@ -210,7 +210,7 @@ def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
 
 
 def _join_gate_up(gate: LoraPair, up: LoraPair, shared: bool, interleaved: bool) -> LoraPair:
-    """One pair for gate_up: A as it is where it is shared, otherwise both below each other and B block-diagonal."""
+    """One pair for gate_up: A as it is if shared, else both A stacked and B block-diagonal."""
     upper, lower, a = gate.b, up.b, gate.a
     if not shared:
         a = torch.cat([gate.a, up.a], dim=1)
@@ -252,14 +252,14 @@ def leaf_name(module: Module) -> str:
 
 
 def parameter_targets(adapter: Adapter, names: set[str]) -> list[str]:
-    """`mlp.experts.down_proj` where every layer that could have it does, the layers' full names where not."""
+    """`mlp.experts.down_proj` if every sparse layer is adapted, else the full names of the layers."""
     layers, facts = {layer.layer for layer in adapter.experts}, adapter.model
-    every = set(facts.sparse_layers) if facts is not None and facts.sparse_layers is not None else layers
-    return sorted({split_layer_name(name)[2] for name in names} if layers == every else names)
+    expected = set(facts.sparse_layers) if facts is not None and facts.sparse_layers is not None else layers
+    return sorted({split_layer_name(name)[2] for name in names} if layers == expected else names)
 
 
 def module_targets(adapter: Adapter) -> tuple[list[str], list[str]]:
-    """(target_modules, target_parameters) for what is not routed experts."""
+    """(target_modules, target_parameters) of the modules that are not routed experts."""
     plain = {leaf_name(module) for module in adapter.modules} - EXPERT_TARGET_NAMES
     weights = {
         f"{split_layer_name(module.name)[2]}.weight"
@@ -269,4 +269,4 @@ def module_targets(adapter: Adapter) -> tuple[list[str], list[str]]:
     return order_targets(plain), sorted(weights)
 
 
-DIALECT = Dialect("peft", "PEFT, experts fused in 3-D parameters", claims, read, write, _count_pairs)
+DIALECT = Dialect("peft", "PEFT, experts fused in 3-D parameters", matches, read, write, _count_pairs)
