@@ -202,7 +202,7 @@ def test_biases_come_through_a_packed_base(tmp_path: Path) -> None:
 
 def test_a_killed_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = made(tmp_path)
-    judge = module._judge
+    judge = module._check_quality
 
     def dies(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -217,11 +217,11 @@ def test_a_killed_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt):
         merge_packed(base, adapter, tmp_path / "out", formats=wanted("int8"), threads=2, progress=dies_at_the_second)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(module, "_judge", dies)
+    monkeypatch.setattr(module, "_check_quality", dies)
     with pytest.raises(KeyboardInterrupt):
         merge_packed(base, adapter, tmp_path / "out", formats=wanted("int8"), threads=2)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(module, "_judge", judge)
+    monkeypatch.setattr(module, "_check_quality", judge)
     merge_packed(base, adapter, tmp_path / "out", formats=wanted("int8"), threads=2, max_kl=1, tokens=64)
     merge_packed(base, adapter, tmp_path / "new", formats=wanted("int8"), threads=2, unchecked=True)
     one, two = (decoded(load_model(tmp_path / name)) for name in ("out", "new"))

@@ -97,7 +97,7 @@ def test_training_reads_its_adapter_back(trained: tuple[Path, list[str]]) -> Non
     record = proof_record.read_record(trained[0])
     assert record is not None and record.held_out and len(record.rows) == 3 and record.dtype == "float32"
     assert difference(record.adapter, record.base).mean > 0.1
-    assert "model.layers.1.mlp.experts" in record.adapter.marks and len(record.adapter.marks) == 10
+    assert "model.layers.1.mlp.experts" in record.adapter.projections and len(record.adapter.projections) == 10
 
 
 def test_what_was_trained_is_proven(trained: tuple[Path, list[str]]) -> None:
@@ -231,7 +231,7 @@ def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], ou
     base = json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"]
     model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), str(output), is_trainable=True)
     made = proof_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
-    assert proof_record.check_reload(model, output, made).difference.none
+    assert proof_record.check_reload(model, output, made).difference.is_zero
     change(output, changed_value)
     with pytest.raises(KTError, match=r"^model\.layers\.1\.mlp\.experts: .* is not what was trained"):
         proof_record.check_reload(model, output, made)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.adapters import LoraPair, facts_of, in_memory, write_adapter
+from ktransformers.adapters import LoraPair, adapter_from_tensors, facts_from_config, write_adapter
 from tests.nn.families import FAMILIES, build, save
 
 DATA = Path(__file__).parents[1] / "data"
@@ -60,9 +60,9 @@ def write_sample(directory: Path, model: Path, *, rank: int, seed: int, experts:
         for layer in range(LAYERS)
         for name, (inputs, outputs) in LINEARS.items()
     }
-    facts = facts_of(json.loads((model / "config.json").read_text()))
+    facts = facts_from_config(json.loads((model / "config.json").read_text()))
     config = {"base_model_name_or_path": str(model)}
-    write_adapter(in_memory(layers, linears, model=facts, config=config), directory, "peft")
+    write_adapter(adapter_from_tensors(layers, linears, model=facts, config=config), directory, "peft")
     return directory
 
 

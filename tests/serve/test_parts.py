@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.adapters import LoraPair, in_memory
+from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
 from ktransformers.serve.engine.engine.detokenizer import StreamingText
 from ktransformers.serve.engine.engine.engine import Limits, ServeEngine
@@ -180,7 +180,7 @@ def test_a_state_is_continued_and_never_cut_back(bench: Bench) -> None:
         }
         for layer in range(2)
     }
-    adapter = places.bind(in_memory(experts, {}), "made", "made", 1)
+    adapter = places.bind(adapter_from_tensors(experts, {}), "made", "made", 1)
 
     def say(engine: ServeEngine, *asked: tuple[list[int], Any]) -> list[Heard]:
         heard = [Heard() for _ in asked]
@@ -247,7 +247,7 @@ def pair(*shape: int) -> LoraPair:
 )
 def test_every_tensor_of_an_adapter_has_its_place(bench: Bench, experts: Any, linears: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        bench.places.bind(in_memory(experts, linears), "saves/x", "x", 1)
+        bench.places.bind(adapter_from_tensors(experts, linears), "saves/x", "x", 1)
 
 
 def test_a_changed_adapter_is_not_served(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:

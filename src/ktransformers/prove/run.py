@@ -25,14 +25,14 @@ from ktransformers.adapters.comparison import (
     NoiseFloor,
     adapted_modules,
     difference,
-    first_apart,
-    floor_of,
-    larger,
+    first_deviating_module,
+    larger_difference,
     measure,
+    measure_noise_floor,
 )
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.convert import read_adapter
-from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.errors import InputError, KTError
@@ -187,9 +187,11 @@ def _rows(record: ProofRecord | None, target: Target) -> tuple[list[list[int]], 
 
 def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, int]]:
     """The files: every tensor as the manifest says, every tensor with its place in this model."""
-    source, document = detect(content), read_manifest(content.directory)
+    source, document = detect_dialect(content), read_manifest(content.directory)
     if source.name != "peft":
-        raise InputError(str(content.path), f"an adapter in {source.about}", "PEFT's", "`kt convert --to peft` first")
+        raise InputError(
+            str(content.path), f"an adapter in {source.description}", "PEFT's", "`kt convert --to peft` first"
+        )
     try:
         if document is not None:
             check_manifest(content, document)
@@ -204,7 +206,7 @@ def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, i
             "tensors", None, f"no manifest: what {len(content.tensors)} tensors were is not known"
         ), counts
     counts["trained"] = len(document["tensors"])
-    pairs = sum(source.pairs(layer) for layer in adapter.experts) + len(adapter.modules)
+    pairs = sum(source.pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
     placed = 2 * pairs + len(adapter.extras)
     said = f"{counts['trained']} trained, {counts['saved']} saved, {placed} with a place in the model; hashes agree"
     return ProofCheck("tensors", counts["trained"] == counts["saved"] == placed, said), counts
@@ -231,13 +233,13 @@ def trainer_graph(
     consumed = _read_back(model, content)
     modules = adapted_modules(model)
     adapter = measure(model, rows, modules)
-    floor = floor_of(model, rows, adapter)
+    floor = measure_noise_floor(model, rows, adapter)
     with model.disable_adapter():
-        off, off_floor = measure(model, rows), floor_of(model, rows, base)
-    if not difference(off, base).none:
+        off, off_floor = measure(model, rows), measure_noise_floor(model, rows, base)
+    if not difference(off, base).is_zero:
         said = "the base computes otherwise while an adapter is attached and off"
         raise ProofFailed(ProofCheck("trainer's graph", False, said, difference(off, base), "base"))
-    noise = NoiseFloor(larger(floor.logprobs, off_floor.logprobs), floor.marks)
+    noise = NoiseFloor(larger_difference(floor.logprobs, off_floor.logprobs), floor.projections)
     return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
@@ -272,7 +274,7 @@ def compared(
 ) -> ProofCheck:
     """`where` is asked for the culprit only if it is needed."""
     apart = difference(found, expected)
-    if apart.none:
+    if apart.is_zero:
         return ProofCheck(what, True, "the same to the bit", apart)
     said = f"max {apart.max:.2g}, mean {apart.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
     if apart.within(floor):
@@ -283,10 +285,10 @@ def compared(
 def against_record(record: ProofRecord, graph: TrainerRun) -> ProofCheck:
     """The numbers that the trainer's own model said before it was saved, maybe on another machine."""
     control = difference(record.base, graph.base)
-    floor = larger(graph.floor.logprobs, control)
-    other = not control.none  # another machine, another dtype, other threads: every layer is a little off
-    noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.marks.items()}
-    place = first_apart(graph.adapter.marks, record.adapter.marks, noise)
+    floor = larger_difference(graph.floor.logprobs, control)
+    other = not control.is_zero  # another machine, another dtype, other threads: every layer is a little off
+    noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.projections.items()}
+    place = first_deviating_module(graph.adapter.projections, record.adapter.projections, noise)
     found = compared("as trained", graph.adapter, record.adapter, floor, lambda: place or "the output")
     if found.passed and place is not None and not other:
         said = f"outputs differ from those of training; log-probabilities: {found.said}"
@@ -309,8 +311,10 @@ def against_server(
     with in_process(launch, target, say) as (address, service):
 
         def where(name: str) -> str:
-            marks = served_marks(Client(address, None), service, name, rows, graph.modules)
-            return first_apart(marks, graph.adapter.marks, graph.floor.marks) or "the output"
+            projections = served_marks(Client(address, None), service, name, rows, graph.modules)
+            return (
+                first_deviating_module(projections, graph.adapter.projections, graph.floor.projections) or "the output"
+            )
 
         return _served(Client(address, None), target, rows, graph, matrices, where)
 
@@ -342,7 +346,7 @@ def _served(
         floor = graph.floor.logprobs
         same = compared("server, base", ours[1], graph.base, floor, lambda: f"base ({base})")
         mine = compared("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
-        if mine.passed is False and difference(ours[0], ours[1]).none:
+        if mine.passed is False and difference(ours[0], ours[1]).is_zero:
             mine = replace(mine, said=f"{mine.said}; it answers as the base does: the adapter is not applied")
         return [_placed(client, adapter, matrices), mine, same]
     finally:
@@ -386,11 +390,11 @@ def against_stock(
         _round_experts(model)
     rounded = measure(model, rows)
     control, rounding = difference(base, graph.base), difference(rounded, adapter)
-    floor = larger(graph.floor.logprobs, larger(control, rounding))
+    floor = larger_difference(graph.floor.logprobs, larger_difference(control, rounding))
 
     def where() -> str:
         noise = dict.fromkeys(graph.modules, max(floor.max, 1e-3))
-        return first_apart(graph.adapter.marks, adapter.marks, noise) or "the output"
+        return first_deviating_module(graph.adapter.projections, adapter.projections, noise) or "the output"
 
     found = compared("stock PEFT", graph.adapter, adapter, floor, where)
     return replace(found, said=f"{found.said}; bases are {control.max:.2g} apart")

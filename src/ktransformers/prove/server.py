@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.comparison import Marks, marking
+from ktransformers.adapters.comparison import Projections, recording_projections
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
@@ -85,12 +85,14 @@ def ask(client: Client, name: str, row: Sequence[int]) -> Tensor:
     return torch.tensor([float("nan") if value is None else float(value) for value in found[1:]])
 
 
-def served_marks(client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Marks:
+def served_marks(
+    client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]
+) -> Projections:
     """Of an adapter. What the server remembers of it is forgotten first, or it would not compute the rows again."""
     found: dict[str, list[Tensor]] = {one: [] for one in names}
     for row in rows:
         service.engine.forget(service.find(name).owner)
-        with marking(service.engine.forward.model, names) as seen:
+        with recording_projections(service.engine.forward.model, names) as seen:
             ask(client, name, row)
         for one, parts in seen.items():
             found[one].append(torch.cat(parts))

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from ktransformers import system
-from ktransformers.adapters.manifest import FILE, FORMAT, VERSION
-from ktransformers.adapters.write import record
+from ktransformers.adapters.manifest import MANIFEST_FILE, MANIFEST_FORMAT, MANIFEST_VERSION
+from ktransformers.adapters.write import record_tensor
 from ktransformers.errors import KTError
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.watch import GradientCheck
@@ -81,7 +81,7 @@ def add_saved(manifest: dict[str, Any], file: Path) -> None:
             wrong = sorted(names ^ set(trained))
             raise KTError(f"{file}: {wrong[0]} was trained and not saved, or the reverse ({len(wrong)} tensors)")
         for name, known in trained.items():
-            one = record(name, file.name, saved.get_tensor(name))
+            one = record_tensor(name, file.name, saved.get_tensor(name))
             if list(one.shape) != known["shape"]:
                 raise KTError(f"{file}: {name} was saved as {list(one.shape)}, trained as {known['shape']}")
             known |= {"file": one.file, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256}
@@ -93,7 +93,7 @@ def check_saved(manifest: dict[str, Any], model: nn.Module) -> None:
         if parameter.requires_grad:
             spelled = name.replace(".default.", ".")
             known = manifest["tensors"][spelled]
-            now = record(spelled, known["file"], parameter.detach().cpu().contiguous())
+            now = record_tensor(spelled, known["file"], parameter.detach().cpu().contiguous())
             if now.sha256 != known["sha256"]:
                 raise KTError(f"{spelled}: saved with norm {known['norm']:.6g}, trained with {now.norm:.6g}")
 
@@ -117,8 +117,8 @@ def make_manifest(
     from ktransformers import _core
 
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "base": {"path": settings.model.model_name_or_path, "hash": base_hash(directory)},
         "experts": {
@@ -146,5 +146,5 @@ def text_hash(text: str | None) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    words: dict[str, Any] = json.loads((folder / FILE).read_text())
+    words: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text())
     return words

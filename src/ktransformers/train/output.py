@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters import proof_record
-from ktransformers.adapters.manifest import FILE
-from ktransformers.adapters.proof_record import Reloaded, check_reload, write_record
+from ktransformers.adapters.manifest import MANIFEST_FILE
+from ktransformers.adapters.proof_record import ReloadCheck, check_reload, write_record
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.files import STAGING, move_files, saved, write_json, write_text
@@ -124,12 +124,12 @@ def begin_output(output: Path, *, anew: bool) -> None:
     with saved(output):
         output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(output / STAGING, ignore_errors=True)
-    (output / FILE).unlink(missing_ok=True)
+    (output / MANIFEST_FILE).unlink(missing_ok=True)
     if anew:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
-        for name in ("adapter_model.safetensors", proof_record.FILE, "trainer_log.jsonl"):
+        for name in ("adapter_model.safetensors", proof_record.PROOF_FILE, "trainer_log.jsonl"):
             (output / name).unlink(missing_ok=True)
 
 
@@ -139,7 +139,7 @@ def _ids(row: Any) -> list[int]:
 
 def finish_output(
     trainer: Any, settings: TrainSettings, results: dict[str, Any], manifest: dict[str, Any], split: DataSplit
-) -> Reloaded:
+) -> ReloadCheck:
     output = Path(settings.output_dir)
     staging = output / STAGING
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
@@ -157,8 +157,8 @@ def finish_output(
         add_saved(manifest, staging / "adapter_model.safetensors")
         check_saved(manifest, model)
         reloaded = check_reload(model, staging, made)
-        write_record(staging / proof_record.FILE, made)
+        write_record(staging / proof_record.PROOF_FILE, made)
         move_files(staging, output)
         _results(output, results)
-        write_text(output / FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     return reloaded
