@@ -3,7 +3,7 @@
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
-#include "moe/largest.h"
+#include "moe/argmax.h"
 #include "moe/transpose.h"
 
 namespace kt {

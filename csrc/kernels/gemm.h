@@ -7,12 +7,12 @@
 // arithmetic work at the same time, as far as the core lets them (docs/log.md has how far). For the same reason the
 // rows of one product are finished (activated, or added to the sums) during the k steps of the next one, where the
 // matrix unit leaves the vector units idle. What one token gets does not depend on its neighbours in the tile or on the
-// number of threads: every row sees the same operations in the same order. Few rows may go another way (direct.h).
+// number of threads: every row sees the same operations in the same order. Few rows may go another way (packed_gemv.h).
 #pragma once
 
-#include "kernels/direct_bytes.h"
-#include "kernels/direct_numbers.h"
 #include "kernels/pack.h"
+#include "kernels/packed_gemv_f32.h"
+#include "kernels/packed_gemv_int8.h"
 
 namespace kt {
 namespace {

@@ -5,9 +5,9 @@
 // so a panel is cut into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
 #include <immintrin.h>
 
-#include "kernels/narrow_tiles.h"
-#include "kernels/outer.h"
-#include "kernels/quads_vnni.h"
+#include "kernels/dp4a_vnni.h"
+#include "kernels/gemv_amx.h"
+#include "kernels/lora_wgrad.h"
 #include "kernels/rate.h"
 
 namespace kt {

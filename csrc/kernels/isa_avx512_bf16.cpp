@@ -1,7 +1,7 @@
 // AVX-512 with VDPBF16PS: activations stay bf16, and one instruction takes a pair of k for 16 outputs.
 #include <immintrin.h>
 
-#include "kernels/quads_vnni.h"
+#include "kernels/dp4a_vnni.h"
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 

@@ -2,9 +2,9 @@
 // the rows of the last product, decode.
 #pragma once
 
-#include "kernels/decoding.h"
+#include "kernels/decode_blocks.h"
 #include "kernels/elementwise.h"
-#include "kernels/turn.h"
+#include "kernels/transpose_blocks.h"
 
 namespace kt {
 namespace {

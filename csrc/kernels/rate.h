@@ -5,10 +5,10 @@
 
 #include <time.h>
 
-#include "kernels/adapt.h"
-#include "kernels/attend.h"
-#include "kernels/back.h"
-#include "kernels/narrow.h"
+#include "kernels/decode_attention.h"
+#include "kernels/down_backward.h"
+#include "kernels/gemv.h"
+#include "kernels/lora_gemv.h"
 #include "kernels/norm.h"
 
 namespace kt {
@@ -170,7 +170,7 @@ constexpr auto shrinking() -> void (*)(const Shrink&) {
   return nullptr;
 }
 
-// `Bytes` says how a variant multiplies bytes, `Few` how it multiplies few rows (narrow.h).
+// `Bytes` says how a variant multiplies bytes, `Few` how it multiplies few rows (gemv.h).
 template <class Isa, class Bytes = void, class Few = FewWidened<Isa::width>>
 constexpr KernelTable table_of(const char* name) {
   constexpr bool wide = sizeof(typename Isa::Real) == 8;

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels/gemm.h"
-#include "kernels/outer.h"
+#include "kernels/lora_wgrad.h"
 
 namespace kt {
 namespace {

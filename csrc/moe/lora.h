@@ -8,8 +8,8 @@
 
 #include <mutex>
 
+#include "moe/buffer_pool.h"
 #include "moe/weights.h"
-#include "moe/workspace.h"
 
 namespace kt {
 

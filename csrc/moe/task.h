@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "moe/buffer_pool.h"
 #include "moe/lanes.h"
 #include "moe/plan.h"
 #include "moe/route.h"
 #include "moe/weights.h"
-#include "moe/workspace.h"
 
 namespace kt {
 
@@ -98,7 +98,7 @@ class Task : private Job {
 
   const char* first_read(const UpUnit& unit) const;  // of gate/up
 
-  // ranks.cpp: products with LoRA's factors.
+  // lora_shrink.cpp: products with LoRA's factors.
   // The runs of a segment, each with its place in the plan.
   template <class Act>
   void for_runs(size_t segment, Act&& act) const {

@@ -2,7 +2,7 @@
 // and each sequence's bits the same whoever is beside it.
 #include "check.h"
 #include "moe/attention.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;

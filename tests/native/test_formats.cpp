@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "made_up_bytes.h"
+#include "random_encoded.h"
 
 using namespace kt;
 using namespace kt::check;

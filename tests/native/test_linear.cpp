@@ -1,10 +1,10 @@
 // Products, norms and LoRA of few rows on every variant against double, each row's bits the same whoever is beside it;
 // and the largest of rows, and transposing.
 #include "check.h"
-#include "moe/largest.h"
+#include "moe/argmax.h"
 #include "moe/linear.h"
 #include "moe/transpose.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;

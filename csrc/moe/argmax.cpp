@@ -1,6 +1,6 @@
 // Numbers are compared as integers of their own bits, many at a time: first the largest of each stretch, by all
 // threads, then its place in the one stretch of a row that has it.
-#include "moe/largest.h"
+#include "moe/argmax.h"
 
 #include <algorithm>
 #include <atomic>

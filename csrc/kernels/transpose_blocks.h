@@ -1,13 +1,14 @@
 // Stored blocks turned around: a tile of pairs along K becomes one of pairs along N.
 //
-// Blocks that are bytes are turned as such (turned_bytes.h), other encoded ones are decoded first. A product that goes
-// over turned blocks finds the first of them in scratch; the others are turned while those before them are multiplied,
-// half a block at a time, since the matrix unit leaves the vector units idle and the cache to fetch what comes next.
+// Blocks that are bytes are turned as such (transpose_codes.h), other encoded ones are decoded first. A product that
+// goes over turned blocks finds the first of them in scratch; the others are turned while those before them are
+// multiplied, half a block at a time, since the matrix unit leaves the vector units idle and the cache to fetch what
+// comes next.
 #pragma once
 
 #include "kernels/formats.h"
 #include "kernels/table.h"
-#include "kernels/turned_bytes.h"
+#include "kernels/transpose_codes.h"
 
 namespace kt {
 namespace {

@@ -1,6 +1,6 @@
 // W8A8 on every variant: exact sums of bytes, the numbers that they become, and that nothing depends on threads, groups
 // or neighbours.
-#include "byte_layer.h"
+#include "w8a8_layer.h"
 
 using namespace kt;
 using namespace kt::check;

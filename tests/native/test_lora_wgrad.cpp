@@ -1,7 +1,7 @@
 // The contraction behind gradients of LoRA's factors and the delivery of its sums, kernel by kernel against double:
 // every variant, rows of tensors and of panels, dtypes, and the ways in which a caller's tensor may lie.
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;

@@ -1,7 +1,7 @@
 // Few rows of numbers in inference: codes that are multiplied as they lie, against the numbers that they stand for, in
 // double and unrounded. Whoever learns, and more rows, see weights that are rounded.
 #include "check.h"
-#include "made_up_bytes.h"
+#include "random_encoded.h"
 
 using namespace kt;
 using namespace kt::check;

@@ -3,8 +3,8 @@
 // With few rows weights are what takes the time, and a core keeps up with memory only if a code costs it next to
 // nothing. A word of a strip holds codes of one output, those of even or of odd k, so whatever part of the words is
 // taken, the same eight bytes of a row, in all pairs of lanes, are the other factor. Rows are written out in the order
-// of those parts first. What a part is, and what it meets, a kind of codes says: against bytes of x (direct_bytes.h)
-// or against numbers (direct_numbers.h). A kind has
+// of those parts first. What a part is, and what it meets, a kind of codes says: against bytes of x
+// (packed_gemv_int8.h) or against numbers (packed_gemv_f32.h). A kind has
 //   width, words, parts   lanes of a vector; words of a lane in a k tile; parts of a word
 //   Sum, Number, chains   what sums are in, and what leaves; sums that are held apart, so that additions overlap
 //   open, factor, add     a part of words; eight bytes of a row; their product, added

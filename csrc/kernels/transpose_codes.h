@@ -6,7 +6,7 @@
 // quarter of the shuffles that moving numbers takes, and both scales of a row are the same for all of its k.
 #pragma once
 
-#include "kernels/byte_tiles.h"
+#include "kernels/int8_tiles.h"
 
 namespace kt {
 namespace {

@@ -3,12 +3,12 @@
 // 16, far less than memory takes to bring the weights, and one for 17 to 32 takes twice that.
 //
 // Tiles 0 and 1 add up the even steps of k for two times 16 tokens, 2 and 3 the odd ones; 4 and 5 hold weights, 6 and 7
-// activations. f32 rows stay f32 and go to the vectors of narrow.h.
+// activations. f32 rows stay f32 and go to the vectors of gemv.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "kernels/narrow.h"
+#include "kernels/gemv.h"
 
 namespace kt {
 namespace {

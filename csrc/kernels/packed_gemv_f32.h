@@ -7,7 +7,7 @@
 // (VDPBF16PS) would take half as many, but each of them four times as long as one of f32.
 #pragma once
 
-#include "kernels/direct.h"
+#include "kernels/packed_gemv.h"
 
 namespace kt {
 namespace {

@@ -1,9 +1,9 @@
-// W8A8: token rows as bytes, in the order of k that byte_tiles.h has, and the way back from sums of bytes to numbers.
+// W8A8: token rows as bytes, in the order of k that int8_tiles.h has, and the way back from sums of bytes to numbers.
 //
 // Sums are int32 and exact, the same on every CPU; they meet the scales once all of K is in them.
 #pragma once
 
-#include "kernels/byte_tiles.h"
+#include "kernels/int8_tiles.h"
 #include "kernels/pack.h"
 
 namespace kt {

@@ -8,8 +8,8 @@
 // bring all groups of a channel to one: few rows are a little closer to the weights.
 #pragma once
 
-#include "kernels/direct.h"
-#include "kernels/quads.h"
+#include "kernels/dp4a.h"
+#include "kernels/packed_gemv.h"
 
 namespace kt {
 namespace {

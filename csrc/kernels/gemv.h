@@ -3,7 +3,7 @@
 //
 // Rows of weights are read kNarrowRows at a time, a group. While one group is multiplied the next one is fetched into
 // L2, in kFetched streams of neighbouring lines: that is the order in which memory is fastest, whatever the order in
-// which the group is then taken from L2. Here vectors multiply; tiles do in narrow_tiles.h. A token's sums are added up
+// which the group is then taken from L2. Here vectors multiply; tiles do in gemv_amx.h. A token's sums are added up
 // in the same order, whoever is beside it.
 #pragma once
 

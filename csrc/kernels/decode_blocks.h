@@ -1,8 +1,8 @@
 // Encoded blocks beside the products that need them: which pairs of tiles are decoded when, and where they lie.
 #pragma once
 
-#include "kernels/bytes.h"
 #include "kernels/formats.h"
+#include "kernels/quantise.h"
 #include "kernels/table.h"
 
 namespace kt {

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 namespace kt::check {
 
