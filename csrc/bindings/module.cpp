@@ -92,7 +92,7 @@ NB_MODULE(_core, m) {
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);
   m.def("grid", &describe_grid, "format"_a);
-  m.def("linear_rows", [] { return kernels().narrow_tokens; });
+  m.def("linear_rows", [] { return kernels().gemv_max_tokens; });
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "epsilon"_a);
   m.def("add_lora", &add_lora, "x"_a, "a"_a, "b"_a, "out"_a, "scale"_a);
   m.def("lend", &lend, "bytes"_a);

@@ -8,18 +8,18 @@
 namespace kt {
 
 // A few rows times a matrix of bf16 rows; K a multiple of kNarrowK. First the rows are laid out as a variant multiplies
-// them (`spread`), which depends on their type: bf16 rows may meet the weights in bf16, f32 rows stay f32.
-constexpr int32_t kNarrowK = 32, kNarrowRows = 16;  // rows of the matrix that are read together
-struct Spread {
+// them (`pack_rows`), which depends on their type: bf16 rows may meet the weights in bf16, f32 rows stay f32.
+constexpr int32_t kGemvK = 32, kGemvGroup = 16;  // rows of the matrix that are read together
+struct PackRows {
   const void* x;   // [tokens][K]
   DType type;      // bf16 or f32
   int64_t stride;  // elements
   int32_t k, tokens;
   char* out;  // spread_bytes(tokens, k), aligned to 64
 };
-constexpr int64_t spread_bytes(int64_t tokens, int64_t k) { return tokens * k * 4; }
+constexpr int64_t packed_rows_bytes(int64_t tokens, int64_t k) { return tokens * k * 4; }
 
-struct Narrow {
+struct Gemv {
   const char* weights;
   int64_t weight_stride;  // bytes from row to row
   int32_t rows;           // of the matrix
@@ -57,7 +57,7 @@ struct Norm {
 
 // out [rows][columns] += scale * (x [rows][k] A^T) B with A [rank][k] and B [rank][columns] in f32; x and out of one
 // type, bf16 or f32.
-struct Adapt {
+struct LoraGemv {
   const char* x;
   char* out;
   int64_t x_stride, out_stride;  // elements from row to row
@@ -65,7 +65,7 @@ struct Adapt {
   const float *a, *b;
   int64_t rows, k, rank, columns;
   float scale;
-  float* narrow;  // [rank], scratch
+  float* xa;  // [rank], scratch
 };
 
 }  // namespace kt

@@ -95,12 +95,12 @@ template <class Isa, Activation A>
 void run_back_as(const Back& b) {
   using Real = typename Isa::Real;
   int64_t block_sums = (int64_t)b.tiling.tiles * b.tiling.rows * kBlockN;
-  int turn = 0;
+  int buffer = 0;
   ProductOf<Real> now = {};
   auto where = [&](ProductOf<Real>& p) {
     now = p;
     p.accumulate = !b.first;
-    p.c = b.first && b.last ? (Real*)b.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+    p.c = b.first && b.last ? (Real*)b.scratch + (buffer ^= 1) * kPassTiles * kMaxRows * kBlockN
                             : (Real*)b.sums + (p.block - b.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
   };
   auto finish = [&](const ProductOf<Real>& p, int first, int end) {
@@ -127,7 +127,7 @@ void run_back_as(const Back& b) {
                  hidden ? hidden + second * hidden_tile + at : nullptr, part + r * part_stride);
     }
   };
-  for_each_product<Isa, true>(b, b.last, nullptr, &b.turned, b.drop, where, finish);
+  for_each_product<Isa, true>(b, b.last, nullptr, &b.transposed, b.drop, where, finish);
 }
 
 template <class Isa>

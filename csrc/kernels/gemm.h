@@ -65,9 +65,9 @@ inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop
 // Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
 // last, unless the blocks are turned ones in scratch. `where` gives a product its place for the sums, `finish(product,
 // first, end)` takes rows once they are complete.
-template <class Isa, bool turns = false, class Unit, class Where, class Finish>
-inline void for_each_product(const Unit& u, bool complete, const char* after, const Turned* turned, const Drop& drop,
-                             const Where& where, const Finish& finish) {
+template <class Isa, bool transposes = false, class Unit, class Where, class Finish>
+inline void for_each_product(const Unit& u, bool complete, const char* after, const TransposedBlocks* transposed,
+                             const Drop& drop, const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
   using Rows = Unfinished<typename Isa::Real, Finish>;
   Rows unfinished(finish);
@@ -75,21 +75,21 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
   DecodingAhead<Isa> ahead_of_it(u, passes), *decoding = nullptr;
   if constexpr (requires { u.coded; }) how = u.coded.how;
   if (how && Isa::overlaps) decoding = &ahead_of_it;
-  using Beside = typename BesideOf<Isa, turns && !kInBytes<Isa>>::type;
-  Beside beside(turned);
-  Beside* turning = turned && turned->count ? &beside : nullptr;
+  using Beside = typename OverlappedTransposeOf<Isa, transposes && !kInBytes<Isa>>::type;
+  Beside beside(transposed);
+  Beside* transposer = transposed && transposed->count ? &beside : nullptr;
   Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     ProductOf<typename Isa::Real> p;
     p.s = u.base;
-    p.s.b += (turning ? (block - u.block0) % 2 : block - u.block0) * u.block_bytes;
-    if (turning) turning->begin(passes * u.base.k_tiles);
+    p.s.b += (transposer ? (block - u.block0) % 2 : block - u.block0) * u.block_bytes;
+    if (transposer) transposer->begin(passes * u.base.k_tiles);
     p.block = block;
     p.block0 = u.block0;
     p.extra = u.extra;
     p.rows = u.tiling.rows;
     const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : after;
-    if (turned) next = nullptr;
+    if (transposed) next = nullptr;
     if constexpr (requires { u.coded; } && !Isa::overlaps)
       if (how) {
         float* channel = kInBytes<Isa> ? u.coded.channel + (int64_t)(block - u.block0) * kBlockN : nullptr;
@@ -108,12 +108,12 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
       if constexpr (!kInBytes<Isa>)
         if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
       if (decoding && pass == 0) decoding->begin();
-      Meanwhile<Rows, DecodingAhead<Isa>, Beside> meanwhile{unfinished, decoding, turning};
+      Meanwhile<Rows, DecodingAhead<Isa>, Beside> meanwhile{unfinished, decoding, transposer};
       Isa::multiply(p, meanwhile);
       unfinished.all();
       if (complete) unfinished.put(p);
     }
-    if (turning) turning->finish();
+    if (transposer) transposer->finish();
   }
   unfinished.all();
   Isa::leave();
@@ -171,11 +171,11 @@ constexpr bool kScaled<DirectBytes<Quads, Sums>> = true;
 // Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished. Those
 // of numbers that meet codes directly begin with them.
 template <class Isa, class By, class Unit>
-inline void set_extras_apart(const Unit& u, int turn, ProductOf<typename By::Real>& p) {
+inline void set_extras_apart(const Unit& u, int buffer, ProductOf<typename By::Real>& p) {
   if constexpr (kScaled<By>) {
     constexpr int sums = kPassTiles * kMaxRows * kBlockN;
     Product q{{}, p.block, p.tile, p.tiles, p.rows, p.live, false, kNothingAhead, nullptr, p.extra, p.extras, p.block0};
-    q.c = (float*)u.scratch + (2 + turn) * sums;
+    q.c = (float*)u.scratch + (2 + buffer) * sums;
     p.beside = p.extras && multiply_extras<Isa>(q) ? q.c : nullptr;
     p.extras = 0;
   } else if constexpr (kDirect<By>) {
@@ -209,14 +209,14 @@ void run_up_as(const Up& u) {
   int64_t block_sums = (int64_t)u.tiling.tiles * u.tiling.rows * kBlockN;
   constexpr int64_t row_bytes = kTileK * Isa::elem;
   int64_t tile_bytes = row_bytes * u.tiling.rows * u.hidden_k_tiles;
-  int turn = 0;
+  int buffer = 0;
   auto where = [&](ProductOf<Real>& p) {
     p.accumulate = !u.first;
     // Two places take turns, because the rows in one are still being finished while the other is filled.
-    turn ^= 1;
-    p.c = u.first && u.last ? (Real*)u.scratch + turn * kPassTiles * kMaxRows * kBlockN
+    buffer ^= 1;
+    p.c = u.first && u.last ? (Real*)u.scratch + buffer * kPassTiles * kMaxRows * kBlockN
                             : (Real*)u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
-    set_extras_apart<Isa, By>(u, turn, p);
+    set_extras_apart<Isa, By>(u, buffer, p);
   };
   // What a row needs is held in copies: its stores might go anywhere, and everything else would be read anew after
   // them.
@@ -338,12 +338,12 @@ inline void add_rows(const Down& d, const ProductOf<typename By::Real>& p, const
 template <class Isa, class By>
 void run_down_by(const Down& d) {
   using Real = typename By::Real;
-  int turn = 0;
+  int buffer = 0;
   ProductOf<Real> now = {};
   auto where = [&](ProductOf<Real>& p) {
     p.accumulate = false;
-    p.c = (Real*)d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
-    set_extras_apart<Isa, By>(d, turn, p);
+    p.c = (Real*)d.scratch + (buffer ^= 1) * kPassTiles * kMaxRows * kBlockN;
+    set_extras_apart<Isa, By>(d, buffer, p);
     now = p;
   };
   auto finish = [&](const ProductOf<Real>& p, int first, int end) { add_rows<Isa, By>(d, p, now, first, end); };
@@ -351,7 +351,8 @@ void run_down_by(const Down& d) {
     for_each_direct<Isa, By>(d, where, finish);
   } else {
     // Forward has no part in turning, and its loop is the shorter for it.
-    if (d.turned.yes) return for_each_product<By, true>(d, true, d.next, &d.turned, d.drop, where, finish);
+    if (d.transposed.in_scratch)
+      return for_each_product<By, true>(d, true, d.next, &d.transposed, d.drop, where, finish);
     for_each_product<By>(d, true, d.next, nullptr, d.drop, where, finish);
   }
 }

@@ -110,9 +110,9 @@ inline void largest_scales(const char* headers, int spans, int span_bytes, char*
   for (int n = 0; n < kTileN; n += lanes) {
     V above = {}, below = {};
     for (int i = 0; i < spans; i++) {
-      V plain = load<V>(headers + (int64_t)i * span_bytes + n * lane), turned = plain ^ sign;
+      V plain = load<V>(headers + (int64_t)i * span_bytes + n * lane), flipped = plain ^ sign;
       above = plain > above ? plain : above;
-      below = turned > below ? turned : below;
+      below = flipped > below ? flipped : below;
     }
     store(out + n * lane, below > above ? below ^ sign : above);
   }

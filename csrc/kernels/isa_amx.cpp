@@ -369,7 +369,7 @@ struct Amx : Tiles<Bf16Products> {
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Amx, Tiles<ByteProducts>, FewTiles>("amx");
+constexpr KernelTable kBf16 = table_of<Amx, Tiles<ByteProducts>, GemvAmx>("amx");
 
 }  // namespace
 

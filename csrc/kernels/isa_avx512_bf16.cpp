@@ -60,7 +60,7 @@ struct Avx512Bf16 : RowIsa<PairProduct, 2, 12> {
 };
 
 // Few rows: both sides are pairs as they lie.
-struct PairRows {
+struct Bf16PairRows {
   static constexpr int width = 16;
   static U32<16> open(const char* w) { return load<U32<16>>(w); }
   static U32<16> at(const char* x, int32_t k, int32_t token, int64_t pair) {
@@ -71,19 +71,19 @@ struct PairRows {
   }
 };
 
-struct FewPairs {
+struct GemvBf16Pairs {
   static constexpr int32_t tokens = 16;
-  static void spread(const Spread& s) {
-    if (s.type == DType::f32) return WidenedRows<16>::spread(s);
+  static void pack_rows(const PackRows& s) {
+    if (s.type == DType::f32) return WidenedRows<16>::pack_rows(s);
     for (int32_t t = 0; t < s.tokens; t++)
       __builtin_memcpy(s.out + (int64_t)t * s.k * 2, (const char*)s.x + t * s.stride * 2, (size_t)s.k * 2);
   }
-  static void multiply(const Narrow& n) {
-    n.type == DType::f32 ? narrow_vectors<WidenedRows<16>>(n) : narrow_vectors<PairRows>(n);
+  static void multiply(const Gemv& n) {
+    n.type == DType::f32 ? gemv_vectors<WidenedRows<16>>(n) : gemv_vectors<Bf16PairRows>(n);
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Avx512Bf16, RowIsa<QuadProduct, 2, 12>, FewPairs>("avx512_bf16");
+constexpr KernelTable kBf16 = table_of<Avx512Bf16, RowIsa<QuadProduct, 2, 12>, GemvBf16Pairs>("avx512_bf16");
 
 }  // namespace
 

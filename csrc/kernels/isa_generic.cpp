@@ -12,7 +12,7 @@ struct Generic : RowIsa<Arith, 2, 4> {
 #ifdef __SSE2__
 using Bytes = RowIsa<WidenBytes<4>, 2, 4>;
 #else
-using Bytes = RowIsa<SpreadBytes<4>, 2, 4>;
+using Bytes = RowIsa<WidenBytesPerLane<4>, 2, 4>;
 #endif
 constexpr KernelTable kBf16 = table_of<Generic<WidenToF32<4>>, Bytes>("generic");
 constexpr KernelTable kF32 = table_of<Generic<Exact<F32<4>>>>("generic");

@@ -99,7 +99,7 @@ inline void deliver_run(const Deliver& d, int64_t at, const Lane<V>* from, int c
 }
 
 // Four ranks of `columns` columns, ranks side by side.
-inline void deliver_turned(const Deliver& d, int64_t at, const float* from, int columns) {
+inline void store_transposed(const Deliver& d, int64_t at, const float* from, int columns) {
   using Four = F32<4>;
   using Order = I32<4>;
   int i = 0;
@@ -143,7 +143,7 @@ void deliver_sums(const Deliver& d, const Order& order) {
       }
       if constexpr (!kDouble<V>)
         if (d.r_stride == 1 && ranks == kDelivered) {
-          deliver_turned(d, at, rows[0] + d.from, columns);
+          store_transposed(d, at, rows[0] + d.from, columns);
           continue;
         }
       for (int r = 0; r < ranks; r++)

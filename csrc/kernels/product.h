@@ -100,11 +100,11 @@ class Unfinished {
 
 // What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode, or turn
 // the next of them.
-template <class Rows, class Decoding, class Turning>
+template <class Rows, class Decoding, class BlockTransposer>
 struct Meanwhile {
   Rows& rows;
-  Decoding* decoding;  // null: blocks are tiles
-  Turning* turning;    // null: they lie as they are read
+  Decoding* decoding;           // null: blocks are tiles
+  BlockTransposer* transposer;  // null: they lie as they are read
 
   // The k-th pair of weight tiles.
   const char* tiles(const char* b, int k, int tile_bytes) {
@@ -112,7 +112,7 @@ struct Meanwhile {
   }
   void step() {
     rows.step();
-    if (turning) turning->step();
+    if (transposer) transposer->step();
   }
   void all() { rows.all(); }
 };

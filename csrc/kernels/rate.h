@@ -47,9 +47,9 @@ inline void fill_with_noise(char* out, size_t bytes, int elem) {
     } else if (elem == 4) {
       __builtin_memcpy(out + at, &bits, 4);
     } else {
-      float narrow;
-      __builtin_memcpy(&narrow, &bits, 4);
-      double wide = narrow;
+      float single;
+      __builtin_memcpy(&single, &bits, 4);
+      double wide = single;
       __builtin_memcpy(out + at, &wide, 8);
     }
   }
@@ -155,7 +155,7 @@ void decode_any(const Decode& d) {
 
 // What decoding asks for beside experts exists once for each variant, with the bf16 kernels.
 template <class Isa, class Argument>
-constexpr auto beside_experts(void (*kernel)(const Argument&)) {
+constexpr auto bf16_only(void (*kernel)(const Argument&)) {
   return kPairs<Isa> ? kernel : nullptr;
 }
 
@@ -170,8 +170,8 @@ constexpr auto shrinking() -> void (*)(const Shrink&) {
   return nullptr;
 }
 
-// `Bytes` says how a variant multiplies bytes, `Few` how it multiplies few rows (gemv.h).
-template <class Isa, class Bytes = void, class Few = FewWidened<Isa::width>>
+// `Bytes` says how a variant multiplies bytes, `GemvImpl` how it multiplies few rows (gemv.h).
+template <class Isa, class Bytes = void, class GemvImpl = GemvWidened<Isa::width>>
 constexpr KernelTable table_of(const char* name) {
   constexpr bool wide = sizeof(typename Isa::Real) == 8;
   return {name,
@@ -189,17 +189,17 @@ constexpr KernelTable table_of(const char* name) {
           &run_down<Isa, Bytes>,
           &pack_tiles<Isa>,
           &decode_any<Isa>,
-          &turn_any<Isa>,
+          &run_transpose<Isa>,
           &run_back<Isa>,
           &Isa::outer,
           &Isa::deliver,
           &thin_panel<Isa>,
-          kPairs<Isa> ? Few::tokens : 0,
-          beside_experts<Isa>(&Few::spread),
-          beside_experts<Isa>(&Few::multiply),
-          beside_experts<Isa>(&run_attend<Isa::width>),
-          beside_experts<Isa>(&run_norm<Isa::width>),
-          beside_experts<Isa>(&run_adapt<Isa::width>),
+          kPairs<Isa> ? GemvImpl::tokens : 0,
+          bf16_only<Isa>(&GemvImpl::pack_rows),
+          bf16_only<Isa>(&GemvImpl::multiply),
+          bf16_only<Isa>(&run_attend<Isa::width>),
+          bf16_only<Isa>(&run_norm<Isa::width>),
+          bf16_only<Isa>(&run_lora_gemv<Isa::width>),
           in_bytes<Bytes>(&quantise_rows<kDecodeWidth<Isa>>),
           shrinking<Isa, Bytes>(),
           in_bytes<Bytes>(&gather_byte_panel<Isa>),

@@ -58,7 +58,7 @@ struct WidenBytes {
 
 // The same with a lane for every byte, where pairs have no product.
 template <int W>
-struct SpreadBytes {
+struct WidenBytesPerLane {
   using Vector = I32<W>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;

@@ -132,10 +132,10 @@ struct Transpose {
 // Whether the blocks of a product are turned ones, made in scratch: nothing is to be fetched then. With jobs, only the
 // first is there when it begins; the next one is made beside the products of each, `each` jobs for it, and two places
 // take turns.
-struct Turned {
-  bool yes;
+struct TransposedBlocks {
+  bool in_scratch;
   const Transpose* jobs;
-  int32_t count, each;
+  int32_t count, jobs_per_block;
 };
 
 // Down product of one expert for blocks [block0, block1) of output columns.
@@ -159,7 +159,7 @@ struct Down {
   int64_t out_stride;
   int32_t width;  // H
   const char* next;
-  Turned turned;
+  TransposedBlocks transposed;
   char* scratch;
   const float* row_scale;  // as in Up
   DirectRows direct;
@@ -213,7 +213,7 @@ struct Back {
   Tiling tiling;
   int32_t live;
   Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
-  Turned turned;
+  TransposedBlocks transposed;
   size_t block_bytes;
   int32_t block0, block1;
   const Extra* extra;  // in the first chunk
@@ -323,12 +323,12 @@ struct KernelTable {
   void (*outer)(const Outer&);
   void (*deliver)(const Deliver&);
   void (*thin)(const Thin&);
-  int32_t narrow_tokens;                     // at most, in one call
-  void (*spread)(const Spread&);             // null: not in this precision
-  void (*narrow)(const Narrow&);             // likewise
+  int32_t gemv_max_tokens;                   // at most, in one call
+  void (*pack_rows)(const PackRows&);        // null: not in this precision
+  void (*gemv_rows)(const Gemv&);            // likewise
   void (*attend)(const Attend&);             // likewise
   void (*norm)(const Norm&);                 // likewise
-  void (*adapt)(const Adapt&);               // likewise
+  void (*lora_gemv)(const LoraGemv&);        // likewise
   void (*quantise)(const Quantise&);         // likewise, and then there is no W8A8
   void (*shrink)(const Shrink&);             // likewise
   void (*gather_bytes)(const GatherBytes&);  // likewise

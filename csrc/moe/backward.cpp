@@ -23,8 +23,8 @@ void Backward::begin() {
 
 // The k tile of stored blocks [first, first + count) as one block of the transposed matrix: a job for each of the
 // groups with which the blocks may lie.
-void Backward::add_turns(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
-                         char* out, std::vector<Transpose>& jobs) const {
+void Backward::add_transposes(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
+                              char* out, std::vector<Transpose>& jobs) const {
   for (int g = 0; g < store.parts(); g++) {
     int32_t from = std::max(first, store.begin(g)), to = std::min(first + count, store.end(g));
     if (from >= to) from = to = first;
@@ -33,23 +33,24 @@ void Backward::add_turns(const BlockStore& store, int32_t expert, int32_t first,
   }
 }
 
-void Backward::turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
-                    char* out) const {
+void Backward::transpose_block(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
+                               char* out) const {
   std::vector<Transpose> jobs;
-  add_turns(store, expert, first, count, k_tile, out, jobs);
+  add_transposes(store, expert, first, count, k_tile, out, jobs);
   for (const Transpose& job : jobs)
     if (job.count) experts_.kernels().transpose(job);
 }
 
 // Blocks [block0, block1) of the transposed matrix for one product: all of them, or the first only, if the others can
 // be made beside the products before them, in two places that take turns.
-Turned Backward::turn_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t block0,
-                             int32_t block1, bool beside, char* out, std::vector<Transpose>& jobs) const {
+TransposedBlocks Backward::transpose_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count,
+                                            int32_t block0, int32_t block1, bool beside, char* out,
+                                            std::vector<Transpose>& jobs) const {
   jobs.clear();
   for (int32_t i = block0; i < (beside ? block0 + 1 : block1); i++)
-    turn(store, expert, first, count, i, out + (size_t)(i - block0) * store.k_bytes(count));
+    transpose_block(store, expert, first, count, i, out + (size_t)(i - block0) * store.k_bytes(count));
   for (int32_t i = block0 + 1; beside && i < block1; i++)
-    add_turns(store, expert, first, count, i, out + (size_t)((i - block0) % 2) * store.k_bytes(count), jobs);
+    add_transposes(store, expert, first, count, i, out + (size_t)((i - block0) % 2) * store.k_bytes(count), jobs);
   return {true, jobs.data(), (int32_t)jobs.size(), store.parts()};
 }
 
@@ -91,12 +92,12 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
                   unit.tile0 * r.tiling.rows * row_bytes * back.hidden_k_tiles;
   }
   back.scratch = slice + plan_.scratch_at;
-  char* turned = slice + plan_.turned_at;
+  char* transposed = slice + plan_.transposed_at;
   int32_t k_tiles = store.blocks();
   int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN * kernels.sum_bytes;
   std::vector<Transpose> jobs;
-  bool beside = r.tiling.tiles <= kBesideTiles;
-  int32_t together = beside ? kTurnedTogether : kTurnedBlocks;
+  bool beside = r.tiling.tiles <= kOverlapTiles;
+  int32_t together = beside ? kOverlappedBlocks : kTransposedBlocks;
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
@@ -104,13 +105,13 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     kernels.gather(gather);
     if (k == 0) ranks_of_gathered(unit, r, slice);
     back.block_bytes = store.k_bytes(now);
-    back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), turned, now};
+    back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), transposed, now};
     back.first = k == 0;
     back.last = k + now == k_tiles;
     for (int32_t j = first; j < last; j += together) {
       back.block0 = j;
       back.block1 = std::min(j + together, last);
-      back.turned = turn_blocks(store, segment.expert, k, now, j, back.block1, beside, turned, jobs);
+      back.transposed = transpose_blocks(store, segment.expert, k, now, j, back.block1, beside, transposed, jobs);
       back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
       std::vector<Extra> extras;
       if (back.first) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
@@ -152,11 +153,11 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
   Tiling whole = plan_.tilings[index];
   int32_t k_tiles = plan_.panel_k_tiles;
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
-  char* turned = slice + plan_.turned_at;
+  char* transposed = slice + plan_.transposed_at;
   int32_t pieces = 0;
   for_pieces(index, [&](int32_t, int32_t) { pieces++; });
-  bool beside = whole.tiles <= kBesideTiles && pieces == 1;
-  int32_t together = beside ? kTurnedTogether : kTurnedLane;
+  bool beside = whole.tiles <= kOverlapTiles && pieces == 1;
+  int32_t together = beside ? kOverlappedBlocks : kTransposedLaneBlocks;
   std::vector<Transpose> jobs;
   for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
     int32_t now = std::min(plan_.down_chunk, k_tiles - k);
@@ -165,7 +166,7 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
       down.block_bytes = store.k_bytes(now);
       down.first = k == 0;
       down.last = k + now == k_tiles;
-      down.turned = turn_blocks(store, segment.expert, k, now, j, down.block1, beside, turned, jobs);
+      down.transposed = transpose_blocks(store, segment.expert, k, now, j, down.block1, beside, transposed, jobs);
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
         std::vector<Extra> extras;
         Piece piece{(int32_t)index, tile, tile + tiles};
@@ -178,7 +179,8 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
         down.drop = drop_from(routing_.drop_x, row);
         // Gradients of gate and up carry the routing weight already.
         down.rows = {routing_.token.data() + row, nullptr, routing_.mark.data() + row};
-        down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, turned, now};
+        down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, transposed,
+                     now};
         experts_.kernels().down(down);
       });
     }

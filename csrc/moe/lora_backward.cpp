@@ -123,10 +123,10 @@ void Backward::narrow_run(int32_t n, Narrowed& from, char* slice) const {
   bool first = from.k == 0, last = from.k + from.now == experts_.weights().up().k_tiles();
   int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * experts_.kernels().sum_bytes;
   if (from.output) {
-    char* turned = slice + plan_.turned_at;
+    char* transposed = slice + plan_.transposed_at;
     for (int32_t i = 0; i < k_tiles; i++, from.sums += block_sums) {
-      turn(adapter.down_b(), segment.expert, from.k, from.now, i, turned);
-      base.b = turned;
+      transpose_block(adapter.down_b(), segment.expert, from.k, from.now, i, transposed);
+      base.b = transposed;
       narrow({base, 0, i, i + 1, first, last, from.sums}, tiling, live, panel, k_tiles, slice);
     }
   } else {
@@ -147,18 +147,18 @@ void Backward::narrow_gradients(size_t index, char* slice) {
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int64_t tile_bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem;
-  char* turned = slice + plan_.turned_at;
+  char* transposed = slice + plan_.transposed_at;
   for_runs(index, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
     int32_t k_tiles = adapter.wide_tiles();
     if (!k_tiles) return;
     Tiling tiling{whole.rows, ranks.tile1 - ranks.tile0};
     int32_t live = std::min(segment.count - ranks.tile0 * whole.rows, tiling.tiles * whole.rows);
     int64_t row_tile = tile_bytes * plan_.panel_k_tiles;
-    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, turned, plan_.panel_k_tiles,
+    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, transposed, plan_.panel_k_tiles,
                  adapter.wide_half()};
     char* panel = workspace_.data() + ranks.gb;
     for (int32_t i = 0; i < k_tiles; i++) {
-      turn(adapter.wide_b(), segment.expert, 0, plan_.panel_k_tiles, i, turned);
+      transpose_block(adapter.wide_b(), segment.expert, 0, plan_.panel_k_tiles, i, transposed);
       narrow({base, 0, i, i + 1, true, true, nullptr}, tiling, live, panel + tile_bytes * k_tiles, k_tiles, slice);
     }
     clear_others(run, ranks.tile0 - 1, ranks.tile1 + 1, k_tiles, panel);
@@ -183,16 +183,16 @@ std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, in
   std::vector<Extra> extras;
   const Segment& segment = routing_.segments[(size_t)piece.segment];
   bool down = factor == Factor::down_a;
-  char* turned = slice + plan_.rank_turned_at;
+  char* transposed = slice + plan_.rank_transposed_at;
   for_runs((size_t)piece.segment, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
     const BlockStore& store = down ? adapter.down_a() : adapter.wide_a();
     int32_t k_tiles = store.blocks();
     if (!k_tiles || ranks.tile1 <= piece.tile0 || piece.tile1 <= ranks.tile0) return;
     Extra extra = extra_of(piece, ranks, down ? ranks.yb : ranks.gb, k_tiles);
-    extra.s.b = turned;
+    extra.s.b = transposed;
     extra.block_bytes = store.k_bytes(k_tiles);
-    for (int32_t i = block0; i < block1; i++, turned += extra.block_bytes)
-      turn(store, segment.expert, 0, k_tiles, i, turned);
+    for (int32_t i = block0; i < block1; i++, transposed += extra.block_bytes)
+      transpose_block(store, segment.expert, 0, k_tiles, i, transposed);
     fetch_after((size_t)piece.segment, store, down, block0, block1);
     extras.push_back(extra);
   });

@@ -72,11 +72,13 @@ class Backward final : public Task {
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void segment_done(size_t segment, char* slice) override;
   void run_columns(const Lane& lane, size_t segment, char* slice) override;
-  void turn(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out) const;
-  void add_turns(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out,
-                 std::vector<Transpose>& jobs) const;
-  Turned turn_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t block0,
-                     int32_t block1, bool beside, char* out, std::vector<Transpose>& jobs) const;
+  void transpose_block(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
+                       char* out) const;
+  void add_transposes(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out,
+                      std::vector<Transpose>& jobs) const;
+  TransposedBlocks transpose_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count,
+                                    int32_t block0, int32_t block1, bool beside, char* out,
+                                    std::vector<Transpose>& jobs) const;
   template <class Real>
   void add_weight_gradients(size_t segment);
 

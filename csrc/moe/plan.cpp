@@ -89,12 +89,12 @@ static int64_t factor_bytes(int64_t rank, int64_t sum_bytes) {
 // Where the panels of all runs lie, from `at` on, and what a thread needs for those of a unit.
 static int64_t place_ranks(const Routing& routing, const Layout& layout, bool back, int64_t at, Plan& plan) {
   const int64_t row_bytes = (int64_t)kTileK * layout.kernels.elem;
-  int64_t most_panels = 0, most_sums = 0, most_turned = 0;
+  int64_t most_panels = 0, most_sums = 0, max_transposed = 0;
   plan.ranks.clear();
   plan.pieces.clear();
   for (size_t s = 0; s < routing.segments.size(); s++) {
     Tiling t = plan.tilings[s];
-    int64_t panels = 0, sums = 0, turned = 0;
+    int64_t panels = 0, sums = 0, transposed = 0;
     if (back && routing.run0[s] < routing.run0[s + 1])
       for (Piece p : pieces_of((int32_t)s, t.tiles, plan.most_tiles)) plan.pieces.push_back(p);
     for (int32_t n = routing.run0[s]; n < routing.run0[s + 1]; n++) {
@@ -118,15 +118,15 @@ static int64_t place_ranks(const Routing& routing, const Layout& layout, bool ba
       int64_t in_unit = std::min<int64_t>(tiles, plan.most_tiles + plan.most_tiles / 4 + 2);
       panels += round_up(in_unit * tile * wide, 64);
       sums += in_unit * t.rows * kBlockN * layout.kernels.sum_bytes * most;
-      turned += std::max(kTurnedTogether, kTurnedLane) * most * 2 * layout.kernels.tile_bytes;
+      transposed += std::max(kOverlappedBlocks, kTransposedLaneBlocks) * most * 2 * layout.kernels.tile_bytes;
     }
     most_panels = std::max(most_panels, panels);
     most_sums = std::max(most_sums, sums);
-    most_turned = std::max(most_turned, turned);
+    max_transposed = std::max(max_transposed, transposed);
   }
   plan.rank_sums_at = most_panels;  // from rank_at; made absolute once that is known
-  plan.rank_turned_at = plan.rank_sums_at + round_up(most_sums, 64);
-  plan.thread_bytes = plan.rank_turned_at + (back ? most_turned : 0);
+  plan.rank_transposed_at = plan.rank_sums_at + round_up(most_sums, 64);
+  plan.thread_bytes = plan.rank_transposed_at + (back ? max_transposed : 0);
   return at;
 }
 
@@ -213,12 +213,12 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.decoded_at = plan.channels_at + (plan.in_bytes ? of_channels : 0);
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   plan.keep_at = plan.decoded_at + (decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0);
-  plan.turned_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);
-  int64_t turned =
-      (int64_t)up.k_bytes(std::max({kTurnedBlocks * up.k_tiles(), kTurnedLane * plan.down_chunk, up.blocks()}));
-  plan.rank_at = plan.turned_at + (back ? turned : 0);
+  plan.transposed_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);
+  int64_t transposed = (int64_t)up.k_bytes(
+      std::max({kTransposedBlocks * up.k_tiles(), kTransposedLaneBlocks * plan.down_chunk, up.blocks()}));
+  plan.rank_at = plan.transposed_at + (back ? transposed : 0);
   plan.rank_sums_at += plan.rank_at;
-  plan.rank_turned_at += plan.rank_at;
+  plan.rank_transposed_at += plan.rank_at;
   // Dropout wants a second panel of a unit's rows, or a pair of tiles as wide as I.
   int64_t pair = 2 * (int64_t)kernels.tiling(1 << 20).rows * elem_tile * down.k_tiles();
   plan.thin_at = plan.rank_at + plan.thread_bytes;

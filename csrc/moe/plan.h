@@ -47,10 +47,10 @@ constexpr int32_t factor_columns(int64_t rank) {
 // From one rank's sums to the next: not a power of two, rows must not share cache sets.
 constexpr int64_t sums_stride(int32_t columns) { return columns + 16; }
 // Blocks that a thread transposes at a time: of a unit, and of a lane.
-constexpr int32_t kTurnedBlocks = 2, kTurnedLane = 4;
+constexpr int32_t kTransposedBlocks = 2, kTransposedLaneBlocks = 4;
 // Up to so many token tiles, few products share a transposed block, and the next one is made beside them: one product
 // goes over so many blocks then, with two of them in scratch.
-constexpr int32_t kBesideTiles = 3, kTurnedTogether = 16;
+constexpr int32_t kOverlapTiles = 3, kOverlappedBlocks = 16;
 
 struct Lane {
   int32_t block0, block1;
@@ -82,17 +82,17 @@ struct Plan {
   int64_t bytes_at, x_scales_at, row_scales_at;  // W8A8: rows of x [T], their scales, those of activated rows [rows]
   // A slice: gathered panel, partial sums, scratch, a decoded block; backward also the kept rows of a unit and
   // transposed blocks.
-  int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, turned_at;
+  int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, transposed_at;
   int64_t gathered_tile;                // bytes that a k tile of a row takes in the gathered panel
   int64_t unit_scales_at, channels_at;  // W8A8: of a unit's rows; of the channels of a unit's or lane's blocks
   // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
-  int64_t rank_at, rank_sums_at, rank_turned_at, thin_at, thread_bytes;
+  int64_t rank_at, rank_sums_at, rank_transposed_at, thin_at, thread_bytes;
   int64_t factors_at;  // and sums of a factor's gradient, with what it takes to make them
 };
 
 // What one k tile of a block costs, in passes of two token tiles over it: fetching the weights is worth about six.
 constexpr int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }
-constexpr int64_t kTurnCost = 2000;  // of a lane in one thread's hands: about a tenth of a millisecond
+constexpr int64_t kLaneSliceCost = 2000;  // of a lane in one thread's hands: about a tenth of a millisecond
 
 Budget budget_of_machine();
 

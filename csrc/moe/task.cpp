@@ -335,7 +335,7 @@ int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
     await_segment(lane, (size_t)segment);
     run_columns(lane, (size_t)segment, slice);
     cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
-  } while (++segment < end && cost < kTurnCost);
+  } while (++segment < end && cost < kLaneSliceCost);
   return segment;
 }
 
