@@ -152,9 +152,9 @@ NB_MODULE(_core, m) {
                d["blocks"] = store.blocks();
                d["k_tiles"] = store.k_tiles();
                d["block_bytes"] = store.block_bytes();
-               if (const Encoding* how = store.encoding()) {
+               if (const Encoding* encoding = store.encoding()) {
                  nb::list strips;
-                 for (const Strip& s : how->strip) {
+                 for (const Strip& s : encoding->strip) {
                    nb::dict strip;
                    strip["headers"] = s.headers;
                    strip["codes"] = s.codes;

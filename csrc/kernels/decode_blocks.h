@@ -39,9 +39,9 @@ class DecodingAhead {
         block_bytes_((int64_t)u.block_bytes),
         k_tiles_(u.base.k_tiles),
         left_((int64_t)(u.block1 - u.block0) * u.base.k_tiles) {
-    if constexpr (requires { u.coded; }) {
-      how_ = u.coded.how, k0_ = u.coded.k0, out_ = u.coded.decoded;
-      channel_ = u.coded.channel;
+    if constexpr (requires { u.encoded; }) {
+      encoding_ = u.encoded.encoding, k0_ = u.encoded.k0, out_ = u.encoded.decoded;
+      channel_ = u.encoded.channel;
     }
   }
 
@@ -69,8 +69,8 @@ class DecodingAhead {
   int decode(int slot, int slots) {
     int count = k_tiles_ - k_ < slots - slot ? k_tiles_ - k_ : slots - slot;
     if (count > kDecodedTiles) count = kDecodedTiles;
-    if (k_ == 0) begin_block<Isa>(*how_, at_, channel_);
-    open_block<Isa>(*how_, at_, channel_, k0_ + k_, count, place(slot));
+    if (k_ == 0) begin_block<Isa>(*encoding_, at_, channel_);
+    open_block<Isa>(*encoding_, at_, channel_, k0_ + k_, count, place(slot));
     left_ -= count;
     if ((k_ += count) == k_tiles_) {
       k_ = 0, at_ += block_bytes_;
@@ -80,7 +80,7 @@ class DecodingAhead {
   }
 
   bool once_;  // every block is multiplied in one pass
-  const Encoding* how_ = nullptr;
+  const Encoding* encoding_ = nullptr;
   const char* at_;  // the block that is decoded
   int64_t block_bytes_;
   int k0_ = 0, k_tiles_;

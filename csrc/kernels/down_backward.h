@@ -127,7 +127,7 @@ void run_back_as(const Back& b) {
                  hidden ? hidden + second * hidden_tile + at : nullptr, part + r * part_stride);
     }
   };
-  for_each_product<Isa, true>(b, b.last, nullptr, &b.transposed, b.drop, where, finish);
+  for_each_product<Isa, true>(b, b.last, nullptr, &b.transposed, b.dropout, where, finish);
 }
 
 template <class Isa>

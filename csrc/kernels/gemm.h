@@ -20,7 +20,7 @@ namespace {
 // W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
 // column, after the integer mixer that C. Wellons found by search ("lowbias32").
 template <class V>
-inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
+inline V apply_dropout(V v, const Dropout& dropout, uint32_t seed, int column) {
   constexpr int W = kLanes<V>;
   U32<W> x = {};
   for (int i = 0; i < W; i++) x[i] = (uint32_t)(column + i);
@@ -28,19 +28,19 @@ inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   x ^= x >> 16;
-  Mask<V> gone = __builtin_convertvector((I32<W>)(x < drop.below), Mask<V>);
-  return select<V>(gone, splat<V>(0.0), v * splat<V>(drop.scale));
+  Mask<V> gone = __builtin_convertvector((I32<W>)(x < dropout.threshold), Mask<V>);
+  return select<V>(gone, splat<V>(0.0), v * splat<V>(dropout.scale));
 }
 
 // The extras of a product alone, into p.c or added to it; whether there is anything in it then.
 template <class Isa>
-inline bool multiply_extras(const ProductOf<typename Isa::Real>& p) {
+inline bool multiply_lora_terms(const ProductOf<typename Isa::Real>& p) {
   Nothing nothing;
   ProductOf<typename Isa::Real> q = p;
   q.ahead = kNothingAhead;
-  q.extras = 0;
-  for_each_extra(p, [&](const Stretch& s) {
-    q.s = s;
+  q.lora_terms = 0;
+  for_each_lora_term(p, [&](const Contraction& s) {
+    q.contraction = s;
     Isa::multiply(q, nothing);
     q.accumulate = true;
   });
@@ -50,15 +50,15 @@ inline bool multiply_extras(const ProductOf<typename Isa::Real>& p) {
 // Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
 // them.
 template <class Isa>
-inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop) {
+inline void begin_with_lora_terms(ProductOf<typename Isa::Real>& p, const Dropout& dropout) {
   using V = typename Isa::Vector;
-  p.accumulate = multiply_extras<Isa>(p);
-  p.extras = 0;
+  p.accumulate = multiply_lora_terms<Isa>(p);
+  p.lora_terms = 0;
   for (int r = 0; p.accumulate && r < p.live; r++)
     for (int i = 0; i < kBlockN; i += Isa::width) {
       typename Isa::Real* c = p.c + r * kBlockN + i;
-      uint32_t seed = drop.row[p.tile * p.rows + r];
-      store(c, thinned<V>(load<V>(c), drop, seed, p.block * kBlockN + i));
+      uint32_t seed = dropout.seeds[p.tile * p.rows + r];
+      store(c, apply_dropout<V>(load<V>(c), dropout, seed, p.block * kBlockN + i));
     }
 }
 
@@ -67,46 +67,46 @@ inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop
 // first, end)` takes rows once they are complete.
 template <class Isa, bool transposes = false, class Unit, class Where, class Finish>
 inline void for_each_product(const Unit& u, bool complete, const char* after, const TransposedBlocks* transposed,
-                             const Drop& drop, const Where& where, const Finish& finish) {
+                             const Dropout& dropout, const Where& where, const Finish& finish) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
   using Rows = Unfinished<typename Isa::Real, Finish>;
   Rows unfinished(finish);
-  const Encoding* how = nullptr;
+  const Encoding* encoding = nullptr;
   DecodingAhead<Isa> ahead_of_it(u, passes), *decoding = nullptr;
-  if constexpr (requires { u.coded; }) how = u.coded.how;
-  if (how && Isa::overlaps) decoding = &ahead_of_it;
+  if constexpr (requires { u.encoded; }) encoding = u.encoded.encoding;
+  if (encoding && Isa::overlaps) decoding = &ahead_of_it;
   using Beside = typename OverlappedTransposeOf<Isa, transposes && !kInBytes<Isa>>::type;
   Beside beside(transposed);
   Beside* transposer = transposed && transposed->count ? &beside : nullptr;
   Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     ProductOf<typename Isa::Real> p;
-    p.s = u.base;
-    p.s.b += (transposer ? (block - u.block0) % 2 : block - u.block0) * u.block_bytes;
+    p.contraction = u.base;
+    p.contraction.b += (transposer ? (block - u.block0) % 2 : block - u.block0) * u.block_bytes;
     if (transposer) transposer->begin(passes * u.base.k_tiles);
     p.block = block;
     p.block0 = u.block0;
-    p.extra = u.extra;
+    p.lora_term = u.lora_term;
     p.rows = u.tiling.rows;
-    const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : after;
+    const char* next = block + 1 < u.block1 ? p.contraction.b + u.block_bytes : after;
     if (transposed) next = nullptr;
-    if constexpr (requires { u.coded; } && !Isa::overlaps)
-      if (how) {
-        float* channel = kInBytes<Isa> ? u.coded.channel + (int64_t)(block - u.block0) * kBlockN : nullptr;
-        begin_block<Isa>(*how, p.s.b, channel);
-        open_block<Isa>(*how, p.s.b, channel, u.coded.k0, u.base.k_tiles, u.coded.decoded);
-        p.s.b = u.coded.decoded;
+    if constexpr (requires { u.encoded; } && !Isa::overlaps)
+      if (encoding) {
+        float* channel = kInBytes<Isa> ? u.encoded.channel + (int64_t)(block - u.block0) * kBlockN : nullptr;
+        begin_block<Isa>(*encoding, p.contraction.b, channel);
+        open_block<Isa>(*encoding, p.contraction.b, channel, u.encoded.k0, u.base.k_tiles, u.encoded.decoded);
+        p.contraction.b = u.encoded.decoded;
       }
     for (int pass = 0; pass < passes; pass++) {
       p.tile = pass * kPassTiles;
-      p.extras = u.extras;
+      p.lora_terms = u.lora_terms;
       p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
       p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
-      p.ahead = how ? share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
-                    : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
+      p.ahead = encoding ? share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
+                         : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
       where(p);
       if constexpr (!kInBytes<Isa>)
-        if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
+        if (dropout.seeds && !p.accumulate && p.lora_terms) begin_with_lora_terms<Isa>(p, dropout);
       if (decoding && pass == 0) decoding->begin();
       Meanwhile<Rows, DecodingAhead<Isa>, Beside> meanwhile{unfinished, decoding, transposer};
       Isa::multiply(p, meanwhile);
@@ -120,14 +120,15 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
 }
 
 template <class Isa>
-void thin_panel(const Thin& t) {
+void dropout_panel(const DropoutPanel& t) {
   int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * t.tiling.rows;
   for (int r = 0; r < t.live; r++) {
     int64_t at = (r / t.tiling.rows) * step * t.k_tiles + (r % t.tiling.rows) * row_bytes;
     for (int k = 0; k < t.k_tiles; k++)
       for (int i = 0; i < kTileK; i += Isa::width) {
         auto v = get_element<Isa>(t.in + at + k * step, i);
-        put_element<Isa>(t.out + at + k * step, i, thinned(v, t.drop, t.drop.row[r], t.column + k * kTileK + i));
+        put_element<Isa>(t.out + at + k * step, i,
+                         apply_dropout(v, t.dropout, t.dropout.seeds[r], t.column + k * kTileK + i));
       }
   }
 }
@@ -171,16 +172,17 @@ constexpr bool kScaled<DirectBytes<Quads, Sums>> = true;
 // Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished. Those
 // of numbers that meet codes directly begin with them.
 template <class Isa, class By, class Unit>
-inline void set_extras_apart(const Unit& u, int buffer, ProductOf<typename By::Real>& p) {
+inline void multiply_lora_apart(const Unit& u, int buffer, ProductOf<typename By::Real>& p) {
   if constexpr (kScaled<By>) {
     constexpr int sums = kPassTiles * kMaxRows * kBlockN;
-    Product q{{}, p.block, p.tile, p.tiles, p.rows, p.live, false, kNothingAhead, nullptr, p.extra, p.extras, p.block0};
+    Product q{{},    p.block,       p.tile,  p.tiles,     p.rows,       p.live,
+              false, kNothingAhead, nullptr, p.lora_term, p.lora_terms, p.block0};
     q.c = (float*)u.scratch + (2 + buffer) * sums;
-    p.beside = p.extras && multiply_extras<Isa>(q) ? q.c : nullptr;
-    p.extras = 0;
+    p.beside = p.lora_terms && multiply_lora_terms<Isa>(q) ? q.c : nullptr;
+    p.lora_terms = 0;
   } else if constexpr (kDirect<By>) {
-    p.accumulate = multiply_extras<Isa>(p);
-    p.extras = 0;
+    p.accumulate = multiply_lora_terms<Isa>(p);
+    p.lora_terms = 0;
   }
 }
 
@@ -195,7 +197,7 @@ template <class Isa, class By, class Unit>
 inline auto sums_of(const Unit& u, const ProductOf<typename By::Real>& p) {
   using V = typename Isa::Vector;
   if constexpr (kScaled<By>) {
-    const float* channel = u.coded.channel + (int64_t)(p.block - p.block0) * kBlockN;
+    const float* channel = u.encoded.channel + (int64_t)(p.block - p.block0) * kBlockN;
     return ScaledSums<V, typename By::Real>{p.c, u.row_scale + p.tile * p.rows, channel, p.beside};
   } else {
     return PlainSums<V>{p.c};
@@ -216,7 +218,7 @@ void run_up_as(const Up& u) {
     buffer ^= 1;
     p.c = u.first && u.last ? (Real*)u.scratch + buffer * kPassTiles * kMaxRows * kBlockN
                             : (Real*)u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
-    set_extras_apart<Isa, By>(u, buffer, p);
+    multiply_lora_apart<Isa, By>(u, buffer, p);
   };
   // What a row needs is held in copies: its stores might go anywhere, and everything else would be read anew after
   // them.
@@ -240,7 +242,7 @@ void run_up_as(const Up& u) {
   if constexpr (kDirect<By>) {
     for_each_direct<Isa, By>(u, where, finish);
   } else {
-    for_each_product<By>(u, u.last, u.next, nullptr, Drop{}, where, finish);
+    for_each_product<By>(u, u.last, u.next, nullptr, Dropout{}, where, finish);
   }
 }
 
@@ -268,8 +270,8 @@ void run_up(const Up& u) {
   if constexpr (kMultiplies<Bytes>) {
     using Quads = typename Bytes::Arithmetic::Quads;
     if (u.row_scale && u.direct.step)
-      return whole_sums(*u.coded.how) ? run_up_by<Isa, DirectBytes<Quads, int32_t>>(u)
-                                      : run_up_by<Isa, DirectBytes<Quads, float>>(u);
+      return whole_sums(*u.encoded.encoding) ? run_up_by<Isa, DirectBytes<Quads, int32_t>>(u)
+                                             : run_up_by<Isa, DirectBytes<Quads, float>>(u);
     if (u.row_scale) return run_up_by<Isa, Bytes>(u);
   }
   if constexpr (kOpens<Isa>)
@@ -343,7 +345,7 @@ void run_down_by(const Down& d) {
   auto where = [&](ProductOf<Real>& p) {
     p.accumulate = false;
     p.c = (Real*)d.scratch + (buffer ^= 1) * kPassTiles * kMaxRows * kBlockN;
-    set_extras_apart<Isa, By>(d, buffer, p);
+    multiply_lora_apart<Isa, By>(d, buffer, p);
     now = p;
   };
   auto finish = [&](const ProductOf<Real>& p, int first, int end) { add_rows<Isa, By>(d, p, now, first, end); };
@@ -352,8 +354,8 @@ void run_down_by(const Down& d) {
   } else {
     // Forward has no part in turning, and its loop is the shorter for it.
     if (d.transposed.in_scratch)
-      return for_each_product<By, true>(d, true, d.next, &d.transposed, d.drop, where, finish);
-    for_each_product<By>(d, true, d.next, nullptr, d.drop, where, finish);
+      return for_each_product<By, true>(d, true, d.next, &d.transposed, d.dropout, where, finish);
+    for_each_product<By>(d, true, d.next, nullptr, d.dropout, where, finish);
   }
 }
 
@@ -362,8 +364,8 @@ void run_down(const Down& d) {
   if constexpr (kMultiplies<Bytes>) {
     using Quads = typename Bytes::Arithmetic::Quads;
     if (d.row_scale && d.direct.step)
-      return whole_sums(*d.coded.how) ? run_down_by<Isa, DirectBytes<Quads, int32_t>>(d)
-                                      : run_down_by<Isa, DirectBytes<Quads, float>>(d);
+      return whole_sums(*d.encoded.encoding) ? run_down_by<Isa, DirectBytes<Quads, int32_t>>(d)
+                                             : run_down_by<Isa, DirectBytes<Quads, float>>(d);
     if (d.row_scale) return run_down_by<Isa, Bytes>(d);
   }
   if constexpr (kOpens<Isa>)

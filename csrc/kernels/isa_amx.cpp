@@ -55,7 +55,7 @@ struct ByteProducts {
 // Both token tiles pass through tile 4. Measured against a tile for each, with loads moved around in several ways, this
 // order is never behind and up to a fifth ahead with all cores busy.
 template <class Products, class P, class Beside>
-inline void steps_of_two(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
+inline void steps_of_two(const Contraction& s, const P& p, Ahead ahead, Beside& meanwhile) {
   const char* a0 = s.a + p.tile * (int64_t)s.a_tile;
   const char* a1 = a0 + s.a_tile;
   int64_t step = p.rows * 64;
@@ -80,7 +80,7 @@ inline void steps_of_two(const Stretch& s, const P& p, Ahead ahead, Beside& mean
 
 // Weight tiles 1, 3, 5 ... are zero: a factor of LoRA with few ranks.
 template <class P, class Beside>
-inline void half_steps(const Stretch& s, const P& p, Beside& meanwhile) {
+inline void half_steps(const Contraction& s, const P& p, Beside& meanwhile) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
@@ -109,8 +109,9 @@ inline void multiply_two(const P& p, Beside& meanwhile) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_two<Products>(p.s, p, p.ahead, meanwhile);
-  for_each_extra(p, [&](const Stretch& s) {
+  Products::halves&& p.contraction.half ? half_steps(p.contraction, p, meanwhile)
+                                        : steps_of_two<Products>(p.contraction, p, p.ahead, meanwhile);
+  for_each_lora_term(p, [&](const Contraction& s) {
     Nothing nothing;
     steps_of_two<Products>(s, p, kNothingAhead, nothing);
   });
@@ -121,7 +122,7 @@ inline void multiply_two(const P& p, Beside& meanwhile) {
 }
 
 template <class Products, class P, class Beside>
-inline void steps_of_one(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
+inline void steps_of_one(const Contraction& s, const P& p, Ahead ahead, Beside& meanwhile) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
@@ -149,8 +150,9 @@ inline void multiply_one(const P& p, Beside& meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
   }
-  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_one<Products>(p.s, p, p.ahead, meanwhile);
-  for_each_extra(p, [&](const Stretch& s) {
+  Products::halves&& p.contraction.half ? half_steps(p.contraction, p, meanwhile)
+                                        : steps_of_one<Products>(p.contraction, p, p.ahead, meanwhile);
+  for_each_lora_term(p, [&](const Contraction& s) {
     Nothing nothing;
     steps_of_one<Products>(s, p, kNothingAhead, nothing);
   });
@@ -193,10 +195,10 @@ inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlo
     return half;
   }
   const char* from = block_of_row(o, m, column, edge);
-  if (o.dtype == DType::bf16 && !o.drop.row) return from;
+  if (o.dtype == DType::bf16 && !o.dropout.seeds) return from;
   for (int i = 0; i < kBlockN; i += 16) {
     F32<16> v = load_as<F32<16>>(from, i, o.dtype);
-    if (o.drop.row) v = thinned(v, o.drop, o.drop.row[m], o.column + column + i);
+    if (o.dropout.seeds) v = apply_dropout(v, o.dropout, o.dropout.seeds[m], o.column + column + i);
     to_bf16<16>(half + i * 2, v);
   }
   return half;
@@ -229,7 +231,7 @@ inline void rank_tiles(const Outer& o, int groups, int steps, char* a) {
 inline void wide_tiles(const Outer& o, int column, int end, int steps, char* b) {
   alignas(64) char edge[2][kBlockN * 8], half[2][kBlockN * 2];
   int64_t next_block = (int64_t)steps * 2 * kTileBytes;
-  bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.drop.row;
+  bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.dropout.seeds;
   // The row and the column that are fetched while one is read, as bytes.
   auto ahead_of = [&](int row) {
     int next = tensor ? row + kPairsAhead * 2 : row, later = tensor ? column : column + kPanelColumns;

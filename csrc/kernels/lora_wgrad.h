@@ -29,7 +29,7 @@ inline void widen_row(const Outer& o, int m, int column, int end, Lane<V>* out) 
     const char* from = block_of_row(o, m, column, edge);
     for (int i = 0; i < kBlockN; i += kLanes<V>) {
       V v = load_as<V>(from, i, o.dtype);
-      if (o.drop.row) v = thinned<V>(v, o.drop, o.drop.row[m], o.column + column + i);
+      if (o.dropout.seeds) v = apply_dropout<V>(v, o.dropout, o.dropout.seeds[m], o.column + column + i);
       store(out + i, v);
     }
   }

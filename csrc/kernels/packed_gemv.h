@@ -187,11 +187,12 @@ inline void join_lanes(const Lane* lanes, int rows, bool accumulate, Real* c) {
 // The block of a product times its rows, `next` bytes before the one to come, into p.c; of bytes also what these sums
 // are to be multiplied with besides their rows' scales.
 template <class By>
-__attribute__((noinline)) void multiply_codes(const Coded& coded, const ProductOf<typename By::Real>& p,
+__attribute__((noinline)) void multiply_codes(const EncodedBlocks& encoded, const ProductOf<typename By::Real>& p,
                                               const DirectPanel& panel, int64_t next, float* channel) {
-  const Encoding& e = *coded.how;
+  const Encoding& e = *encoded.encoding;
   for (int half = 0; half < 2; half++) {
-    const CodeStrip strip{e.strip[half], p.s.b + half * e.strip[0].bytes, next, coded.k0, p.s.k_tiles};
+    const CodeStrip strip{e.strip[half], p.contraction.b + half * e.strip[0].bytes, next, encoded.k0,
+                          p.contraction.k_tiles};
     By::with_codes(e.format[half], [&]<class Codes>(const Codes& kind) {
       alignas(64) typename Codes::Number lanes[By::most_rows * kLanesOfTile];
       with_rows<By::most_rows>(p.live,
@@ -213,19 +214,19 @@ __attribute__((noinline)) void multiply_codes(const Coded& coded, const ProductO
 template <class Isa, class By, class Unit, class Where, class Finish>
 inline void for_each_direct(const Unit& u, const Where& where, const Finish& finish) {
   static_assert(Isa::max_rows >= By::most_rows);
-  const DirectPanel panel = By::write_rows(u.direct, u.live, *u.coded.how, u.base.k_tiles, u.coded.decoded);
-  if (u.extras) Isa::enter(u.tiling.rows);
+  const DirectPanel panel = By::write_rows(u.direct, u.live, *u.encoded.encoding, u.base.k_tiles, u.encoded.decoded);
+  if (u.lora_terms) Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     const int64_t at = (int64_t)(block - u.block0);
-    ProductOf<typename By::Real> p{u.base, block,         0,       1,       u.tiling.rows, u.live,
-                                   false,  kNothingAhead, nullptr, u.extra, u.extras,      u.block0};
-    p.s.b += at * (int64_t)u.block_bytes;
-    const int64_t next = block + 1 < u.block1 ? (int64_t)u.block_bytes : u.next ? u.next - p.s.b : 0;
+    ProductOf<typename By::Real> p{u.base, block,         0,       1,           u.tiling.rows, u.live,
+                                   false,  kNothingAhead, nullptr, u.lora_term, u.lora_terms,  u.block0};
+    p.contraction.b += at * (int64_t)u.block_bytes;
+    const int64_t next = block + 1 < u.block1 ? (int64_t)u.block_bytes : u.next ? u.next - p.contraction.b : 0;
     where(p);
-    multiply_codes<By>(u.coded, p, panel, next, By::in_bytes ? u.coded.channel + at * kBlockN : nullptr);
+    multiply_codes<By>(u.encoded, p, panel, next, By::in_bytes ? u.encoded.channel + at * kBlockN : nullptr);
     finish(p, 0, u.live);
   }
-  if (u.extras) Isa::leave();
+  if (u.lora_terms) Isa::leave();
 }
 
 }  // namespace

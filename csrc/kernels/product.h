@@ -40,24 +40,24 @@ inline Ahead share_encoded(const char* next, int pass, int passes, int k_tiles, 
 // What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
 template <class Real>
 struct ProductOf {
-  Stretch s;
+  Contraction contraction;
   int block, tile, tiles, rows, live;
   bool accumulate;
   Ahead ahead;
   Real* c;  // [tiles * rows][32]
-  const Extra* extra;
-  int extras, block0;
+  const LoraTerm* lora_term;
+  int lora_terms, block0;
   const float* beside = nullptr;  // of bytes: what the extras add, [tiles * rows][32], or nothing
 };
 using Product = ProductOf<float>;
 
 // The stretches that join this product, each at the product's block.
 template <class Real, class Act>
-inline void for_each_extra(const ProductOf<Real>& p, Act&& act) {
-  for (int i = 0; i < p.extras; i++) {
-    const Extra& x = p.extra[i];
+inline void for_each_lora_term(const ProductOf<Real>& p, Act&& act) {
+  for (int i = 0; i < p.lora_terms; i++) {
+    const LoraTerm& x = p.lora_term[i];
     if (x.tile1 <= p.tile || p.tile + p.tiles <= x.tile0) continue;
-    Stretch s = x.s;
+    Contraction s = x.contraction;
     s.b += (p.block - p.block0) * (int64_t)x.block_bytes;
     act(s);
   }
@@ -73,7 +73,7 @@ class Unfinished {
   void put(const ProductOf<Real>& p) {
     product_ = p;
     next_ = due_ = 0;
-    per_step_ = (p.live + p.s.k_tiles - 1) / p.s.k_tiles;
+    per_step_ = (p.live + p.contraction.k_tiles - 1) / p.contraction.k_tiles;
   }
   void step() {
     due_ += per_step_;

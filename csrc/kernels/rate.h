@@ -150,7 +150,7 @@ void pack_tiles(const Pack& p) {
 
 template <class Isa>
 void decode_any(const Decode& d) {
-  decode_block<Isa>(*d.how, d.block, d.k0, d.count, d.out);
+  decode_block<Isa>(*d.encoding, d.block, d.k0, d.count, d.out);
 }
 
 // What decoding asks for beside experts exists once for each variant, with the bf16 kernels.
@@ -193,7 +193,7 @@ constexpr KernelTable table_of(const char* name) {
           &run_back<Isa>,
           &Isa::outer,
           &Isa::deliver,
-          &thin_panel<Isa>,
+          &dropout_panel<Isa>,
           kPairs<Isa> ? GemvImpl::tokens : 0,
           bf16_only<Isa>(&GemvImpl::pack_rows),
           bf16_only<Isa>(&GemvImpl::multiply),

@@ -173,7 +173,7 @@ struct RowIsa {
       Ahead ahead = p.ahead;
       if (t > 0) ahead.lines = 0;
       Real* c = p.c + t * p.rows * kBlockN;
-      auto add = [&](const Stretch& s, bool accumulate, Ahead fetch) {
+      auto add = [&](const Contraction& s, bool accumulate, Ahead fetch) {
         const char* a = s.a + (p.tile + t) * (int64_t)s.a_tile;
         if constexpr (kInBytes<RowIsa>) {
           bytes_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
@@ -181,8 +181,8 @@ struct RowIsa {
           tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
         }
       };
-      add(p.s, p.accumulate, ahead);
-      for_each_extra(p, [&](const Stretch& s) { add(s, true, kNothingAhead); });
+      add(p.contraction, p.accumulate, ahead);
+      for_each_lora_term(p, [&](const Contraction& s) { add(s, true, kNothingAhead); });
     }
   }
 };

@@ -20,7 +20,7 @@ struct Tiling {
 };
 
 // One stretch of a contraction: an activation panel against weight blocks.
-struct Stretch {
+struct Contraction {
   const char* a;  // tile 0 of the panel at the first k tile of this stretch
   size_t a_tile;  // bytes from one token tile to the next
   const char* b;  // weight block at the first k tile of this stretch
@@ -31,8 +31,8 @@ struct Stretch {
 // Where a product reads encoded blocks: `base.b` is then a block's first byte, and k tiles from `k0` on are decoded
 // into `decoded`, which has room for k_tiles pairs of tiles, and for kRingTiles at least. `how` null: blocks are tiles.
 constexpr int kRingTiles = 8;
-struct Coded {
-  const Encoding* how;
+struct EncodedBlocks {
+  const Encoding* encoding;
   int32_t k0;
   char* decoded;
   float* channel = nullptr;  // of bytes: scales of 32 outputs for each block of the product, made where it is decoded
@@ -50,17 +50,17 @@ struct DirectRows {
 
 // A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)
 // take it; the panel reaches one tile further on each side, and is zero in rows that are not concerned.
-struct Extra {
-  Stretch s;           // b: of the product's first block
-  size_t block_bytes;  // from one block to the next
+struct LoraTerm {
+  Contraction contraction;  // b: of the product's first block
+  size_t block_bytes;       // from one block to the next
   int32_t tile0, tile1;
 };
 
 // Dropout of LoRA's inputs: which elements go is a function of the row's seed and the column, so that backward finds
 // the same ones. Elements that stay are scaled by 1 / (1 - p).
-struct Drop {
-  const uint32_t* row;  // [rows] seeds; null: nothing is dropped
-  uint32_t below;       // p * 2^32: an element whose number is smaller goes
+struct Dropout {
+  const uint32_t* seeds;  // [rows]; null: nothing is dropped
+  uint32_t threshold;     // p * 2^32: an element whose number is smaller goes
   double scale;
 };
 
@@ -88,12 +88,12 @@ struct Gather {
 struct Up {
   Tiling tiling;
   int32_t live;
-  Stretch base;        // b: block `block0`, all of K or a chunk of it
-  Coded coded;         // the blocks of base
-  size_t block_bytes;  // from one block to the next
+  Contraction base;       // b: block `block0`, all of K or a chunk of it
+  EncodedBlocks encoded;  // the blocks of base
+  size_t block_bytes;     // from one block to the next
   int32_t block0, block1;
-  const Extra* extra;  // [extras]
-  int32_t extras;
+  const LoraTerm* lora_term;  // [extras]
+  int32_t lora_terms;
   bool first, last;  // of the chunks of K: start from zero, apply the activation
   char* sums;        // [blocks][tiles * rows][32] between chunks; unused when first && last
   Gate gate;
@@ -124,9 +124,9 @@ struct Transpose {
   const char* in;    // [2 tiles] of the first block at that k tile; the block itself where it is encoded
   size_t in_stride;  // from one stored block to the next
   int32_t count;
-  char* out;            // [count][2 tiles]
-  const Encoding* how;  // null: tiles
-  int32_t k_tile;       // of encoded blocks
+  char* out;                 // [count][2 tiles]
+  const Encoding* encoding;  // null: tiles
+  int32_t k_tile;            // of encoded blocks
 };
 
 // Whether the blocks of a product are turned ones, made in scratch: nothing is to be fetched then. With jobs, only the
@@ -142,13 +142,13 @@ struct TransposedBlocks {
 struct Down {
   Tiling tiling;
   int32_t live;
-  Stretch base;
-  Coded coded;
+  Contraction base;
+  EncodedBlocks encoded;
   size_t block_bytes;
   int32_t block0, block1;
-  const Extra* extra;  // in the first chunk
-  int32_t extras;
-  Drop drop;         // of what the extras add
+  const LoraTerm* lora_term;  // in the first chunk
+  int32_t lora_terms;
+  Dropout dropout;   // of what the extras add
   bool first, last;  // chunk of K
   Rows rows;
   const char* bias;   // [blocks * 32] or null
@@ -201,7 +201,7 @@ struct GatherBytes {
 
 // k tiles of one encoded block, as [count][2 tiles].
 struct Decode {
-  const Encoding* how;
+  const Encoding* encoding;
   const char* block;
   int32_t k0, count;
   char* out;
@@ -212,13 +212,13 @@ struct Decode {
 struct Back {
   Tiling tiling;
   int32_t live;
-  Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
+  Contraction base;  // a: gradient rows; b: transposed blocks from block0 on
   TransposedBlocks transposed;
   size_t block_bytes;
   int32_t block0, block1;
-  const Extra* extra;  // in the first chunk
-  int32_t extras;
-  Drop drop;  // of what the extras add
+  const LoraTerm* lora_term;  // in the first chunk
+  int32_t lora_terms;
+  Dropout dropout;  // of what the extras add
   bool first, last;
   char* sums;
   Gate gate;
@@ -235,12 +235,12 @@ struct Back {
 };
 
 // A panel with elements dropped, into another: rows [0, live), columns from `column` on.
-struct Thin {
+struct DropoutPanel {
   const char* in;
   char* out;
   Tiling tiling;
   int32_t live, column, k_tiles;
-  Drop drop;
+  Dropout dropout;
 };
 
 // A contraction over rows: c[r][n] is, or grows by, the sum over m of weight[m] * p[m][r] * q[m][n].
@@ -254,7 +254,7 @@ struct Outer {
   int64_t q_block;       // bytes from there to its columns 32 ..., and so on
   DType dtype;
   int32_t columns;
-  Drop drop;  // of q, whose first column is number `column`
+  Dropout dropout;  // of q, whose first column is number `column`
   int32_t column;
   bool first;  // c starts from zero
   char* c;     // [rank up to a multiple of 16][c_stride]; written up to a multiple of 32 columns, which lie in the
@@ -322,7 +322,7 @@ struct KernelTable {
   void (*back)(const Back&);
   void (*outer)(const Outer&);
   void (*deliver)(const Deliver&);
-  void (*thin)(const Thin&);
+  void (*apply_dropout)(const DropoutPanel&);
   int32_t gemv_max_tokens;                   // at most, in one call
   void (*pack_rows)(const PackRows&);        // null: not in this precision
   void (*gemv_rows)(const Gemv&);            // likewise

@@ -152,15 +152,15 @@ class BlockTransposer {
       for (int i = 0; i < 2 && fetched_ < kTransposeAhead; i++) fetch();
     const char* in = t.in + (int64_t)block_ * (int64_t)t.in_stride;
     char* out = t.out + (int64_t)block_ * 2 * Isa::tile_bytes;
-    if (!t.how) {
+    if (!t.encoding) {
       for (int line = 0; line < Isa::tile_bytes && block_ + 1 < t.count; line += 64)
         __builtin_prefetch(in + t.in_stride + half_ * Isa::tile_bytes + line, 0, 3);
       transpose_half<Isa>(in, half_, out);
-    } else if (Isa::tile_bytes == kTileBytes && in_bytes(*t.how)) {
-      transpose_codes<kDecodeWidth<Isa>>(*t.how, in, t.k_tile, half_, out);
+    } else if (Isa::tile_bytes == kTileBytes && in_bytes(*t.encoding)) {
+      transpose_codes<kDecodeWidth<Isa>>(*t.encoding, in, t.k_tile, half_, out);
     } else if (half_) {
       alignas(64) char tiles[2 * Isa::tile_bytes];
-      decode_block<Isa>(*t.how, in, t.k_tile, 1, tiles);
+      decode_block<Isa>(*t.encoding, in, t.k_tile, 1, tiles);
       for (int half = 0; half < 2; half++) transpose_half<Isa>(tiles, half, out);
     }
     if ((half_ ^= 1)) return;
@@ -187,13 +187,13 @@ class BlockTransposer {
     const Transpose& t = *ahead_job_;
     const char* block = t.in + (int64_t)ahead_block_++ * (int64_t)t.in_stride;
     fetched_++;
-    if (!t.how) {
+    if (!t.encoding) {
       for (int line = 0; line < 2 * Isa::tile_bytes; line += 64) __builtin_prefetch(block + line, 0, 2);
       return;
     }
     for (int half = 0; half < 2; half++) {
-      const Strip& s = t.how->strip[half];
-      const char* strip = block + (half ? t.how->strip[0].bytes : 0);
+      const Strip& s = t.encoding->strip[half];
+      const char* strip = block + (half ? t.encoding->strip[0].bytes : 0);
       const char *header = strip + s.headers + t.k_tile / s.span_tiles * s.span_bytes,
                  *codes = strip + s.codes + t.k_tile * s.tile_bytes;
       for (int at = 0; at < s.span_bytes; at += 64) __builtin_prefetch(header + at, 0, 2);

@@ -81,7 +81,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   back.live = r.live;
   back.gate = experts_.gate();
   back.weight = routing_.weight.data() + row0;
-  back.drop = drop_from(routing_.drop_h, row0);
+  back.dropout = dropout_from(routing_.dropout_seeds_h, row0);
   back.part_stride = store.k_tiles();
   back.part = workspace_.data() + plan_.parts_at + row0 * back.part_stride * kernels.sum_bytes;
   back.grad_k_tiles = plan_.panel_k_tiles;
@@ -113,10 +113,10 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
       back.block1 = std::min(j + together, last);
       back.transposed = transpose_blocks(store, segment.expert, k, now, j, back.block1, beside, transposed, jobs);
       back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
-      std::vector<Extra> extras;
-      if (back.first) extras = turned_extras(unit, Factor::down_a, j, back.block1, slice);
-      back.extra = extras.data();
-      back.extras = (int32_t)extras.size();
+      std::vector<LoraTerm> lora_terms;
+      if (back.first) lora_terms = transposed_lora_terms(unit, Factor::down_a, j, back.block1, slice);
+      back.lora_term = lora_terms.data();
+      back.lora_terms = (int32_t)lora_terms.size();
       kernels.back(back);
     }
   }
@@ -168,15 +168,15 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
       down.last = k + now == k_tiles;
       down.transposed = transpose_blocks(store, segment.expert, k, now, j, down.block1, beside, transposed, jobs);
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
-        std::vector<Extra> extras;
+        std::vector<LoraTerm> lora_terms;
         Piece piece{(int32_t)index, tile, tile + tiles};
-        if (down.first) extras = turned_extras(piece, Factor::wide_a, j, down.block1, slice);
-        down.extra = extras.data();
-        down.extras = (int32_t)extras.size();
+        if (down.first) lora_terms = transposed_lora_terms(piece, Factor::wide_a, j, down.block1, slice);
+        down.lora_term = lora_terms.data();
+        down.lora_terms = (int32_t)lora_terms.size();
         int64_t row = segment.begin + (int64_t)tile * whole.rows;
         down.tiling = {whole.rows, tiles};
         down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
-        down.drop = drop_from(routing_.drop_x, row);
+        down.dropout = dropout_from(routing_.dropout_seeds_x, row);
         // Gradients of gate and up carry the routing weight already.
         down.rows = {routing_.token.data() + row, nullptr, routing_.mark.data() + row};
         down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, transposed,

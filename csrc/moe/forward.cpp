@@ -78,28 +78,29 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
     down.first = k == 0;
     down.last = k + now == k_tiles;
     for_pieces(index, [&](int32_t tile, int32_t tiles) {
-      std::vector<Extra> extras;
+      std::vector<LoraTerm> lora_terms;
       if (down.first)
         for_runs(index, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
           if (!adapter.down_tiles()) return;
-          extras.push_back(extra_of({(int32_t)index, tile, tile + tiles}, ranks, ranks.ha, adapter.down_tiles()));
-          extras.back().s.b = adapter.down_b().at(segment.expert, lane.block0);
-          extras.back().block_bytes = adapter.down_b().block_bytes();
+          lora_terms.push_back(
+              lora_term_of({(int32_t)index, tile, tile + tiles}, ranks, ranks.ha, adapter.down_tiles()));
+          lora_terms.back().contraction.b = adapter.down_b().at(segment.expert, lane.block0);
+          lora_terms.back().block_bytes = adapter.down_b().block_bytes();
         });
-      down.extra = extras.data();
-      down.extras = (int32_t)extras.size();
+      down.lora_term = lora_terms.data();
+      down.lora_terms = (int32_t)lora_terms.size();
       int64_t row = segment.begin + (int64_t)tile * whole.rows;
       down.tiling = {whole.rows, tiles};
       down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
       down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
                    b + store.offset(k), now};
-      down.coded = {store.encoding(), k, slice + plan_.decoded_at};
+      down.encoded = {store.encoding(), k, slice + plan_.decoded_at};
       bool few = direct(index, store);
       if (few) down.direct = rows_in(down.base, whole, down.live);
       if (in_bytes()) {
         if (!few) down.base.k_tiles = (int32_t)ceil_div(now, 2);
-        down.coded.channel = (float*)(slice + plan_.channels_at);
+        down.encoded.channel = (float*)(slice + plan_.channels_at);
         down.row_scale = (const float*)(workspace_.data() + plan_.row_scales_at) + row;
       }
       const char* then = down.last ? after : b + store.offset(k + now);

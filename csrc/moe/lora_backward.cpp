@@ -97,8 +97,9 @@ void Backward::narrow_piece(const Piece& piece, bool output, char* slice) {
     gather.k_tiles = now;
     experts_.kernels().gather(gather);
     // Dropout is of LoRA's inputs: of x here, not of y.
-    const char* rows_in = thin(slice, r.tiling, r.live, gather.k0, now,
-                               drop_from(output ? none : routing_.drop_x, segment.begin + r.first), slice);
+    const char* rows_in =
+        apply_dropout(slice, r.tiling, r.live, gather.k0, now,
+                      dropout_from(output ? none : routing_.dropout_seeds_x, segment.begin + r.first), slice);
     Narrowed narrowed{piece, r, output, k, now, rows_in, slice + plan_.rank_sums_at};
     for (int32_t run = routing_.run0[(size_t)piece.segment]; run < routing_.run0[(size_t)piece.segment + 1]; run++)
       narrow_run(run, narrowed, slice);
@@ -118,8 +119,8 @@ void Backward::narrow_run(int32_t n, Narrowed& from, char* slice) const {
   int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
   int64_t tile_bytes = (int64_t)tiling.rows * kTileK * experts_.kernels().elem, panel_tile = tile_bytes * k_tiles;
   char* panel = workspace_.data() + (from.output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
-  Stretch base{from.in + (tile0 - from.piece.tile0) * tile_bytes * from.now, (size_t)(tile_bytes * from.now), nullptr,
-               from.now, from.output ? adapter.down_half() : adapter.wide_half()};
+  Contraction base{from.in + (tile0 - from.piece.tile0) * tile_bytes * from.now, (size_t)(tile_bytes * from.now),
+                   nullptr, from.now, from.output ? adapter.down_half() : adapter.wide_half()};
   bool first = from.k == 0, last = from.k + from.now == experts_.weights().up().k_tiles();
   int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * experts_.kernels().sum_bytes;
   if (from.output) {
@@ -154,8 +155,8 @@ void Backward::narrow_gradients(size_t index, char* slice) {
     Tiling tiling{whole.rows, ranks.tile1 - ranks.tile0};
     int32_t live = std::min(segment.count - ranks.tile0 * whole.rows, tiling.tiles * whole.rows);
     int64_t row_tile = tile_bytes * plan_.panel_k_tiles;
-    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, transposed, plan_.panel_k_tiles,
-                 adapter.wide_half()};
+    Contraction base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, transposed, plan_.panel_k_tiles,
+                     adapter.wide_half()};
     char* panel = workspace_.data() + ranks.gb;
     for (int32_t i = 0; i < k_tiles; i++) {
       transpose_block(adapter.wide_b(), segment.expert, 0, plan_.panel_k_tiles, i, transposed);
@@ -178,9 +179,9 @@ void Backward::fetch_after(size_t segment, const BlockStore& store, bool down, i
 }
 
 // A of down (or of gate/up) transposed, at columns of blocks [block0, block1), against the panels of y (or of g).
-std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
-                                           char* slice) const {
-  std::vector<Extra> extras;
+std::vector<LoraTerm> Backward::transposed_lora_terms(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
+                                                      char* slice) const {
+  std::vector<LoraTerm> lora_terms;
   const Segment& segment = routing_.segments[(size_t)piece.segment];
   bool down = factor == Factor::down_a;
   char* transposed = slice + plan_.rank_transposed_at;
@@ -188,15 +189,15 @@ std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, in
     const BlockStore& store = down ? adapter.down_a() : adapter.wide_a();
     int32_t k_tiles = store.blocks();
     if (!k_tiles || ranks.tile1 <= piece.tile0 || piece.tile1 <= ranks.tile0) return;
-    Extra extra = extra_of(piece, ranks, down ? ranks.yb : ranks.gb, k_tiles);
-    extra.s.b = transposed;
-    extra.block_bytes = store.k_bytes(k_tiles);
-    for (int32_t i = block0; i < block1; i++, transposed += extra.block_bytes)
+    LoraTerm term = lora_term_of(piece, ranks, down ? ranks.yb : ranks.gb, k_tiles);
+    term.contraction.b = transposed;
+    term.block_bytes = store.k_bytes(k_tiles);
+    for (int32_t i = block0; i < block1; i++, transposed += term.block_bytes)
       transpose_block(store, segment.expert, 0, k_tiles, i, transposed);
     fetch_after((size_t)piece.segment, store, down, block0, block1);
-    extras.push_back(extra);
+    lora_terms.push_back(term);
   });
-  return extras;
+  return lora_terms;
 }
 
 // Pieces of all factors of all experts of all adapters; experts without rows get zeros. All of A of gate/up come first:
@@ -277,8 +278,9 @@ void Backward::contract(Factor factor, int32_t n, const WideRows& wide, int32_t 
     outer.q_block = wide.block ? wide.block : kBlockN * size;
     outer.dtype = wide.dtype;
     outer.columns = columns;
-    if (factor == Factor::wide_a && !wide.thinned) outer.drop = drop_from(routing_.drop_x, row_of_all + row0);
-    if (factor == Factor::down_a) outer.drop = drop_from(routing_.drop_h, row_of_all + row0);
+    if (factor == Factor::wide_a && !wide.dropped)
+      outer.dropout = dropout_from(routing_.dropout_seeds_x, row_of_all + row0);
+    if (factor == Factor::down_a) outer.dropout = dropout_from(routing_.dropout_seeds_h, row_of_all + row0);
     outer.column = column;
     outer.first = row0 == run.first;
     outer.c = to.sums;
@@ -304,8 +306,8 @@ void Backward::contract_gathered(int32_t n, const Sums& to, char* slice) {
     Gather gather = gather_of(piece, r, batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, slice);
     gather.k_tiles = k_tiles;
     experts_.kernels().gather(gather);
-    const char* rows_in =
-        thin(slice, r.tiling, r.live, 0, k_tiles, drop_from(routing_.drop_x, segment.begin + r.first), slice);
+    const char* rows_in = apply_dropout(slice, r.tiling, r.live, 0, k_tiles,
+                                        dropout_from(routing_.dropout_seeds_x, segment.begin + r.first), slice);
     Narrowed narrowed{piece, r, false, 0, k_tiles, rows_in, slice + plan_.rank_sums_at};
     if (late_x_) narrow_run(n, narrowed, slice);
     int64_t block = (int64_t)tile_rows * kTileK * experts_.kernels().elem;

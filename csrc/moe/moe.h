@@ -99,8 +99,8 @@ class Backward final : public Task {
   void narrow_run(int32_t run, Narrowed& from, char* slice) const;
   void narrow_gradients(size_t segment, char* slice);
   void await_ranks(size_t segment) const;
-  std::vector<Extra> turned_extras(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
-                                   char* slice) const;
+  std::vector<LoraTerm> transposed_lora_terms(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
+                                              char* slice) const;
   void fetch_after(size_t segment, const BlockStore& store, bool down, int32_t block0, int32_t block1) const;
   struct WideRows {
     const char* data;
@@ -109,7 +109,7 @@ class Backward final : public Task {
     int64_t block;   // of a panel: bytes from one block of columns to the next; 0: a tensor
     int32_t blocks;
     int32_t tile0;  // of the segment, where the panel begins
-    bool thinned;   // dropout has been applied
+    bool dropped;   // dropout has been applied
   };
   WideRows wide_rows(Factor factor, const Run& run) const;
   struct Sums {

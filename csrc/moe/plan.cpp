@@ -221,8 +221,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.rank_transposed_at += plan.rank_at;
   // Dropout wants a second panel of a unit's rows, or a pair of tiles as wide as I.
   int64_t pair = 2 * (int64_t)kernels.tiling(1 << 20).rows * elem_tile * down.k_tiles();
-  plan.thin_at = plan.rank_at + plan.thread_bytes;
-  plan.thread_bytes += routing.drop_x.empty() ? 0 : std::max(plan.panel_bytes, round_up(pair, 4096));
+  plan.dropout_at = plan.rank_at + plan.thread_bytes;
+  plan.thread_bytes += routing.dropout_seeds_x.empty() ? 0 : std::max(plan.panel_bytes, round_up(pair, 4096));
   int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters), kernels.sum_bytes) : 0;
   plan.factors_at = round_up(plan.thread_bytes + plan.rank_at, 4096);
   plan.thread_bytes = plan.factors_at + round_up(factors, 4096);

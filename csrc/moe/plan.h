@@ -86,7 +86,7 @@ struct Plan {
   int64_t gathered_tile;                // bytes that a k tile of a row takes in the gathered panel
   int64_t unit_scales_at, channels_at;  // W8A8: of a unit's rows; of the channels of a unit's or lane's blocks
   // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
-  int64_t rank_at, rank_sums_at, rank_transposed_at, thin_at, thread_bytes;
+  int64_t rank_at, rank_sums_at, rank_transposed_at, dropout_at, thread_bytes;
   int64_t factors_at;  // and sums of a factor's gradient, with what it takes to make them
 };
 

@@ -56,14 +56,14 @@ uint32_t mix(uint64_t x) {
   return (uint32_t)((x ^ (x >> 31)) >> 32);
 }
 
-void draw_seeds(const Batch& b, Routing& r) {
+void make_dropout_seeds(const Batch& b, Routing& r) {
   size_t rows = b.dropout > 0 && !r.runs.empty() ? r.token.size() : 0;
-  r.drop_x.resize(rows);
-  r.drop_h.resize(rows);
+  r.dropout_seeds_x.resize(rows);
+  r.dropout_seeds_h.resize(rows);
   for (size_t row = 0; row < rows; row++) {
     uint64_t place = (uint64_t)r.token[row] * (uint64_t)b.top_k + (uint64_t)r.slot[row];
-    r.drop_x[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 1));
-    r.drop_h[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 2));
+    r.dropout_seeds_x[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 1));
+    r.dropout_seeds_h[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 2));
   }
 }
 
@@ -101,7 +101,7 @@ void route(const Batch& b, int32_t experts, Routing& r) {
   }
 
   find_runs(b, r);
-  draw_seeds(b, r);
+  make_dropout_seeds(b, r);
   r.idle.clear();
   for (int32_t t = 0; t < b.tokens; t++)
     if (!r.left_[(size_t)t]) r.idle.push_back(t);

@@ -211,14 +211,14 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
   up.scratch = slice + plan_.scratch_at;
   up.gate = experts_.gate();
   up.bias = experts_.weights().up_bias(segment.expert);
-  std::vector<Extra> extras;
+  std::vector<LoraTerm> lora_terms;
   auto wide_b = [&](const Adapter& adapter) { return adapter.wide_b().at(segment.expert, unit.block0); };
   if (ranks_made)
     for_runs((size_t)unit.segment, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
       if (!adapter.wide_tiles()) return;
-      extras.push_back(extra_of(unit, ranks, ranks.xa, adapter.wide_tiles()));
-      extras.back().s.b = wide_b(adapter);
-      extras.back().block_bytes = adapter.wide_b().block_bytes();
+      lora_terms.push_back(lora_term_of(unit, ranks, ranks.xa, adapter.wide_tiles()));
+      lora_terms.back().contraction.b = wide_b(adapter);
+      lora_terms.back().block_bytes = adapter.wide_b().block_bytes();
     });
   bool adapted = routing_.run0[(size_t)unit.segment] < routing_.run0[(size_t)unit.segment + 1];
   bool few = direct((size_t)unit.segment, store);
@@ -229,18 +229,18 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     if (!in_bytes() || adapted) kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
-    up.coded = {store.encoding(), k, slice + plan_.decoded_at};
+    up.encoded = {store.encoding(), k, slice + plan_.decoded_at};
     up.first = k == 0;
     up.last = k + now == k_tiles;
-    if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
+    if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &lora_terms : nullptr);
     if (in_bytes()) {
       if (few && !up.last) continue;
       few ? read_bytes(gather, up, slice) : gather_bytes(gather, up, slice);
     } else if (few) {
       up.direct = rows_in(up.base, r.tiling, r.live);
     }
-    up.extra = extras.data();
-    up.extras = up.last ? (int32_t)extras.size() : 0;
+    up.lora_term = lora_terms.data();
+    up.lora_terms = up.last ? (int32_t)lora_terms.size() : 0;
     up.next = !up.last ? b + store.offset(k + now) : next ? first_read(*next) : nullptr;
     kernels.up(up);
   }
@@ -254,7 +254,7 @@ bool Task::direct(size_t segment, const BlockStore& store) const {
   return most && rows <= most(*store.encoding());
 }
 
-DirectRows Task::rows_in(const Stretch& panel, const Tiling& tiling, int32_t live) const {
+DirectRows Task::rows_in(const Contraction& panel, const Tiling& tiling, int32_t live) const {
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem;
   DirectRows rows{};
   for (int32_t r = 0; r < live; r++) rows.row[r] = panel.a + r * row_bytes;
@@ -272,8 +272,8 @@ void Task::gather_bytes(const Gather& numbers, Up& up, char* slice) const {
                                    numbers.tiling, step0, steps, slice, scales});
   up.base.a_tile = (size_t)steps * (size_t)numbers.tiling.rows * kTileK * (size_t)experts_.kernels().elem;
   up.base.k_tiles = steps;
-  up.coded.k0 = step0;
-  up.coded.channel = (float*)(slice + plan_.channels_at);
+  up.encoded.k0 = step0;
+  up.encoded.channel = (float*)(slice + plan_.channels_at);
   up.row_scale = scales;
 }
 
@@ -288,8 +288,8 @@ void Task::read_bytes(const Gather& numbers, Up& up, char* slice) const {
   up.direct.step = kStepK;
   up.first = true;
   up.base.k_tiles = experts_.weights().up().k_tiles();
-  up.coded.k0 = 0;
-  up.coded.channel = (float*)(slice + plan_.channels_at);
+  up.encoded.k0 = 0;
+  up.encoded.channel = (float*)(slice + plan_.channels_at);
   up.row_scale = scales;
 }
 

@@ -94,7 +94,7 @@ class Task : private Job {
   // weights are not rounded then as a backward pass has them.
   bool direct(size_t segment, const BlockStore& store) const;
   // The few rows of a panel of one tile.
-  DirectRows rows_in(const Stretch& panel, const Tiling& tiling, int32_t live) const;
+  DirectRows rows_in(const Contraction& panel, const Tiling& tiling, int32_t live) const;
 
   const char* first_read(const UpUnit& unit) const;  // of gate/up
 
@@ -108,10 +108,10 @@ class Task : private Job {
     }
   }
   // The part of a run's panel that token tiles of a piece see; tile 0 is the piece's first.
-  Extra extra_of(const Piece& piece, const RankPanels& ranks, int64_t at, int32_t k_tiles) const;
+  LoraTerm lora_term_of(const Piece& piece, const RankPanels& ranks, int64_t at, int32_t k_tiles) const;
   // A row panel times blocks of a factor, into a panel of rank columns.
   struct Narrow {
-    Stretch base;  // of the piece's tiles
+    Contraction base;  // of the piece's tiles
     size_t block_bytes;
     int32_t block0, block1;  // columns of the rank panel
     bool first, last;
@@ -121,13 +121,13 @@ class Task : private Job {
   // Zero in tiles [tile0, tile1) of a rank panel, which begins at tile0 here: rows that are not the run's.
   void clear_others(const Run& run, int32_t tile0, int32_t tile1, int32_t k_tiles, char* panel) const;
   // Dropout from a row on; no row where nothing is dropped.
-  Drop drop_from(const std::vector<uint32_t>& seeds, int64_t row) const;
+  Dropout dropout_from(const std::vector<uint32_t>& seeds, int64_t row) const;
   // A panel of rows as LoRA sees them: the panel itself, or with elements dropped, in the slice.
-  const char* thin(const char* panel, const Tiling& tiling, int32_t live, int32_t column, int32_t k_tiles,
-                   const Drop& drop, char* slice) const;
+  const char* apply_dropout(const char* panel, const Tiling& tiling, int32_t live, int32_t column, int32_t k_tiles,
+                            const Dropout& dropout, char* slice) const;
   // x times A of gate/up for one chunk of K, rows gathered in the slice; panels in the slice. Extras join the products.
   void narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int32_t now, char* slice,
-                    std::vector<Extra>* extras) const;
+                    std::vector<LoraTerm>* lora_terms) const;
   // Rows of a segment's panel times A of down, into the runs' panels.
   void narrow_rows(size_t segment, const char* rows, char* slice) const;
 

@@ -56,8 +56,8 @@ void Weights::decode(Matrix matrix, int32_t expert, char* out) const {
   std::vector<char> tiles(store.k_bytes(store.k_tiles()));
   for (int32_t block = 0; block < store.blocks(); block++) {
     const char* from = store.at(expert, block);
-    if (const Encoding* how = store.encoding()) {
-      kernels_.decode({how, from, 0, store.k_tiles(), tiles.data()});
+    if (const Encoding* encoding = store.encoding()) {
+      kernels_.decode({encoding, from, 0, store.k_tiles(), tiles.data()});
       from = tiles.data();
     }
     for (int half = 0; half < 2; half++) {
