@@ -205,7 +205,7 @@ void Bound::check_adapters() const {
 
 void PyExperts::set_w8a8(bool w8a8, Bound& bound) const {
   bound.batch.w8a8 = w8a8;
-  std::string why = w8a8 ? experts->why_no_bytes() : "";
+  std::string why = w8a8 ? experts->w8a8_unsupported() : "";
   if (!why.empty()) refuse_value("w8a8", "True", "False for these experts", why);
 }
 

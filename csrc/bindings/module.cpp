@@ -186,7 +186,7 @@ NB_MODULE(_core, m) {
            "w8a8"_a = false)
       .def_prop_ro("packed_bytes", [](const PyExperts& e) { return e.experts->weights().bytes(); })
       .def_prop_ro("keep_row_bytes", [](const PyExperts& e) { return e.experts->keep_row_bytes(); })
-      .def_prop_ro("against_w8a8", [](const PyExperts& e) { return e.experts->why_no_bytes(); })
+      .def_prop_ro("against_w8a8", [](const PyExperts& e) { return e.experts->w8a8_unsupported(); })
       .def_prop_ro("isa", [](const PyExperts& e) { return e.experts->kernels().name; })
       .def_prop_ro("precision", [](const PyExperts& e) { return name_of(e.experts->kernels().precision); })
       .def_prop_ro("num_experts", [](const PyExperts& e) { return e.experts->shape().experts; })

@@ -73,7 +73,7 @@ struct WidenedRows {
     F32<W> even, odd;
   };
   static EvenOdd split(U32<W> pairs) { return {(F32<W>)(pairs << 16), (F32<W>)(pairs & 0xffff0000u)}; }
-  static EvenOdd open(const char* w) { return split(load<U32<W>>(w)); }
+  static EvenOdd unpack(const char* w) { return split(load<U32<W>>(w)); }
   static EvenOdd at(const char* x, int32_t k, int32_t token, int64_t pair) {
     const float* row = (const float*)x + (int64_t)token * k + pair;
     return {load<F32<W>>(row), load<F32<W>>(row + k / 2)};
@@ -91,7 +91,7 @@ struct WidenedRows {
       for (int64_t pair = 0; pair < s.k / 2; pair += W) {
         EvenOdd pair_values;
         if (s.type == DType::bf16) {
-          pair_values = open(from + pair * 4);
+          pair_values = unpack(from + pair * 4);
         } else {
           F32<W> low = load<F32<W>>(from + pair * 8), high = load<F32<W>>(from + (pair + W / 2) * 8);
           pair_values = {__builtin_shuffle(low, high, even), __builtin_shuffle(low, high, odd)};
@@ -112,11 +112,11 @@ inline void gemv_block(const Gemv& n, int32_t row, int32_t token, float* sums, G
   for (int r = 0; r < R; r++) w[r] = n.weights + (row + r) * n.weight_stride;
   for (int64_t pair = 0; pair < n.k / 2; pair += W) {
     if (pair % every == 0) fetch.lines(1);
-    decltype(Arith::open(w[0])) opened[R];
-    for (int r = 0; r < R; r++) opened[r] = Arith::open(w[r] + pair * 4);
+    decltype(Arith::unpack(w[0])) unpacked[R];
+    for (int r = 0; r < R; r++) unpacked[r] = Arith::unpack(w[r] + pair * 4);
     for (int t = 0; t < T; t++) {
       auto x = Arith::at(n.x, n.k, token + t, pair);
-      for (int r = 0; r < R; r++) acc[r][t] = Arith::step(acc[r][t], opened[r], x);
+      for (int r = 0; r < R; r++) acc[r][t] = Arith::step(acc[r][t], unpacked[r], x);
     }
   }
   for (int r = 0; r < R; r++)
@@ -137,10 +137,10 @@ inline void gemv_exact_tokens(int32_t tokens, const Gemv& n, int32_t row, int32_
 // More tokens than fit at a time find the weights in L1.
 template <class Arith, int R, int T>
 inline void gemv_all_tokens(const Gemv& n, int32_t row, float* sums, GroupPrefetch& fetch) {
-  GroupPrefetch nothing{};
+  GroupPrefetch no_prefetch{};
   for (int32_t token = 0; token < n.tokens; token += T) {
     int32_t now = n.tokens - token < T ? n.tokens - token : T;
-    gemv_exact_tokens<Arith, R, T>(now, n, row, token, sums + token * kGemvGroup, token ? nothing : fetch);
+    gemv_exact_tokens<Arith, R, T>(now, n, row, token, sums + token * kGemvGroup, token ? no_prefetch : fetch);
   }
 }
 

@@ -41,10 +41,10 @@ struct EncodedBlocks {
 // Few rows: codes are not decoded but multiplied as they lie; what is written to `decoded` are the rows once more. Rows
 // come in steps of 64 bytes each: 64 of K in W8A8 (Quantise), where there is no panel and all of K is taken at once, or
 // a k tile of a panel of bf16.
-constexpr int kDirectRows = 6;       // at most, and as many as `direct_rows` says
-constexpr int kDirectBytesRows = 4;  // in W8A8
-struct DirectRows {
-  const char* row[kDirectRows];
+constexpr int kPackedGemvRows = 6;      // at most, and as many as `packed_gemv_rows` says
+constexpr int kPackedGemvInt8Rows = 4;  // in W8A8
+struct PackedGemvRows {
+  const char* row[kPackedGemvRows];
   int64_t step;  // bytes from one step to the next; 0: there are no such rows
 };
 
@@ -106,7 +106,7 @@ struct Up {
   const char* next;        // block of weights that this thread will read after these, or null
   char* scratch;           // [2][2 * 16][32] sums: one product being made, one being finished
   const float* row_scale;  // of bytes (Quantise): [live], and scratch is twice as large; null: the panel holds numbers
-  DirectRows direct;
+  PackedGemvRows packed_gemv;
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
@@ -162,7 +162,7 @@ struct Down {
   TransposedBlocks transposed;
   char* scratch;
   const float* row_scale;  // as in Up
-  DirectRows direct;
+  PackedGemvRows packed_gemv;
 };
 
 // W8A8: rows of numbers as bytes, each row with a scale of its own, largest magnitude / 127. A panel of bytes has steps
@@ -179,7 +179,7 @@ struct Quantise {
 };
 
 // Rows [0, live) of a panel of numbers become bytes, in place.
-struct Shrink {
+struct QuantisePanel {
   char* panel;  // [tiles][k_tiles][rows][32]
   Tiling tiling;
   int32_t live, k_tiles;
@@ -187,7 +187,7 @@ struct Shrink {
 };
 
 // Rows of bytes into a panel, with their scales; as Gather.
-struct GatherBytes {
+struct GatherInt8 {
   const char* bytes;  // [T][stride], as quantised
   const float* scale;
   int64_t stride;
@@ -209,7 +209,7 @@ struct Decode {
 
 // The way back through down and the activation, for blocks [block0, block1) of 32 intermediate columns each: the
 // product of the output's gradient with down transposed meets the kept gate and up.
-struct Back {
+struct DownBackward {
   Tiling tiling;
   int32_t live;
   Contraction base;  // a: gradient rows; b: transposed blocks from block0 on
@@ -244,7 +244,7 @@ struct DropoutPanel {
 };
 
 // A contraction over rows: c[r][n] is, or grows by, the sum over m of weight[m] * p[m][r] * q[m][n].
-struct Outer {
+struct LoraWgrad {
   const char* const* p;  // [rows] where each row of a rank panel lies
   int64_t p_block;       // bytes from there to its ranks 32 ..., and so on
   const double* weight;  // [rows], or null: all are 1
@@ -259,20 +259,20 @@ struct Outer {
   bool first;  // c starts from zero
   char* c;     // [rank up to a multiple of 16][c_stride]; written up to a multiple of 32 columns, which lie in the
   int64_t c_stride;  // variant's own order within each 32
-  char* scratch;     // outer_scratch(rank, sum_bytes) bytes
+  char* scratch;     // wgrad_scratch(rank, sum_bytes) bytes
 };
-constexpr int kOuterRows = 128;                    // at most
-constexpr int kOuterColumns = 1024;                // made into tiles at a time
+constexpr int kWgradRows = 128;                    // at most
+constexpr int kWgradColumns = 1024;                // made into tiles at a time
 constexpr int kWideRows = 64, kWideColumns = 256;  // written out as sums at a time
 constexpr int kWideStride = kWideColumns + 16;     // not a power of two: rows must not share cache sets
-constexpr int64_t outer_scratch(int64_t rank, int64_t sum_bytes) {
-  int64_t ranks = round_up(rank, kTileN), tiles = (ranks + kOuterColumns) * kOuterRows * 2;
-  int64_t wide = (kOuterRows * ranks + kWideRows * kWideStride) * sum_bytes;
+constexpr int64_t wgrad_scratch(int64_t rank, int64_t sum_bytes) {
+  int64_t ranks = round_up(rank, kTileN), tiles = (ranks + kWgradColumns) * kWgradRows * 2;
+  int64_t wide = (kWgradRows * ranks + kWideRows * kWideStride) * sum_bytes;
   return wide > tiles ? wide : tiles;
 }
 
-// What `outer` summed up, times `scale`, into a tensor: element (r, n) to data[r * r_stride + n * n_stride].
-struct Deliver {
+// What `lora_wgrad` summed up, times `scale`, into a tensor: element (r, n) to data[r * r_stride + n * n_stride].
+struct StoreGrad {
   const char* c;  // from the first rank wanted on
   int64_t c_stride;
   int32_t ranks;
@@ -319,20 +319,21 @@ struct KernelTable {
   void (*pack)(const Pack&);
   void (*decode)(const Decode&);
   void (*transpose)(const Transpose&);
-  void (*back)(const Back&);
-  void (*outer)(const Outer&);
-  void (*deliver)(const Deliver&);
+  void (*down_backward)(const DownBackward&);
+  void (*lora_wgrad)(const LoraWgrad&);
+  void (*store_grad)(const StoreGrad&);
   void (*apply_dropout)(const DropoutPanel&);
-  int32_t gemv_max_tokens;                   // at most, in one call
-  void (*pack_rows)(const PackRows&);        // null: not in this precision
-  void (*gemv_rows)(const Gemv&);            // likewise
-  void (*attend)(const Attend&);             // likewise
-  void (*norm)(const Norm&);                 // likewise
-  void (*lora_gemv)(const LoraGemv&);        // likewise
-  void (*quantise)(const Quantise&);         // likewise, and then there is no W8A8
-  void (*shrink)(const Shrink&);             // likewise
-  void (*gather_bytes)(const GatherBytes&);  // likewise
-  int32_t (*direct_rows)(const Encoding&);   // rows of numbers that meet such codes as they lie, at most; null: none do
+  int32_t gemv_max_tokens;                       // at most, in one call
+  void (*pack_rows)(const PackRows&);            // null: not in this precision
+  void (*gemv_rows)(const Gemv&);                // likewise
+  void (*attend)(const Attend&);                 // likewise
+  void (*norm)(const Norm&);                     // likewise
+  void (*lora_gemv)(const LoraGemv&);            // likewise
+  void (*quantise)(const Quantise&);             // likewise, and then there is no W8A8
+  void (*quantise_panel)(const QuantisePanel&);  // likewise
+  void (*gather_int8)(const GatherInt8&);        // likewise
+  int32_t (*packed_gemv_rows)(
+      const Encoding&);  // rows of numbers that meet such codes as they lie, at most; null: none do
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so
   // does `bytes` in W8A8.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);

@@ -156,7 +156,7 @@ class BlockTransposer {
       for (int line = 0; line < Isa::tile_bytes && block_ + 1 < t.count; line += 64)
         __builtin_prefetch(in + t.in_stride + half_ * Isa::tile_bytes + line, 0, 3);
       transpose_half<Isa>(in, half_, out);
-    } else if (Isa::tile_bytes == kTileBytes && in_bytes(*t.encoding)) {
+    } else if (Isa::tile_bytes == kTileBytes && integer_codes(*t.encoding)) {
       transpose_codes<kDecodeWidth<Isa>>(*t.encoding, in, t.k_tile, half_, out);
     } else if (half_) {
       alignas(64) char tiles[2 * Isa::tile_bytes];
@@ -172,7 +172,7 @@ class BlockTransposer {
   }
 
  private:
-  static bool in_bytes(const Encoding& e) {
+  static bool integer_codes(const Encoding& e) {
     return transposes_as_codes(e.format[0].codec) && transposes_as_codes(e.format[1].codec);
   }
 

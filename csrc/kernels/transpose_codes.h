@@ -47,7 +47,7 @@ struct PairOrder;
 template <>
 struct PairOrder<Codec::int8> {
   template <int W>
-  static void open(const char* codes, char* pieces) {
+  static void unpack(const char* codes, char* pieces) {
     using Bytes = typename Halves<W>::bytes;
 #pragma GCC unroll 4
     for (int at = 0; at < kPieces * kPieceBytes; at += 4 * W) store(pieces + at, by_k<W>(load<Bytes>(codes + at)));
@@ -57,7 +57,7 @@ struct PairOrder<Codec::int8> {
 template <>
 struct PairOrder<Codec::int4> {
   template <int W>
-  static void open(const char* codes, char* pieces) {
+  static void unpack(const char* codes, char* pieces) {
     using Bytes = typename Halves<W>::bytes;
     I32<W> lower, upper;  // four bytes from here, four from there
     for (int i = 0; i < W; i++) {
@@ -81,7 +81,7 @@ template <int W, Codec C>
 __attribute__((noinline)) void transpose_strip(const Format& f, const Strip& s, const char* strip, int k_tile, int row0,
                                                char* out) {
   alignas(64) char pieces[kPieces * kPieceBytes];
-  PairOrder<C>::template open<W>(strip + s.codes + (int64_t)k_tile * s.tile_bytes, pieces);
+  PairOrder<C>::template unpack<W>(strip + s.codes + (int64_t)k_tile * s.tile_bytes, pieces);
   const int span = k_tile / s.span_tiles;
   RowScales scales;
   Decoder<C>::template scales<W>(f, {strip + s.headers + (int64_t)span * s.span_bytes}, k_tile - span * s.span_tiles,

@@ -18,7 +18,7 @@ void Backward::begin() {
   for (int32_t t = 0; t < batch_.tokens; t++)
     std::memset((char*)gradients_.weights + t * gradients_.weights_stride * (int64_t)size, 0,
                 (size_t)batch_.top_k * size);
-  begin_ranks();
+  begin_lora();
 }
 
 // The k tile of stored blocks [first, first + count) as one block of the transposed matrix: a job for each of the
@@ -61,9 +61,9 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   UnitRows r = rows_of(unit);
   int64_t row_bytes = (int64_t)kTileK * kernels.elem, row0 = segment.begin + r.first;
   int32_t per_tile = experts_.shape().gated ? 2 : 1, first = unit.block0 / per_tile, last = unit.block1 / per_tile;
-  await_ranks((size_t)unit.segment);
+  wait_for_ranks((size_t)unit.segment);
 
-  Back back{};
+  DownBackward back{};
   if (gradients_.keep) {
     back.keep_stride = experts_.keep_row_bytes();
     back.keep = gradients_.keep + row0 * back.keep_stride;
@@ -103,7 +103,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
     kernels.gather(gather);
-    if (k == 0) ranks_of_gathered(unit, r, slice);
+    if (k == 0) lora_shrink_gathered(unit, r, slice);
     back.block_bytes = store.k_bytes(now);
     back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), transposed, now};
     back.first = k == 0;
@@ -117,7 +117,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
       if (back.first) lora_terms = transposed_lora_terms(unit, Factor::down_a, j, back.block1, slice);
       back.lora_term = lora_terms.data();
       back.lora_terms = (int32_t)lora_terms.size();
-      kernels.back(back);
+      kernels.down_backward(back);
     }
   }
 }
@@ -125,7 +125,7 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
 // All columns of the segment's rows have been back through the activation.
 void Backward::segment_done(size_t index, char* slice) {
   with_sums_of(experts_.kernels(), [&](auto zero) { add_weight_gradients<decltype(zero)>(index); });
-  narrow_gradients(index, slice);
+  lora_shrink_gradients(index, slice);
 }
 
 // The shares of the routing weights' gradients are added up in order.
@@ -170,7 +170,7 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
         std::vector<LoraTerm> lora_terms;
         Piece piece{(int32_t)index, tile, tile + tiles};
-        if (down.first) lora_terms = transposed_lora_terms(piece, Factor::wide_a, j, down.block1, slice);
+        if (down.first) lora_terms = transposed_lora_terms(piece, Factor::gate_up_a, j, down.block1, slice);
         down.lora_term = lora_terms.data();
         down.lora_terms = (int32_t)lora_terms.size();
         int64_t row = segment.begin + (int64_t)tile * whole.rows;

@@ -13,11 +13,11 @@ constexpr int32_t kTokensTaken = 16;  // by a thread at a time, at most, to make
 
 void Call::begin() {
   next_tokens_ = 0;
-  tokens_left_ = in_bytes() ? batch_.tokens : 0;
+  tokens_left_ = w8a8() ? batch_.tokens : 0;
 }
 
 void Call::before_units(char*) {
-  if (!in_bytes()) return;
+  if (!w8a8()) return;
   int32_t hidden = experts_.shape().hidden;
   // Everybody waits for the last row: few are taken one by one.
   int32_t taken = std::clamp(batch_.tokens / (2 * experts_.engine().pool.threads()), 1, kTokensTaken);
@@ -25,7 +25,7 @@ void Call::before_units(char*) {
     int32_t count = std::min(taken, batch_.tokens - t);
     const char* x = (const char*)batch_.hidden + t * batch_.hidden_stride * (int64_t)size_of(batch_.hidden_dtype);
     experts_.kernels().quantise({x, batch_.hidden_dtype, batch_.hidden_stride, count, hidden,
-                                 workspace_.data() + plan_.bytes_at + t * round_up(hidden, kStepK),
+                                 workspace_.data() + plan_.x_int8_at + t * round_up(hidden, kStepK),
                                  (float*)(workspace_.data() + plan_.x_scales_at) + t});
     tokens_left_.fetch_sub(count, std::memory_order_acq_rel);
   }
@@ -49,11 +49,11 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
 }
 
 void Call::segment_done(size_t index, char* slice) {
-  narrow_rows(index, panel_of(index), slice);
-  if (!in_bytes()) return;
+  lora_shrink_hidden(index, panel_of(index), slice);
+  if (!w8a8()) return;
   const Segment& segment = routing_.segments[index];
-  float* scales = (float*)(workspace_.data() + plan_.row_scales_at) + segment.begin;
-  experts_.kernels().shrink(
+  float* scales = (float*)(workspace_.data() + plan_.hidden_scales_at) + segment.begin;
+  experts_.kernels().quantise_panel(
       {panel_of(index), plan_.tilings[index], segment.count, experts_.weights().hidden_k_tiles(), scales});
 }
 
@@ -96,12 +96,12 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
                    b + store.offset(k), now};
       down.encoded = {store.encoding(), k, slice + plan_.decoded_at};
-      bool few = direct(index, store);
-      if (few) down.direct = rows_in(down.base, whole, down.live);
-      if (in_bytes()) {
-        if (!few) down.base.k_tiles = (int32_t)ceil_div(now, 2);
+      bool packed_gemv = uses_packed_gemv(index, store);
+      if (packed_gemv) down.packed_gemv = panel_rows(down.base, whole, down.live);
+      if (w8a8()) {
+        if (!packed_gemv) down.base.k_tiles = (int32_t)ceil_div(now, 2);
         down.encoded.channel = (float*)(slice + plan_.channels_at);
-        down.row_scale = (const float*)(workspace_.data() + plan_.row_scales_at) + row;
+        down.row_scale = (const float*)(workspace_.data() + plan_.hidden_scales_at) + row;
       }
       const char* then = down.last ? after : b + store.offset(k + now);
       down.next = tile + tiles == whole.tiles ? then : nullptr;

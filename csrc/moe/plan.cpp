@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-constexpr int32_t kBackBlocks = 32;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
+constexpr int32_t kMaxBackwardBlocks = 32;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
 constexpr int64_t kScratchSums = 2 * 2 * kMaxRows * kBlockN;
 
 // Token tiles of one segment in pieces of about `most`, at most a quarter more, none much smaller than the others.
@@ -75,7 +75,7 @@ int64_t largest_rank(const Routing& routing, const Adapters& adapters) {
   int64_t rank = 0;
   for (const Run& run : routing.runs) {
     const Adapter& adapter = *adapters[(size_t)run.adapter];
-    rank = std::max<int64_t>({rank, adapter.wide_rank(), adapter.ranks().down});
+    rank = std::max<int64_t>({rank, adapter.gate_up_rank(), adapter.ranks().down});
   }
   return round_up(rank, kRankStep);
 }
@@ -83,7 +83,7 @@ int64_t largest_rank(const Routing& routing, const Adapters& adapters) {
 // What a thread needs for gradients of factors, once everything else is done: a piece of sums and a chunk of rows.
 static int64_t factor_bytes(int64_t rank, int64_t sum_bytes) {
   int64_t sums = round_up(rank, kTileN) * sums_stride(factor_columns(rank)) * sum_bytes;
-  return rank ? sums + outer_scratch(rank, sum_bytes) : 0;
+  return rank ? sums + wgrad_scratch(rank, sum_bytes) : 0;
 }
 
 // Where the panels of all runs lie, from `at` on, and what a thread needs for those of a unit.
@@ -100,7 +100,7 @@ static int64_t place_ranks(const Routing& routing, const Layout& layout, bool ba
     for (int32_t n = routing.run0[s]; n < routing.run0[s + 1]; n++) {
       const Run& run = routing.runs[(size_t)n];
       const Adapter& adapter = *layout.adapters[(size_t)run.adapter];
-      int64_t wide = adapter.wide_tiles(), down = adapter.down_tiles(), most = std::max(wide, down);
+      int64_t wide = adapter.gate_up_tiles(), down = adapter.down_tiles(), most = std::max(wide, down);
       RankPanels r{run.first / t.rows, (int32_t)ceil_div(run.first + run.count, t.rows), 0, 0, 0, 0};
       int64_t tile = t.rows * row_bytes, tiles = r.tile1 - r.tile0 + 2;
       auto take = [&](int64_t bytes) {
@@ -139,10 +139,10 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
 
   // The rows of a full unit and the K that they take are chosen together: about 128 rows by 2048. Bytes take half the
   // room, but LoRA reads the numbers, which are gathered before them.
-  plan.in_bytes = layout.in_bytes;
-  plan.gathered_tile = plan.in_bytes && routing.runs.empty() ? elem_tile / 2 : elem_tile;
+  plan.w8a8 = layout.w8a8;
+  plan.gathered_tile = plan.w8a8 && routing.runs.empty() ? elem_tile / 2 : elem_tile;
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
-  int32_t wide = plan.in_bytes ? 2 : 1;
+  int32_t wide = plan.w8a8 ? 2 : 1;
   int32_t chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16 * wide) / (64 * wide));
   plan.up_chunk = (int32_t)round_up(ceil_div(up.k_tiles(), chunks), wide);
   plan.most_tiles =
@@ -150,8 +150,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   bool back = direction == Direction::backward;
   plan.panel_k_tiles = back ? up.blocks() : down.k_tiles();
   // Sums of bytes are whole: down has all of its K at once.
-  plan.down_chunk = plan.in_bytes ? plan.panel_k_tiles
-                                  : (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
+  plan.down_chunk = plan.w8a8 ? plan.panel_k_tiles
+                              : (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
 
   plan.tilings.clear();
   plan.hidden_at.clear();
@@ -172,7 +172,7 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   int64_t block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * kernels.sum_bytes;
   int32_t most_blocks = up.blocks();
   if (chunks > 1) most_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
-  if (back) most_blocks = std::min(most_blocks, kBackBlocks);
+  if (back) most_blocks = std::min(most_blocks, kMaxBackwardBlocks);
   UpCutter cutter{layout.weights, std::max(1, layout.threads / layout.groups), plan, most_blocks};
   size_t weight_bytes = segments.size() * down.block_bytes();
   for (int g = 0; g < layout.groups; g++) {
@@ -193,10 +193,10 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   at = place_ranks(routing, layout, back, at, plan);
   plan.parts_at = at;
   if (back) at += (int64_t)routing.token.size() * down.k_tiles() * kernels.sum_bytes;
-  plan.bytes_at = round_up(at, 64);
-  plan.x_scales_at = plan.bytes_at + tokens * round_up(layout.weights.shape().hidden, kStepK);
-  plan.row_scales_at = plan.x_scales_at + tokens * (int64_t)sizeof(float);
-  if (plan.in_bytes) at = plan.row_scales_at + (int64_t)(routing.token.size() * sizeof(float));
+  plan.x_int8_at = round_up(at, 64);
+  plan.x_scales_at = plan.x_int8_at + tokens * round_up(layout.weights.shape().hidden, kStepK);
+  plan.hidden_scales_at = plan.x_scales_at + tokens * (int64_t)sizeof(float);
+  if (plan.w8a8) at = plan.hidden_scales_at + (int64_t)(routing.token.size() * sizeof(float));
 
   plan.sums_at = round_up(at, 4096);
   int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * kernels.sum_bytes;
@@ -209,8 +209,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.unit_scales_at = plan.scratch_at + kScratchSums * kernels.sum_bytes * wide;
   int64_t of_rows = round_up(largest_rows * (int64_t)sizeof(float), 64);
   int64_t of_channels = std::max(up.blocks(), down.blocks()) * kBlockN * (int64_t)sizeof(float);
-  plan.channels_at = plan.unit_scales_at + (plan.in_bytes ? of_rows : 0);
-  plan.decoded_at = plan.channels_at + (plan.in_bytes ? of_channels : 0);
+  plan.channels_at = plan.unit_scales_at + (plan.w8a8 ? of_rows : 0);
+  plan.decoded_at = plan.channels_at + (plan.w8a8 ? of_channels : 0);
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   plan.keep_at = plan.decoded_at + (decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0);
   plan.transposed_at = plan.keep_at + (back ? round_up(largest_rows * most_blocks * elem_tile, 4096) : 0);

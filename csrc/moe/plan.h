@@ -63,7 +63,7 @@ struct Budget {
 };
 
 struct Plan {
-  bool in_bytes;                        // W8A8
+  bool w8a8;                            // W8A8
   int32_t up_chunk;                     // k tiles of gate/up taken at a time where a unit's rows do not fit otherwise
   int32_t panel_k_tiles;                // width of the panel between units and lanes
   int32_t down_chunk;                   // k tiles of down taken at a time; depends on I alone
@@ -79,7 +79,8 @@ struct Plan {
   std::vector<std::vector<Lane>> lanes;  // [groups]
   // The workspace: panels between units and lanes, running sums, then one slice per thread.
   int64_t sums_at, threads_at, total_bytes;
-  int64_t bytes_at, x_scales_at, row_scales_at;  // W8A8: rows of x [T], their scales, those of activated rows [rows]
+  int64_t x_int8_at, x_scales_at,
+      hidden_scales_at;  // W8A8: rows of x [T], their scales, those of activated rows [rows]
   // A slice: gathered panel, partial sums, scratch, a decoded block; backward also the kept rows of a unit and
   // transposed blocks.
   int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, transposed_at;
@@ -102,7 +103,7 @@ struct Layout {
   const KernelTable& kernels;
   const Adapters& adapters;
   int threads, groups;
-  bool in_bytes = false;
+  bool w8a8 = false;
 };
 int64_t largest_rank(const Routing& routing, const Adapters& adapters);  // a multiple of kRankStep
 void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,

@@ -15,14 +15,14 @@ Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& k
                  const LayerFormats& formats)
     : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, formats, kernels, engine_->pool) {}
 
-std::string Experts::why_no_bytes() const {
+std::string Experts::w8a8_unsupported() const {
   const LayerFormats& f = weights_.formats();
-  auto opens = [](const Format& format) { return format.codec == Codec::int8 || format.codec == Codec::int4; };
-  if (!opens(f.up) || !opens(f.down) || (shape().gated && !opens(f.gate)))
+  auto is_integer = [](const Format& format) { return format.codec == Codec::int8 || format.codec == Codec::int4; };
+  if (!is_integer(f.up) || !is_integer(f.down) || (shape().gated && !is_integer(f.gate)))
     return "gate, up and down must all be of format int8 or int4";
   if (!kernels_.quantise) return std::string("precision ") + name_of(kernels_.precision) + " rounds nothing";
-  if (std::max(shape().hidden, shape().intermediate) > kMostBytes)
-    return "sums of more than " + std::to_string(kMostBytes) + " products do not fit 32 bits";
+  if (std::max(shape().hidden, shape().intermediate) > kMaxInt8K)
+    return "sums of more than " + std::to_string(kMaxInt8K) + " products do not fit 32 bits";
   return "";
 }
 
@@ -212,32 +212,32 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
   up.gate = experts_.gate();
   up.bias = experts_.weights().up_bias(segment.expert);
   std::vector<LoraTerm> lora_terms;
-  auto wide_b = [&](const Adapter& adapter) { return adapter.wide_b().at(segment.expert, unit.block0); };
+  auto gate_up_b = [&](const Adapter& adapter) { return adapter.gate_up_b().at(segment.expert, unit.block0); };
   if (ranks_made)
     for_runs((size_t)unit.segment, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
-      if (!adapter.wide_tiles()) return;
-      lora_terms.push_back(lora_term_of(unit, ranks, ranks.xa, adapter.wide_tiles()));
-      lora_terms.back().contraction.b = wide_b(adapter);
-      lora_terms.back().block_bytes = adapter.wide_b().block_bytes();
+      if (!adapter.gate_up_tiles()) return;
+      lora_terms.push_back(lora_term_of(unit, ranks, ranks.xa, adapter.gate_up_tiles()));
+      lora_terms.back().contraction.b = gate_up_b(adapter);
+      lora_terms.back().block_bytes = adapter.gate_up_b().block_bytes();
     });
   bool adapted = routing_.run0[(size_t)unit.segment] < routing_.run0[(size_t)unit.segment + 1];
-  bool few = direct((size_t)unit.segment, store);
+  bool packed_gemv = uses_packed_gemv((size_t)unit.segment, store);
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
-    if (!in_bytes() || adapted) kernels.gather(gather);
+    if (!w8a8() || adapted) kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
     up.encoded = {store.encoding(), k, slice + plan_.decoded_at};
     up.first = k == 0;
     up.last = k + now == k_tiles;
-    if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &lora_terms : nullptr);
-    if (in_bytes()) {
-      if (few && !up.last) continue;
-      few ? read_bytes(gather, up, slice) : gather_bytes(gather, up, slice);
-    } else if (few) {
-      up.direct = rows_in(up.base, r.tiling, r.live);
+    if (!ranks_made) lora_shrink_chunk(unit, r, k, now, slice, up.last ? &lora_terms : nullptr);
+    if (w8a8()) {
+      if (packed_gemv && !up.last) continue;
+      packed_gemv ? point_at_int8_rows(gather, up, slice) : gather_int8(gather, up, slice);
+    } else if (packed_gemv) {
+      up.packed_gemv = panel_rows(up.base, r.tiling, r.live);
     }
     up.lora_term = lora_terms.data();
     up.lora_terms = up.last ? (int32_t)lora_terms.size() : 0;
@@ -246,30 +246,30 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
   }
 }
 
-bool Task::direct(size_t segment, const BlockStore& store) const {
+bool Task::uses_packed_gemv(size_t segment, const BlockStore& store) const {
   const int32_t rows = routing_.segments[segment].count;
-  if (in_bytes()) return rows <= kDirectBytesRows;
+  if (w8a8()) return rows <= kPackedGemvInt8Rows;
   if (direction_ == Direction::backward || batch_.learns || !store.encoding()) return false;
-  auto* most = experts_.kernels().direct_rows;
+  auto* most = experts_.kernels().packed_gemv_rows;
   return most && rows <= most(*store.encoding());
 }
 
-DirectRows Task::rows_in(const Contraction& panel, const Tiling& tiling, int32_t live) const {
+PackedGemvRows Task::panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const {
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem;
-  DirectRows rows{};
+  PackedGemvRows rows{};
   for (int32_t r = 0; r < live; r++) rows.row[r] = panel.a + r * row_bytes;
   rows.step = tiling.rows * row_bytes;
   return rows;
 }
 
 // The same rows and columns once more, as bytes in the place of the numbers.
-void Task::gather_bytes(const Gather& numbers, Up& up, char* slice) const {
+void Task::gather_int8(const Gather& numbers, Up& up, char* slice) const {
   int32_t steps = (int32_t)ceil_div(numbers.k_tiles, 2), step0 = numbers.k0 / kStepK;
   float* scales = (float*)(slice + plan_.unit_scales_at);
   const char* x = workspace_.data();
-  experts_.kernels().gather_bytes({x + plan_.bytes_at, (const float*)(x + plan_.x_scales_at),
-                                   round_up(experts_.shape().hidden, kStepK), numbers.token, numbers.live,
-                                   numbers.tiling, step0, steps, slice, scales});
+  experts_.kernels().gather_int8({x + plan_.x_int8_at, (const float*)(x + plan_.x_scales_at),
+                                  round_up(experts_.shape().hidden, kStepK), numbers.token, numbers.live,
+                                  numbers.tiling, step0, steps, slice, scales});
   up.base.a_tile = (size_t)steps * (size_t)numbers.tiling.rows * kTileK * (size_t)experts_.kernels().elem;
   up.base.k_tiles = steps;
   up.encoded.k0 = step0;
@@ -278,14 +278,14 @@ void Task::gather_bytes(const Gather& numbers, Up& up, char* slice) const {
 }
 
 // Where they lie, all of K at once, whatever chunk LoRA has come to.
-void Task::read_bytes(const Gather& numbers, Up& up, char* slice) const {
+void Task::point_at_int8_rows(const Gather& numbers, Up& up, char* slice) const {
   float* scales = (float*)(slice + plan_.unit_scales_at);
-  const char* x = workspace_.data() + plan_.bytes_at;
+  const char* x = workspace_.data() + plan_.x_int8_at;
   for (int32_t r = 0; r < numbers.live; r++) {
-    up.direct.row[r] = x + numbers.token[r] * round_up(experts_.shape().hidden, kStepK);
+    up.packed_gemv.row[r] = x + numbers.token[r] * round_up(experts_.shape().hidden, kStepK);
     scales[r] = ((const float*)(workspace_.data() + plan_.x_scales_at))[numbers.token[r]];
   }
-  up.direct.step = kStepK;
+  up.packed_gemv.step = kStepK;
   up.first = true;
   up.base.k_tiles = experts_.weights().up().k_tiles();
   up.encoded.k0 = 0;

@@ -75,7 +75,7 @@ std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool learns =
 }
 
 int32_t few_of(const Experts& experts, const BlockStore& store) {
-  auto* most = experts.kernels().direct_rows;
+  auto* most = experts.kernels().packed_gemv_rows;
   return most && store.encoding() ? most(*store.encoding()) : 0;
 }
 
@@ -99,7 +99,7 @@ void check_few(const CodedLayer& layer) {
     auto experts = layer.packed(*kernels, engine_of(2));
     const int32_t up = few_of(*experts, experts->weights().up()), down = few_of(*experts, experts->weights().down());
     CHECK(up > 0 && down > 0);
-    for (int32_t rows = 1; rows <= kDirectRows + 1; rows++) {
+    for (int32_t rows = 1; rows <= kPackedGemvRows + 1; rows++) {
       MadeUpBatch batch = rows_of_one(layer.shape, rows);
       std::vector<double> want = expected(layer.numbers, layer.gating, batch, true);
       double error = error_of(run(*experts, batch), want), limit = rows <= up && rows <= down ? kUnrounded : kRounded;
