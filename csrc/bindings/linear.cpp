@@ -62,14 +62,14 @@ nb::list PyPool::argmax(nb::handle x) const {
   int64_t count = (int64_t)rows.shape(0), columns = (int64_t)rows.shape(1);
   if (!columns) refuse_value("x", "no columns", "one or more");
   check_dense("x", rows);
-  std::vector<int64_t> found((size_t)count);
+  std::vector<int64_t> indices((size_t)count);
   {
     nb::gil_scoped_release released;
-    find_largest(engine->pool, rows.data(), dtype_of(rows), count, columns, row_stride(rows), found.data());
+    kt::argmax(engine->pool, rows.data(), dtype_of(rows), count, columns, row_stride(rows), indices.data());
   }
-  nb::list places;
-  for (int64_t place : found) places.append(place);
-  return places;
+  nb::list result;
+  for (int64_t index : indices) result.append(index);
+  return result;
 }
 
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {

@@ -32,18 +32,18 @@ struct Gemv {
   const char* next;  // rows that this thread will read after these, or null
 };
 
-// One query of each head of a group against a stretch of keys and values. Sizes are multiples of kAttendSize.
-constexpr int32_t kStretch = 512, kAttendSize = 16;
-struct Attend {
+// One query of each head of a group against a stretch of keys and values. Sizes are multiples of kHeadSizeStep.
+constexpr int32_t kAttentionSplit = 512, kHeadSizeStep = 16;
+struct AttentionSplit {
   const float* query;  // [heads][key_size], scaled
   const char *keys, *values;
   int64_t key_stride, value_stride;  // bytes from token to token
   DType type;                        // bf16 or f32, of both
   int32_t heads, key_size, value_size;
-  int32_t count;        // of keys, 1 to kStretch
-  float* scores;        // [heads][kStretch], scratch
-  float *most, *total;  // [heads]: the largest score; the sum of e^(score - most)
-  float* out;           // [heads][value_size]: the sum of e^(score - most) v
+  int32_t count;               // of keys, 1 to kAttentionSplit
+  float* scores;               // [heads][kAttentionSplit], scratch
+  float *max_score, *exp_sum;  // [heads]: the largest score; the sum of e^(score - most)
+  float* out;                  // [heads][value_size]: the sum of e^(score - most) v
 };
 
 // Rows divided by their root mean square, rounded, times a weight: x, weight and out of one type, bf16 or f32.

@@ -71,8 +71,9 @@ inline U32<W> widened(U32<W> codes, U32<W> ratio) {
   using Bytes = typename Halves<W>::bytes;
   Bytes at;
   for (int i = 0; i < 4 * W; i++) at[i] = (uint8_t)(i / 4 * 4 + 2 * higher + i % 4 / 2);
-  Plain twice = (Plain)__builtin_shuffle((Bytes)codes, at);
-  Plain even = times_ratio<W>(twice << 12, (Plain)ratio), odd = times_ratio<W>(twice & 0xf000, (Plain)ratio);
+  Plain two_per_byte = (Plain)__builtin_shuffle((Bytes)codes, at);
+  Plain even = times_ratio<W>(two_per_byte << 12, (Plain)ratio),
+        odd = times_ratio<W>(two_per_byte & 0xf000, (Plain)ratio);
   return (U32<W>)((even & 0xff) | (odd << 8));
 }
 

@@ -235,9 +235,9 @@ inline void wide_tiles(const LoraWgrad& o, int column, int end, int steps, char*
   bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.dropout.seeds;
   // The row and the column that are fetched while one is read, as bytes.
   auto ahead_of = [&](int row) {
-    int next = tensor ? row + kPairsAhead * 2 : row, later = tensor ? column : column + kPanelColumns;
-    if (next >= o.rows) next -= o.rows, later += kWgradColumns;
-    return (next < o.rows ? o.q[next] : o.q[0]) + later / kBlockN * o.q_block;
+    int next = tensor ? row + kPairsAhead * 2 : row, next_column = tensor ? column : column + kPanelColumns;
+    if (next >= o.rows) next -= o.rows, next_column += kWgradColumns;
+    return (next < o.rows ? o.q[next] : o.q[0]) + next_column / kBlockN * o.q_block;
   };
   for (int m = 0; m < steps * kTileK; m += 2) {
     char* to = b + m / kTileK * 2 * kTileBytes + m % kTileK / 2 * 64;
@@ -307,9 +307,9 @@ inline void wgrad_tiles(const LoraWgrad& o) {
   char* b = o.scratch + (int64_t)groups * steps * kTileBytes;
   rank_tiles(o, groups, steps, o.scratch);
   configure(groups > 1 ? kTileN : o.rank);
-  int together = o.q_block == kBlockN * (int64_t)size_of(o.dtype) ? kWgradColumns : kPanelColumns;
-  for (int column0 = 0; column0 < o.columns; column0 += together) {
-    int end = o.columns - column0 < together ? o.columns : column0 + together;
+  int columns_together = o.q_block == kBlockN * (int64_t)size_of(o.dtype) ? kWgradColumns : kPanelColumns;
+  for (int column0 = 0; column0 < o.columns; column0 += columns_together) {
+    int end = o.columns - column0 < columns_together ? o.columns : column0 + columns_together;
     wide_tiles(o, column0, end, steps, b);
     for (int column = column0; column < end; column += 2 * kBlockN)
       for (int g = 0; g < groups; g++) {

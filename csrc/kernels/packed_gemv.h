@@ -76,7 +76,7 @@ struct CodeStrip {
 };
 
 template <int tile_bytes>
-inline void fetch_codes(const char* codes, int64_t next) {
+inline void prefetch_codes(const char* codes, int64_t next) {
 #pragma GCC unroll 8
   for (int line = 0; line < tile_bytes; line += 64) {
     __builtin_prefetch(codes + kPackedGemvAhead * tile_bytes + line, 0, 3);
@@ -135,7 +135,7 @@ __attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStri
         prefix_sums += 2 * span * rows;
       }
       for (int k = 0; k < span; k++, codes += tile_bytes, x += rows * row_bytes) {
-        fetch_codes<tile_bytes>(codes, next);
+        prefetch_codes<tile_bytes>(codes, next);
         add_tile<Codes, rows, NV>(kind, codes, x, sums);
       }
       if constexpr (Codes::scaled) __builtin_prefetch(scales + next, 0, 2);

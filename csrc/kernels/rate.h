@@ -144,7 +144,7 @@ void pack_tiles(const Pack& p) {
   if constexpr (kPairs<Isa>) {
     pack_block<Isa::width>(p);
   } else {
-    pack_plain<typename Isa::Vector>(p);
+    pack_exact<typename Isa::Vector>(p);
   }
 }
 
@@ -197,7 +197,7 @@ constexpr KernelTable table_of(const char* name) {
           kPairs<Isa> ? GemvImpl::tokens : 0,
           bf16_only<Isa>(&GemvImpl::pack_rows),
           bf16_only<Isa>(&GemvImpl::multiply),
-          bf16_only<Isa>(&run_attend<Isa::width>),
+          bf16_only<Isa>(&run_attention_split<Isa::width>),
           bf16_only<Isa>(&run_norm<Isa::width>),
           bf16_only<Isa>(&run_lora_gemv<Isa::width>),
           if_int8<Int8Isa>(&quantise_rows<kDecodeWidth<Isa>>),

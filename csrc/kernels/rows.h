@@ -124,8 +124,8 @@ inline void tile_by_block(int live, const char* a, int tile_rows, const char* b,
   constexpr int W = kLanes<typename Arith::Vector>;
   if (live == rows) {
     // Few rows leave registers for the whole block: its weights are then read in one walk, as they lie.
-    constexpr bool whole = rows * (kBlockN / W) <= 8;
-    constexpr int NW = whole ? kBlockN / W : NV;
+    constexpr bool full_block = rows * (kBlockN / W) <= 8;
+    constexpr int NW = full_block ? kBlockN / W : NV;
     for (int column = 0; column < kBlockN; column += NW * W) {
       const char* at = b + column_at<Arith>(column);
       rows_by_columns<Arith, NW, rows>(a, tile_rows, at, k_tiles, accumulate, prefetch, c + column);

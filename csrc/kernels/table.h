@@ -111,7 +111,7 @@ struct Up {
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
 // stores, the last one rounds into the output, so no pass clears or converts anything.
-struct Rows {
+struct OutputRows {
   const int32_t* token;
   const double* weight;  // null: all are 1
   const uint8_t* mark;   // kFirst | kLast
@@ -150,7 +150,7 @@ struct Down {
   int32_t lora_terms;
   Dropout dropout;   // of what the extras add
   bool first, last;  // chunk of K
-  Rows rows;
+  OutputRows rows;
   const char* bias;   // [blocks * 32] or null
   char* sum;          // running sums, [block][T][32], at block0
   int64_t sum_block;  // elements from one block to the next
@@ -323,15 +323,15 @@ struct KernelTable {
   void (*lora_wgrad)(const LoraWgrad&);
   void (*store_grad)(const StoreGrad&);
   void (*apply_dropout)(const DropoutPanel&);
-  int32_t gemv_max_tokens;                       // at most, in one call
-  void (*pack_rows)(const PackRows&);            // null: not in this precision
-  void (*gemv_rows)(const Gemv&);                // likewise
-  void (*attend)(const Attend&);                 // likewise
-  void (*norm)(const Norm&);                     // likewise
-  void (*lora_gemv)(const LoraGemv&);            // likewise
-  void (*quantise)(const Quantise&);             // likewise, and then there is no W8A8
-  void (*quantise_panel)(const QuantisePanel&);  // likewise
-  void (*gather_int8)(const GatherInt8&);        // likewise
+  int32_t gemv_max_tokens;                         // at most, in one call
+  void (*pack_rows)(const PackRows&);              // null: not in this precision
+  void (*gemv_rows)(const Gemv&);                  // likewise
+  void (*attention_split)(const AttentionSplit&);  // likewise
+  void (*norm)(const Norm&);                       // likewise
+  void (*lora_gemv)(const LoraGemv&);              // likewise
+  void (*quantise)(const Quantise&);               // likewise, and then there is no W8A8
+  void (*quantise_panel)(const QuantisePanel&);    // likewise
+  void (*gather_int8)(const GatherInt8&);          // likewise
   int32_t (*packed_gemv_rows)(
       const Encoding&);  // rows of numbers that meet such codes as they lie, at most; null: none do
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so

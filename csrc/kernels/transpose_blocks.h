@@ -47,7 +47,7 @@ inline void transpose_tile(const char* in, int half, char* out) {
 // stage, which pairs neighbours along n, leaves k in order.
 #ifdef __AVX512F__
 template <int W>
-inline U32<W> quarters(const char* a, const char* b, const char* c, const char* d) {
+inline U32<W> load_quarters(const char* a, const char* b, const char* c, const char* d) {
   // Inserting from memory needs no shuffle unit; the compiler's own way of joining vectors would.
   __m512i all = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)a));
   all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)b), 1);
@@ -56,7 +56,7 @@ inline U32<W> quarters(const char* a, const char* b, const char* c, const char* 
 }
 #else
 template <int W>
-inline U32<W> quarters(const char* a, const char* b, const char* c, const char* d) {
+inline U32<W> load_quarters(const char* a, const char* b, const char* c, const char* d) {
   char all[64];
   __builtin_memcpy(all, a, 16);
   __builtin_memcpy(all + 16, b, 16);
@@ -84,7 +84,7 @@ inline void transpose_tile_wide(const char* in, int half, char* out) {
     U32<W> x[4];  // quarter q: of pairs 2q, 2q + 1, 8 + 2q, 9 + 2q
     for (int i = 0; i < 4; i++) {
       const char* at = in + ((i & 1) + (i >> 1) * 8) * 64 + n * 4;
-      x[i] = quarters<W>(at, at + 2 * 64, at + 4 * 64, at + 6 * 64);
+      x[i] = load_quarters<W>(at, at + 2 * 64, at + 4 * 64, at + 6 * 64);
     }
     U32<W> a = interleave<W, U32<W>, false>(x[0], x[1]), b = interleave<W, U32<W>, true>(x[0], x[1]);
     U32<W> c = interleave<W, U32<W>, false>(x[2], x[3]), d = interleave<W, U32<W>, true>(x[2], x[3]);
@@ -149,7 +149,7 @@ class BlockTransposer {
     if (job_ >= end_) return;
     const Transpose& t = *job_;
     if (!half_)
-      for (int i = 0; i < 2 && fetched_ < kTransposeAhead; i++) fetch();
+      for (int i = 0; i < 2 && prefetched_ < kTransposeAhead; i++) prefetch();
     const char* in = t.in + (int64_t)block_ * (int64_t)t.in_stride;
     char* out = t.out + (int64_t)block_ * 2 * Isa::tile_bytes;
     if (!t.encoding) {
@@ -164,7 +164,7 @@ class BlockTransposer {
       for (int half = 0; half < 2; half++) transpose_half<Isa>(tiles, half, out);
     }
     if ((half_ ^= 1)) return;
-    fetched_--;
+    prefetched_--;
     if (++block_ == t.count) {
       job_++, block_ = 0;
       skip_empty();
@@ -181,12 +181,12 @@ class BlockTransposer {
   }
 
   // The next block that has not been fetched.
-  void fetch() {
+  void prefetch() {
     while (ahead_job_ < end_ && ahead_block_ >= ahead_job_->count) ahead_job_++, ahead_block_ = 0;
     if (ahead_job_ == end_) return;
     const Transpose& t = *ahead_job_;
     const char* block = t.in + (int64_t)ahead_block_++ * (int64_t)t.in_stride;
-    fetched_++;
+    prefetched_++;
     if (!t.encoding) {
       for (int line = 0; line < 2 * Isa::tile_bytes; line += 64) __builtin_prefetch(block + line, 0, 2);
       return;
@@ -204,7 +204,7 @@ class BlockTransposer {
   const Transpose *job_, *end_;
   int block_ = 0, half_ = 0;  // of *at_, to come next
   const Transpose* ahead_job_;
-  int ahead_block_ = 0, fetched_ = 0;  // blocks that were fetched and are not turned yet
+  int ahead_block_ = 0, prefetched_ = 0;  // blocks that were fetched and are not turned yet
 };
 
 // The next block of a product turned while one is multiplied: some halves at every k step.

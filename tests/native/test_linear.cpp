@@ -132,7 +132,7 @@ TEST(largest_of_each_row) {
       for (auto [c, value] : rows[r].first) set_element(x.data(), (int64_t)r * columns + c, type, value);
     }
     std::vector<int64_t> found(rows.size());
-    find_largest(pool, x.data(), type, (int64_t)rows.size(), columns, columns, found.data());
+    argmax(pool, x.data(), type, (int64_t)rows.size(), columns, columns, found.data());
     for (size_t r = 0; r < rows.size(); r++) CHECK(found[r] == rows[r].second);
   }
 }
