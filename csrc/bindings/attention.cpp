@@ -16,10 +16,10 @@ int64_t bytes_between(const Array& array, size_t dim) {
 }
 
 Array of_type(const char* name, nb::handle tensor, const Array& query) {
-  Array found = array_of(name, tensor, 3, {kBFloat16, kFloat32});
-  check_dense(name, found);
-  if (found.dtype() != query.dtype()) refuse_type(name, "another dtype", "that of query");
-  return found;
+  Array array = array_of(name, tensor, 3, {kBFloat16, kFloat32});
+  check_dense(name, array);
+  if (array.dtype() != query.dtype()) refuse_type(name, "another dtype", "that of query");
+  return array;
 }
 
 }  // namespace

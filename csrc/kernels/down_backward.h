@@ -69,7 +69,7 @@ inline Lane<V> sum_of_lanes(V v) {
 template <class Isa, Activation A, bool gated>
 __attribute__((noinline)) void activation_backward_row(const typename Isa::Real* c, double weight, const Gate& gate,
                                                        const char* keep, char* grad, int64_t next_block, char* hidden,
-                                                       char* part) {
+                                                       char* weight_grad) {
   using V = typename Isa::Vector;
   V sum = splat<V>(0.0), scale = splat<V>(weight);
   constexpr int halves = gated ? 2 : 1, width = kBlockN / halves;
@@ -89,7 +89,7 @@ __attribute__((noinline)) void activation_backward_row(const typename Isa::Real*
       put_element<Isa>(grad, i, dg);
       if (hidden) put_element<Isa>(hidden, half * width + i, h);
     }
-  *(typename Isa::Real*)part = sum_of_lanes<V>(sum);
+  *(typename Isa::Real*)weight_grad = sum_of_lanes<V>(sum);
 }
 
 template <class Isa, Activation A>
@@ -109,12 +109,12 @@ void run_down_backward_as(const DownBackward& b) {
     const int halves = gate.gated ? 2 : 1, rows = p.rows, last = current.live - 1;
     const int64_t row_bytes = kTileK * Isa::elem, block = row_bytes * rows, row0 = (int64_t)p.tile * rows;
     const int64_t grad_tile = block * b.grad_k_tiles, hidden_tile = block * b.hidden_k_tiles;
-    const int64_t keep_stride = b.keep_stride, part_stride = b.part_stride * (int64_t)sizeof(Real);
+    const int64_t keep_stride = b.keep_stride, part_stride = b.weight_grad_stride * (int64_t)sizeof(Real);
     const int64_t of_block = halves * row_bytes;  // bytes of a row in the blocks of gate/up
     const char *keep = b.keep + row0 * keep_stride + p.block * of_block,
                *next_keep = b.keep + (int64_t)current.tile * rows * keep_stride + current.block * of_block;
     char *grad = b.grad + p.tile * grad_tile + p.block * halves * block,
-         *part = b.part + row0 * part_stride + p.block * (int64_t)sizeof(Real),
+         *weight_grad = b.weight_grad + row0 * part_stride + p.block * (int64_t)sizeof(Real),
          *hidden = b.hidden ? b.hidden + p.tile * hidden_tile + p.block * block : nullptr;
     const double* weight = b.weight + row0;
     const auto finish_row =
@@ -126,7 +126,7 @@ void run_down_backward_as(const DownBackward& b) {
       const int second = r >= rows;
       const int64_t at = (r - second * rows) * row_bytes;
       finish_row(p.c + r * kBlockN, weight[r], gate, keep + r * keep_stride, grad + second * grad_tile + at, block,
-                 hidden ? hidden + second * hidden_tile + at : nullptr, part + r * part_stride);
+                 hidden ? hidden + second * hidden_tile + at : nullptr, weight_grad + r * part_stride);
     }
   };
   for_each_product<Isa, true>(b, b.last, nullptr, &b.transposed, b.dropout, place_sums, epilogue);

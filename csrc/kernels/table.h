@@ -225,8 +225,9 @@ struct DownBackward {
   const char* keep;  // as in Up, shifted so that a gate/up block is found by its number
   int64_t keep_stride;
   const double* weight;  // [live] routing weights
-  char* part;            // sums [live][part_stride]: this block's share of the routing weight's gradient, at its number
-  int64_t part_stride;
+  char* weight_grad;     // sums [live][weight_grad_stride]: this block's share of the routing weight's gradient, at its
+                         // number
+  int64_t weight_grad_stride;
   char* grad;  // panel [tiles][grad_k_tiles][rows][32]: gradients of gate and up as the blocks lie
   int32_t grad_k_tiles;
   char* hidden;  // panel [tiles][hidden_k_tiles][rows][32]: the activated rows once more, or null

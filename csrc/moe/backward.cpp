@@ -44,12 +44,12 @@ void Backward::transpose_block(const BlockStore& store, int32_t expert, int32_t 
 // Blocks [block0, block1) of the transposed matrix for one product: all of them, or the first only, if the others can
 // be made beside the products before them, in two places that take turns.
 TransposedBlocks Backward::transpose_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count,
-                                            int32_t block0, int32_t block1, bool beside, char* out,
+                                            int32_t block0, int32_t block1, bool overlap, char* out,
                                             std::vector<Transpose>& jobs) const {
   jobs.clear();
-  for (int32_t i = block0; i < (beside ? block0 + 1 : block1); i++)
+  for (int32_t i = block0; i < (overlap ? block0 + 1 : block1); i++)
     transpose_block(store, expert, first, count, i, out + (size_t)(i - block0) * store.k_bytes(count));
-  for (int32_t i = block0 + 1; beside && i < block1; i++)
+  for (int32_t i = block0 + 1; overlap && i < block1; i++)
     add_transposes(store, expert, first, count, i, out + (size_t)((i - block0) % 2) * store.k_bytes(count), jobs);
   return {true, jobs.data(), (int32_t)jobs.size(), store.parts()};
 }
@@ -82,13 +82,13 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   back.gate = experts_.gate();
   back.weight = routing_.weight.data() + row0;
   back.dropout = dropout_from(routing_.dropout_seeds_h, row0);
-  back.part_stride = store.k_tiles();
-  back.part = workspace_.data() + plan_.parts_at + row0 * back.part_stride * kernels.sum_bytes;
+  back.weight_grad_stride = store.k_tiles();
+  back.weight_grad = workspace_.data() + plan_.weight_grads_at + row0 * back.weight_grad_stride * kernels.sum_bytes;
   back.grad_k_tiles = plan_.panel_k_tiles;
   back.grad = panel_of((size_t)unit.segment) + unit.tile0 * r.tiling.rows * row_bytes * back.grad_k_tiles;
-  if (!plan_.rows_at.empty()) {
+  if (!plan_.hidden_at.empty()) {
     back.hidden_k_tiles = store.k_tiles();
-    back.hidden = workspace_.data() + plan_.rows_at[(size_t)unit.segment] +
+    back.hidden = workspace_.data() + plan_.hidden_at[(size_t)unit.segment] +
                   unit.tile0 * r.tiling.rows * row_bytes * back.hidden_k_tiles;
   }
   back.scratch = slice + plan_.scratch_at;
@@ -96,8 +96,8 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   int32_t k_tiles = store.blocks();
   int64_t block_sums = (int64_t)r.tiling.tiles * r.tiling.rows * kBlockN * kernels.sum_bytes;
   std::vector<Transpose> jobs;
-  bool beside = r.tiling.tiles <= kOverlapTiles;
-  int32_t together = beside ? kOverlappedBlocks : kTransposedBlocks;
+  bool overlap = r.tiling.tiles <= kOverlapTiles;
+  int32_t blocks_together = overlap ? kOverlappedBlocks : kTransposedBlocks;
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
@@ -108,10 +108,10 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
     back.base = {slice, (size_t)(now * r.tiling.rows * row_bytes), transposed, now};
     back.first = k == 0;
     back.last = k + now == k_tiles;
-    for (int32_t j = first; j < last; j += together) {
+    for (int32_t j = first; j < last; j += blocks_together) {
       back.block0 = j;
-      back.block1 = std::min(j + together, last);
-      back.transposed = transpose_blocks(store, segment.expert, k, now, j, back.block1, beside, transposed, jobs);
+      back.block1 = std::min(j + blocks_together, last);
+      back.transposed = transpose_blocks(store, segment.expert, k, now, j, back.block1, overlap, transposed, jobs);
       back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
       std::vector<LoraTerm> lora_terms;
       if (back.first) lora_terms = transposed_lora_terms(unit, Factor::down_a, j, back.block1, slice);
@@ -132,13 +132,13 @@ void Backward::segment_done(size_t index, char* slice) {
 template <class Real>
 void Backward::add_weight_gradients(size_t index) {
   const Segment& segment = routing_.segments[index];
-  size_t shares = (size_t)experts_.weights().down().k_tiles();
+  size_t blocks = (size_t)experts_.weights().down().k_tiles();
   const Real *bias = (const Real*)experts_.weights().down_bias(segment.expert),
-             *parts = (const Real*)(workspace_.data() + plan_.parts_at);
+             *partial_sums = (const Real*)(workspace_.data() + plan_.weight_grads_at);
   for (int32_t i = 0; i < segment.count; i++) {
     size_t row = (size_t)(segment.begin + i);
     Real sum = 0;
-    for (size_t s = 0; s < shares; s++) sum += parts[row * shares + s];
+    for (size_t s = 0; s < blocks; s++) sum += partial_sums[row * blocks + s];
     int32_t token = routing_.token[row];
     for (int32_t h = 0; bias && h < experts_.shape().hidden; h++)
       sum += element_of<Real>(gradients_.out, token * gradients_.out_stride + h, gradients_.out_dtype) * bias[h];
@@ -147,7 +147,7 @@ void Backward::add_weight_gradients(size_t index) {
   }
 }
 
-void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
+void Backward::run_lane_segment(const Lane& lane, size_t index, char* slice) {
   const BlockStore& store = experts_.weights().up();
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
@@ -156,17 +156,17 @@ void Backward::run_columns(const Lane& lane, size_t index, char* slice) {
   char* transposed = slice + plan_.transposed_at;
   int32_t pieces = 0;
   for_pieces(index, [&](int32_t, int32_t) { pieces++; });
-  bool beside = whole.tiles <= kOverlapTiles && pieces == 1;
-  int32_t together = beside ? kOverlappedBlocks : kTransposedLaneBlocks;
+  bool overlap = whole.tiles <= kOverlapTiles && pieces == 1;
+  int32_t blocks_together = overlap ? kOverlappedBlocks : kTransposedLaneBlocks;
   std::vector<Transpose> jobs;
   for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
     int32_t now = std::min(plan_.down_chunk, k_tiles - k);
-    for (int32_t j = lane.block0; j < lane.block1; j += together) {
-      Down down = columns_of({j, std::min(j + together, lane.block1)}, slice);
+    for (int32_t j = lane.block0; j < lane.block1; j += blocks_together) {
+      Down down = lane_output({j, std::min(j + blocks_together, lane.block1)}, slice);
       down.block_bytes = store.k_bytes(now);
       down.first = k == 0;
       down.last = k + now == k_tiles;
-      down.transposed = transpose_blocks(store, segment.expert, k, now, j, down.block1, beside, transposed, jobs);
+      down.transposed = transpose_blocks(store, segment.expert, k, now, j, down.block1, overlap, transposed, jobs);
       for_pieces(index, [&](int32_t tile, int32_t tiles) {
         std::vector<LoraTerm> lora_terms;
         Piece piece{(int32_t)index, tile, tile + tiles};

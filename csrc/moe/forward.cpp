@@ -9,7 +9,7 @@
 
 namespace kt {
 
-constexpr int32_t kTokensTaken = 16;  // by a thread at a time, at most, to make bytes of them
+constexpr int32_t kMaxTokensTaken = 16;  // by a thread at a time, at most, to make bytes of them
 
 void Call::begin() {
   next_tokens_ = 0;
@@ -20,7 +20,7 @@ void Call::before_units(char*) {
   if (!w8a8()) return;
   int32_t hidden = experts_.shape().hidden;
   // Everybody waits for the last row: few are taken one by one.
-  int32_t taken = std::clamp(batch_.tokens / (2 * experts_.engine().pool.threads()), 1, kTokensTaken);
+  int32_t taken = std::clamp(batch_.tokens / (2 * experts_.engine().pool.threads()), 1, kMaxTokensTaken);
   for (int32_t t; (t = next_tokens_.fetch_add(taken, std::memory_order_relaxed)) < batch_.tokens;) {
     int32_t count = std::min(taken, batch_.tokens - t);
     const char* x = (const char*)batch_.hidden + t * batch_.hidden_stride * (int64_t)size_of(batch_.hidden_dtype);
@@ -30,8 +30,8 @@ void Call::before_units(char*) {
     tokens_left_.fetch_sub(count, std::memory_order_acq_rel);
   }
   // Those that are left are in the hands of running threads.
-  for (int looks = 0; tokens_left_.load(std::memory_order_acquire); looks++)
-    looks < 1000 ? relax() : (void)sched_yield();
+  for (int spins = 0; tokens_left_.load(std::memory_order_acquire); spins++)
+    spins < 1000 ? relax() : (void)sched_yield();
 }
 
 void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
@@ -57,20 +57,20 @@ void Call::segment_done(size_t index, char* slice) {
       {panel_of(index), plan_.tilings[index], segment.count, experts_.weights().hidden_k_tiles(), scales});
 }
 
-const char* Call::columns_at(const Lane& lane, size_t index) const {
+const char* Call::lane_weights(const Lane& lane, size_t index) const {
   return experts_.weights().down().at(routing_.segments[index].expert, lane.block0);
 }
 
-void Call::run_columns(const Lane& lane, size_t index, char* slice) {
+void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
   const BlockStore& store = experts_.weights().down();
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int32_t k_tiles = store.k_tiles();
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
-  const char* b = columns_at(lane, index);
-  const char* after = index + 1 < routing_.segments.size() ? columns_at(lane, index + 1) : nullptr;
+  const char* b = lane_weights(lane, index);
+  const char* after = index + 1 < routing_.segments.size() ? lane_weights(lane, index + 1) : nullptr;
 
-  Down down = columns_of(lane, slice);
+  Down down = lane_output(lane, slice);
   down.block_bytes = store.block_bytes();
   down.bias = experts_.weights().down_bias(segment.expert);
   for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {

@@ -11,8 +11,8 @@ namespace kt {
 
 namespace {
 
-constexpr int64_t kMostGroups = 16;  // in a piece
-constexpr int64_t kPieces = 4;       // for each thread, of what is left
+constexpr int64_t kMaxGroups = 16;  // in a piece
+constexpr int64_t kPieces = 4;      // for each thread, of what is left
 
 // Activations as they are multiplied; kept by the thread that asks, because it asks for every layer of every token.
 char* scratch_of(int64_t bytes) {
@@ -60,7 +60,7 @@ class LinearJob : public Job {
       const Matrix* m = l_.matrices;
       int64_t at = first, own = ceil_div(m->rows, kGemvGroup);
       for (; at >= own; own = ceil_div(m->rows, kGemvGroup)) at -= own, m++;
-      int64_t share = std::clamp<int64_t>((groups_ - first) / (kPieces * threads_), 1, kMostGroups);
+      int64_t share = std::clamp<int64_t>((groups_ - first) / (kPieces * threads_), 1, kMaxGroups);
       int64_t count = std::min(share, own - at);
       if (next_.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) {
         int64_t row = at * kGemvGroup;

@@ -19,7 +19,7 @@ constexpr int32_t kExpertsTogether = 4;  // experts
 // What write_out is asked for; the dtype is a constant below, so that the loops are vectors where numbers are side by
 // side.
 template <class Real>
-struct Plain {
+struct FactorCopy {
   const SourceMatrix& m;
   int32_t expert, count, rows, columns;
   Real scale;
@@ -28,7 +28,7 @@ struct Plain {
 };
 
 template <DType type, class Real>
-void write_as(const Plain<Real>& p) {
+void copy_factor_as(const FactorCopy<Real>& p) {
   const Source& s = p.m.source;
   auto number = [&](int64_t at) { return p.scale * element_of<Real>(s.data, at, type); };
   if (p.m.expert_stride == 1 && p.count == kExpertsTogether) {
@@ -52,18 +52,18 @@ void write_as(const Plain<Real>& p) {
 
 // out[n][k] = scale * m(n, k), rows of `width`; the same for `count` experts, each `next` further on.
 template <class Real>
-void write_out(const SourceMatrix& m, int32_t expert, int32_t count, int32_t rows, int32_t columns, Real scale,
-               Real* out, int64_t width, int64_t next) {
-  Plain<Real> p{m, expert, count, rows, columns, scale, out, width, next};
+void copy_factor(const SourceMatrix& m, int32_t expert, int32_t count, int32_t rows, int32_t columns, Real scale,
+                 Real* out, int64_t width, int64_t next) {
+  FactorCopy<Real> p{m, expert, count, rows, columns, scale, out, width, next};
   switch (m.source.dtype) {
     case DType::f32:
-      return write_as<DType::f32>(p);
+      return copy_factor_as<DType::f32>(p);
     case DType::bf16:
-      return write_as<DType::bf16>(p);
+      return copy_factor_as<DType::bf16>(p);
     case DType::f16:
-      return write_as<DType::f16>(p);
+      return copy_factor_as<DType::f16>(p);
     case DType::f64:
-      return write_as<DType::f64>(p);
+      return copy_factor_as<DType::f64>(p);
   }
 }
 
@@ -81,9 +81,9 @@ class FactorJob : public Job {
     gate_up_size_ = (int64_t)2 * s.intermediate * a_.gate_up_tiles() * kTileK;
     down_size_ = (int64_t)s.hidden * a_.down_tiles() * kTileK;
     bytes_ = round_up((a_size_ + gate_up_size_ + down_size_) * experts_together_ * (int64_t)sizeof(Real), 4096);
-    memory_ = a_.arena_.borrow((size_t)(bytes_ * a_.pool_.threads()));
+    memory_ = a_.arena_.acquire((size_t)(bytes_ * a_.pool_.threads()));
   }
-  ~FactorJob() override { a_.arena_.give_back(std::move(memory_)); }
+  ~FactorJob() override { a_.arena_.release(std::move(memory_)); }
 
   void work(const Worker& worker) override {
     Real *a = (Real*)(memory_.data() + worker.index * bytes_), *wide = a + a_size_ * experts_together_,
@@ -117,20 +117,20 @@ class FactorJob : public Job {
     const LayerShape& s = a_.layer_;
     const LoraRanks& r = a_.ranks_;
     int64_t hidden = s.hidden, rank = a_.gate_up_rank(), next = rank * hidden;
-    if (r.gate) write_out(source_.gate.a, first, count, r.gate, s.hidden, Real(1), all, hidden, next);
+    if (r.gate) copy_factor(source_.gate.a, first, count, r.gate, s.hidden, Real(1), all, hidden, next);
     if (r.up && !r.shared)
-      write_out(source_.up.a, first, count, r.up, s.hidden, Real(1), all + r.gate * hidden, hidden, next);
+      copy_factor(source_.up.a, first, count, r.up, s.hidden, Real(1), all + r.gate * hidden, hidden, next);
     for (int32_t e = 0; e < count; e++, all += next)
       pack(a_.gate_up_a_, first + e, all, all, kBlockN, kTileN, (int32_t)rank, s.hidden);
 
     int32_t width = a_.gate_up_tiles() * kTileK;
     Real* up = gate + (int64_t)s.intermediate * width;
     if (r.gate)
-      write_out(source_.gate.b, first, count, s.intermediate, r.gate, Real(source_.gate.scale), gate, width,
-                gate_up_size_);
+      copy_factor(source_.gate.b, first, count, s.intermediate, r.gate, Real(source_.gate.scale), gate, width,
+                  gate_up_size_);
     if (r.up)
-      write_out(source_.up.b, first, count, s.intermediate, r.up, Real(source_.up.scale), up + a_.up_at(), width,
-                gate_up_size_);
+      copy_factor(source_.up.b, first, count, s.intermediate, r.up, Real(source_.up.scale), up + a_.up_at(), width,
+                  gate_up_size_);
     for (int32_t e = 0; e < count; e++, gate += gate_up_size_, up += gate_up_size_) {
       if (s.gated) {
         pack(a_.gate_up_b_, first + e, gate, up, kTileN, 0, s.intermediate, width);
@@ -144,10 +144,10 @@ class FactorJob : public Job {
     const LayerShape& s = a_.layer_;
     int32_t rank = a_.ranks_.down, width = a_.down_tiles() * kTileK;
     int64_t next = (int64_t)rank * s.intermediate;
-    write_out(source_.down.a, first, count, rank, s.intermediate, Real(1), all, s.intermediate, next);
+    copy_factor(source_.down.a, first, count, rank, s.intermediate, Real(1), all, s.intermediate, next);
     for (int32_t e = 0; e < count; e++, all += next)
       pack(a_.down_a_, first + e, all, all, kBlockN, kTileN, rank, s.intermediate);
-    write_out(source_.down.b, first, count, s.hidden, rank, Real(source_.down.scale), b, width, down_size_);
+    copy_factor(source_.down.b, first, count, s.hidden, rank, Real(source_.down.scale), b, width, down_size_);
     for (int32_t e = 0; e < count; e++, b += down_size_)
       pack(a_.down_b_, first + e, b, b, kBlockN, kTileN, s.hidden, width);
   }
@@ -176,11 +176,11 @@ Adapter::Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTa
 
 void Adapter::pack(const SourceLora& source) {
   std::lock_guard lock(packing_);
-  readers_.close("factors of an adapter");
-  struct Open {
+  readers_.lock("factors of an adapter");
+  struct Unlock {
     Readers& readers;
-    ~Open() { readers.open(); }
-  } open{readers_};
+    ~Unlock() { readers.unlock(); }
+  } unlock{readers_};
   with_sums_of(kernels_, [&](auto zero) {
     FactorJob<decltype(zero)> job(*this, source);
     pool_.run(job);

@@ -64,8 +64,8 @@ void Backward::before_units(char* slice) {
 namespace {
 template <class Number>
 void wait_for(const std::atomic<Number>& number, Number wanted) {
-  for (int looks = 0; number.load(std::memory_order_acquire) != wanted; looks++)
-    looks < 1000 ? relax() : (void)sched_yield();
+  for (int spins = 0; number.load(std::memory_order_acquire) != wanted; spins++)
+    spins < 1000 ? relax() : (void)sched_yield();
 }
 }  // namespace
 
@@ -145,7 +145,7 @@ void Backward::lora_shrink_run(int32_t n, ShrinkInput& from, char* slice) const 
 
 // h times A of down, and g times B of gate/up.
 void Backward::lora_shrink_gradients(size_t index, char* slice) {
-  if (!plan_.rows_at.empty()) lora_shrink_hidden(index, workspace_.data() + plan_.rows_at[index], slice);
+  if (!plan_.hidden_at.empty()) lora_shrink_hidden(index, workspace_.data() + plan_.hidden_at[index], slice);
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int64_t tile_bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem;
@@ -235,7 +235,7 @@ Backward::WgradRows Backward::wgrad_rows(Factor factor, const Run& run) const {
     case Factor::down_a:
       break;
   }
-  return {workspace_.data() + plan_.rows_at[(size_t)run.segment],
+  return {workspace_.data() + plan_.hidden_at[(size_t)run.segment],
           panel_type,
           0,
           block,
@@ -356,7 +356,7 @@ void Backward::store_grad(size_t index, int32_t expert, Factor factor, int32_t c
   StoreGrad d{};
   d.c_stride = sums_stride(columns_);
   // Ranks [first, first + count) of the sums; element (r, n) of the tensor is `at` on.
-  auto send = [&](const Target& t, int32_t first, int32_t count, int64_t at, int64_t r_stride, int64_t n_stride) {
+  auto store = [&](const Target& t, int32_t first, int32_t count, int64_t at, int64_t r_stride, int64_t n_stride) {
     if (!t.data) return;
     d.c = sums + first * d.c_stride * experts_.kernels().sum_bytes;
     d.ranks = count;
@@ -367,33 +367,33 @@ void Backward::store_grad(size_t index, int32_t expert, Factor factor, int32_t c
     experts_.kernels().store_grad(d);
   };
   // They are rows of an A ...
-  auto send_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
+  auto store_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
     d.from = 0, d.each = kBlockN, d.count = std::min(columns, width - column), d.scale = 1;
-    send(t, first, count, column * t.k_stride, t.n_stride, t.k_stride);
+    store(t, first, count, column * t.k_stride, t.n_stride, t.k_stride);
   };
   // ... or columns of a B, whose rows from `n` on are all of the sums' columns, or 16 of every 32.
-  auto send_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t from, int32_t each,
-                    int32_t rows) {
+  auto store_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t from, int32_t each,
+                     int32_t rows) {
     int32_t n = column / kBlockN * each;
     d.from = from, d.each = each, d.count = std::min(columns / kBlockN * each + columns % kBlockN, rows - n);
     d.scale = scale;
-    send(t, first, count, n * t.n_stride, t.k_stride, t.n_stride);
+    store(t, first, count, n * t.n_stride, t.k_stride, t.n_stride);
   };
   switch (factor) {
     case Factor::gate_up_a:
-      send_a(to.gate_a, 0, ranks.gate, s.hidden);
-      if (!ranks.shared) send_a(to.up_a, adapter.up_at(), ranks.up, s.hidden);
+      store_a(to.gate_a, 0, ranks.gate, s.hidden);
+      if (!ranks.shared) store_a(to.up_a, adapter.up_at(), ranks.up, s.hidden);
       break;
     case Factor::down_a:
-      send_a(to.down_a, 0, ranks.down, s.intermediate);
+      store_a(to.down_a, 0, ranks.down, s.intermediate);
       break;
     case Factor::down_b:
-      send_b(to.down_b, 0, ranks.down, to.down_scale, 0, kBlockN, s.hidden);
+      store_b(to.down_b, 0, ranks.down, to.down_scale, 0, kBlockN, s.hidden);
       break;
     case Factor::gate_up_b:
-      if (s.gated) send_b(to.gate_b, 0, ranks.gate, to.gate_scale, 0, kTileN, s.intermediate);
-      send_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, s.gated ? kTileN : 0, s.gated ? kTileN : kBlockN,
-             s.intermediate);
+      if (s.gated) store_b(to.gate_b, 0, ranks.gate, to.gate_scale, 0, kTileN, s.intermediate);
+      store_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, s.gated ? kTileN : 0, s.gated ? kTileN : kBlockN,
+              s.intermediate);
   }
 }
 

@@ -17,7 +17,7 @@ class Call final : public Task {
   // `keep` takes gate and up of every row, in the order of the routing, for a Backward of the same batch; or null.
   Call(const Experts& experts, const Batch& batch, Adapters adapters = {}, char* keep = nullptr)
       : Task(experts, batch, std::move(adapters), Direction::forward), keep_(keep) {
-    batch_.learns |= keep || batch.dropout > 0;
+    batch_.needs_grad |= keep || batch.dropout > 0;
   }
   ~Call() override { close(); }
 
@@ -26,8 +26,8 @@ class Call final : public Task {
   void before_units(char* slice) override;
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void segment_done(size_t segment, char* slice) override;
-  void run_columns(const Lane& lane, size_t segment, char* slice) override;
-  const char* columns_at(const Lane& lane, size_t segment) const override;
+  void run_lane_segment(const Lane& lane, size_t segment, char* slice) override;
+  const char* lane_weights(const Lane& lane, size_t segment) const override;
 
   char* keep_;
   std::atomic<int32_t> next_tokens_{0}, tokens_left_{0};  // W8A8: rows of x that are not bytes yet
@@ -71,13 +71,13 @@ class Backward final : public Task {
   void after_lanes(char* slice) override;
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void segment_done(size_t segment, char* slice) override;
-  void run_columns(const Lane& lane, size_t segment, char* slice) override;
+  void run_lane_segment(const Lane& lane, size_t segment, char* slice) override;
   void transpose_block(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
                        char* out) const;
   void add_transposes(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out,
                       std::vector<Transpose>& jobs) const;
   TransposedBlocks transpose_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count,
-                                    int32_t block0, int32_t block1, bool beside, char* out,
+                                    int32_t block0, int32_t block1, bool overlap, char* out,
                                     std::vector<Transpose>& jobs) const;
   template <class Real>
   void add_weight_gradients(size_t segment);

@@ -68,12 +68,12 @@ struct Plan {
   int32_t panel_k_tiles;                // width of the panel between units and lanes
   int32_t down_chunk;                   // k tiles of down taken at a time; depends on I alone
   std::vector<Tiling> tilings;          // [segments]
-  std::vector<int64_t> hidden_at;       // [segments] byte offset of the hidden panel
+  std::vector<int64_t> panels_at;       // [segments] byte offset of the hidden panel
   std::vector<int32_t> units_of;        // [segments] up units to wait for
   std::vector<RankPanels> ranks;        // [runs]
-  std::vector<int64_t> rows_at;         // [segments] activated rows, where backward wants them; else empty
-  int64_t parts_at;                     // backward: shares of the routing weights' gradients, sums [rows][down k tiles]
-  int32_t most_tiles;                   // token tiles that a thread gathers at a time, about
+  std::vector<int64_t> hidden_at;       // [segments] activated rows, where backward wants them; else empty
+  int64_t weight_grads_at;              // backward: shares of the routing weights' gradients, sums [rows][down k tiles]
+  int32_t max_tiles;                    // token tiles that a thread gathers at a time, about
   std::vector<Piece> pieces;            // backward: of all segments that have runs
   std::vector<std::vector<UpUnit>> up;  // [groups]
   std::vector<std::vector<Lane>> lanes;  // [groups]

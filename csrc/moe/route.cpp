@@ -17,9 +17,9 @@ void read_ids(const Batch& b, int32_t experts, int32_t* expert, int32_t* count, 
     const Id* ids = (const Id*)b.ids + t * b.ids_stride;
     for (int32_t s = 0; s < b.top_k; s++) {
       Id e = ids[s];
-      bool here = e >= 0 && e < experts && !(b.skip && b.skip[e]);
-      *expert++ = here ? (int32_t)e : -1;
-      if (here) count[e]++, left[t]++;
+      bool local = e >= 0 && e < experts && !(b.skip && b.skip[e]);
+      *expert++ = local ? (int32_t)e : -1;
+      if (local) count[e]++, left[t]++;
     }
   }
 }
@@ -32,7 +32,7 @@ void order_by_adapter(const Batch& b, std::vector<int32_t>& order) {
 }
 
 // The adapters of every segment's rows, which lie sorted by them.
-void find_runs(const Batch& b, Routing& r) {
+void make_runs(const Batch& b, Routing& r) {
   r.runs.clear();
   r.run0.assign(1, 0);
   for (size_t s = 0; s < r.segments.size(); s++) {
@@ -100,7 +100,7 @@ void route(const Batch& b, int32_t experts, Routing& r) {
       }
   }
 
-  find_runs(b, r);
+  make_runs(b, r);
   make_dropout_seeds(b, r);
   r.idle.clear();
   for (int32_t t = 0; t < b.tokens; t++)

@@ -30,7 +30,7 @@ struct Batch {
   double dropout = 0;  // share of LoRA's inputs that is dropped
   uint64_t dropout_seed = 0;
   bool w8a8 = false;              // forward: rows as bytes; Experts::w8a8_unsupported is empty
-  bool learns = false;            // forward: a backward pass follows, and the weights have to be those that it sees
+  bool needs_grad = false;        // forward: a backward pass follows, and the weights have to be those that it sees
   const uint8_t* skip = nullptr;  // [E]
   void* out = nullptr;            // [T, H]
   DType out_dtype = DType::bf16;

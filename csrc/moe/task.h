@@ -68,9 +68,10 @@ class Task : private Job {
   virtual void after_lanes(char*) {}   // likewise
   virtual void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) = 0;
   virtual void segment_done(size_t segment, char* slice) = 0;  // its units are done; lanes wait for this
-  virtual void run_columns(const Lane& lane, size_t segment, char* slice) = 0;
-  // The weights that run_columns will read one after another from here on, worth fetching while it must wait; or null.
-  virtual const char* columns_at(const Lane&, size_t) const { return nullptr; }
+  virtual void run_lane_segment(const Lane& lane, size_t segment, char* slice) = 0;
+  // The weights that run_lane_segment will read one after another from here on, worth fetching while it must wait; or
+  // null.
+  virtual const char* lane_weights(const Lane&, size_t) const { return nullptr; }
   void close();  // the derived destructor's first act: nothing may run while it goes
 
   // Rows [first, first + live) of a segment that a unit multiplies.
@@ -96,7 +97,7 @@ class Task : private Job {
   // The few rows of a panel of one tile.
   PackedGemvRows panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const;
 
-  const char* first_read(const UpUnit& unit) const;  // of gate/up
+  const char* unit_weights(const UpUnit& unit) const;  // of gate/up
 
   // lora_shrink.cpp: products with LoRA's factors.
   // The runs of a segment, each with its place in the plan.
@@ -133,7 +134,7 @@ class Task : private Job {
   void lora_shrink_hidden(size_t segment, const char* rows, char* slice) const;
 
   // Columns of the running sums and of the output for Down; the caller fills in the product.
-  Down columns_of(const Lane& lane, char* slice) const;
+  Down lane_output(const Lane& lane, char* slice) const;
   // Calls act(tile0, tiles) for pieces of a segment whose panel stays in L2.
   template <class Act>
   void for_pieces(size_t segment, Act&& act) const {
@@ -143,7 +144,7 @@ class Task : private Job {
     for (int32_t tile = 0; tile < whole.tiles; tile += most) act(tile, std::min(most, whole.tiles - tile));
   }
   bool w8a8() const { return plan_.w8a8; }
-  char* panel_of(size_t segment) const { return workspace_.data() + plan_.hidden_at[segment]; }
+  char* panel_of(size_t segment) const { return workspace_.data() + plan_.panels_at[segment]; }
 
   const Experts& experts_;
   Batch batch_;
@@ -156,21 +157,21 @@ class Task : private Job {
   void work(const Worker& worker) override;
   void prepare();
   void finish();
-  void settle();
-  void clear_idle();
-  void await_segment(const Lane& lane, size_t segment);
+  void wait_pending();
+  void zero_idle_tokens();
+  void wait_for_segment(const Lane& lane, size_t segment);
   void take_units(size_t group, char* slice);
   void take_lanes(size_t group, char* slice);
   int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
 
   Direction direction_;
-  bool reading_ = false;                       // between Weights::enter and leave
-  size_t entered_ = 0;                         // adapters likewise
+  bool weights_entered_ = false;               // between Weights::enter and leave
+  size_t adapters_entered_ = 0;                // adapters likewise
   std::vector<std::atomic<int32_t>> next_up_;  // [groups]
   std::vector<LaneQueue> lanes_;               // [groups]
   std::vector<std::atomic<int32_t>> up_left_;  // [segments] units, and one for segment_done
   std::mutex mutex_;                           // submit and wait from several threads
-  std::atomic<bool> under_way_{false};
+  std::atomic<bool> in_flight_{false};
 };
 
 }  // namespace kt

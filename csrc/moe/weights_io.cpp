@@ -32,11 +32,11 @@ void BlockStore::copy_to(char* to, int32_t experts) const {
 
 void Weights::adopt(const char* up, const char* down) {
   std::lock_guard lock(packing_);
-  readers_.close("experts");
+  readers_.lock("experts");
   up_.adopt(up, shape_.experts);
   down_.adopt(down, shape_.experts);
   std::fill(present_.begin(), present_.end(), (uint8_t)1);
-  readers_.open();
+  readers_.unlock();
 }
 
 void Weights::adopt_biases(const char* up, const char* down) {

@@ -65,9 +65,10 @@ MadeUpBatch rows_of_one(const LayerShape& s, int32_t rows) {
   return batch;
 }
 
-std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool learns = false, const Adapters& adapters = {}) {
+std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool needs_grad = false,
+                       const Adapters& adapters = {}) {
   Batch b = batch.batch(experts.shape());
-  b.learns = learns;
+  b.needs_grad = needs_grad;
   if (!adapters.empty()) b.every_adapter = 0;
   std::fill(batch.out.begin(), batch.out.end(), NAN);
   Call(experts, b, adapters).run();
@@ -154,8 +155,8 @@ TEST(few_rows_and_their_neighbours) {
         std::min(few_of(*experts, experts->weights().up()), few_of(*experts, experts->weights().down()));
     MadeUpBatch all = rows_of_one(layer.shape, few), alone = all;
     alone.tokens = 1;
-    for (bool learns : {false, true}) {
-      std::vector<float> rows = run(*experts, all, learns), one = run(*experts, alone, learns);
+    for (bool needs_grad : {false, true}) {
+      std::vector<float> rows = run(*experts, all, needs_grad), one = run(*experts, alone, needs_grad);
       CHECK(std::memcmp(one.data(), rows.data(), (size_t)layer.shape.hidden * sizeof(float)) == 0);
     }
     CHECK(!same(run(*experts, alone), run(*experts, alone, true)));
