@@ -56,8 +56,8 @@ class InProcess:
         self._clock = ExpertClock(service.engine.forward.model)
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        from ktransformers.serve.engine.engine.sampling import Sampling
-        from ktransformers.serve.engine.engine.sequence import Event, GenerationRequest, Sequence
+        from ktransformers.serve.engine.sampling import Sampling
+        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
 
         engine, registry = self._service.engine, self._service.registry
         times: list[list[float]] = [[] for _ in prompts]

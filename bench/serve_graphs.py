@@ -68,7 +68,7 @@ class Bench:
         import torch
 
         from ktransformers.place import attach
-        from ktransformers.serve.engine.engine.forward import Forward
+        from ktransformers.serve.engine.forward import Forward
 
         self.args, self.device = args, torch.device(args.device)
         recipe = replace(recipes()[args.shape], layers=args.layers, vocabulary=args.vocabulary)
@@ -91,7 +91,7 @@ class Bench:
 
         from ktransformers.adapters import LoraPair, adapter_from_tensors
         from ktransformers.nn.contract import expert_modules
-        from ktransformers.serve.engine.engine.lora import LoraModules
+        from ktransformers.serve.engine.lora import LoraModules
 
         drawn = torch.Generator().manual_seed(seed)
 
@@ -114,7 +114,7 @@ class Bench:
         return self.places.bind(adapter_from_tensors(experts, linears), "random", f"a{seed}", 1)
 
     def graphs(self) -> Any:
-        from ktransformers.serve.graphs.decode_graphs.decode_graphs import Compute, DecodeGraphs
+        from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs
 
         def record(compute: Compute) -> Compute:
             def again() -> Any:
@@ -126,9 +126,9 @@ class Bench:
         return DecodeGraphs(self.model, self.placement, record if self.device.type == "cpu" else None)
 
     def engine(self, streams: int, new: int) -> Any:
-        from ktransformers.serve.engine.engine.engine import Limits, ServeEngine
-        from ktransformers.serve.engine.engine.sampling import Sampling
-        from ktransformers.serve.engine.engine.sequence import Event, GenerationRequest, Sequence
+        from ktransformers.serve.engine.engine import Limits, ServeEngine
+        from ktransformers.serve.engine.sampling import Sampling
+        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
 
         def hear(event: Event) -> None:
             if event.error:

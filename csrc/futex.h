@@ -15,15 +15,15 @@
 
 namespace kt {
 
-using Word = std::atomic<uint32_t>;
-static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is four bytes");
+using FutexWord = std::atomic<uint32_t>;
+static_assert(sizeof(FutexWord) == 4 && FutexWord::is_always_lock_free, "a futex is four bytes");
 
-inline void futex_wait(Word& word, uint32_t seen) {
+inline void futex_wait(FutexWord& word, uint32_t seen) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 }
 
 // The kernel takes the address as a name and does not read it, so the word may be gone already.
-inline void futex_wake(Word* word, int threads) {
+inline void futex_wake(FutexWord* word, int threads) {
   syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
 }
 
@@ -54,8 +54,8 @@ bool spin_until(Ready ready, std::chrono::microseconds limit) {
 class SpinLock {
  public:
   void lock() {
-    for (int looks = 0; held_.exchange(true, std::memory_order_acquire);) do {
-        if (++looks < 1000)
+    for (int spins = 0; held_.exchange(true, std::memory_order_acquire);) do {
+        if (++spins < 1000)
           relax();
         else
           sched_yield();

@@ -12,7 +12,7 @@
 namespace kt {
 namespace {
 
-constexpr std::chrono::seconds kPatience{10};
+constexpr std::chrono::seconds kTimeout{10};
 
 size_t scratch_bytes(const Measurement& m) {
   if (m.bytes) return m.bytes;
@@ -33,7 +33,7 @@ class MeasureJob final : public Job {
       std::memset(scratch_[index].data(), 1, scratch_[index].size());
       arrived_.fetch_add(1);
     }
-    if (assembled() && measures)
+    if (all_arrived() && measures)
       rates_[index] = kernels_.rate(m_.what, m_.seconds, scratch_[index].data(), scratch_[index].size());
   }
 
@@ -46,8 +46,8 @@ class MeasureJob final : public Job {
 
  private:
   // Everybody waits, those who do not measure too: the first to leave closes the job for all who are still to come.
-  bool assembled() {
-    const auto end = std::chrono::steady_clock::now() + kPatience;
+  bool all_arrived() {
+    const auto end = std::chrono::steady_clock::now() + kTimeout;
     while (arrived_.load() < rates_.size()) {
       if (std::chrono::steady_clock::now() > end) return false;
       sched_yield();

@@ -161,11 +161,11 @@ double read_quota(const std::string& root) {
   return tightest;
 }
 
-std::vector<Cpu> places_of(const Topology& t, const std::vector<int>& cpus) {
-  std::vector<Cpu> places;
+std::vector<Cpu> selected_cpus(const Topology& t, const std::vector<int>& cpus) {
+  std::vector<Cpu> selected;
   for (const Cpu& cpu : t.cpus)
-    if (std::find(cpus.begin(), cpus.end(), cpu.id) != cpus.end()) places.push_back(cpu);
-  return places;
+    if (std::find(cpus.begin(), cpus.end(), cpu.id) != cpus.end()) selected.push_back(cpu);
+  return selected;
 }
 
 std::vector<int> nodes_among(const std::vector<Cpu>& cpus) {
@@ -263,17 +263,17 @@ std::vector<int> useful_cpus(const Topology& t, const AggregateRate& rate) {
   return rates[best] > 1.05 * reference ? candidates[best] : all;
 }
 
-Seating seat_threads(const Topology& t, const std::vector<int>& cpus, int threads, int groups) {
-  const std::vector<Cpu> places = places_of(t, cpus);
-  const std::vector<int> nodes = nodes_among(places);
+ThreadPlacement place_threads(const Topology& t, const std::vector<int>& cpus, int threads, int groups) {
+  const std::vector<Cpu> selected = selected_cpus(t, cpus);
+  const std::vector<int> nodes = nodes_among(selected);
   const bool real = groups == static_cast<int>(nodes.size());
   const size_t count = static_cast<size_t>(groups);
 
-  Seating seating;
+  ThreadPlacement placement;
   std::vector<std::vector<Cpu>> members(count);
-  for (size_t i = 0; i < places.size(); ++i) {
-    const auto node = std::lower_bound(nodes.begin(), nodes.end(), places[i].node) - nodes.begin();
-    members[real ? static_cast<size_t>(node) : i * count / places.size()].push_back(places[i]);
+  for (size_t i = 0; i < selected.size(); ++i) {
+    const auto node = std::lower_bound(nodes.begin(), nodes.end(), selected[i].node) - nodes.begin();
+    members[real ? static_cast<size_t>(node) : i * count / selected.size()].push_back(selected[i]);
   }
   std::vector<size_t> share(count, 1);
   for (int left = threads - groups; left > 0; --left) {
@@ -290,12 +290,12 @@ Seating seat_threads(const Topology& t, const std::vector<int>& cpus, int thread
     const std::vector<int> order = cores_first(members[g]);
     const bool fits = share[g] <= order.size();
     for (size_t i = 0; i < share[g]; ++i)
-      seating.seats.push_back({static_cast<int>(g), fits && !cut && (g > 0 || i > 0) ? order[i] : -1});
-    seating.crowded |= !fits;
-    seating.node_of.push_back(real ? nodes[g] : -1);
-    seating.cpus_of.push_back(order);
+      placement.workers.push_back({static_cast<int>(g), fits && !cut && (g > 0 || i > 0) ? order[i] : -1});
+    placement.oversubscribed |= !fits;
+    placement.node_of.push_back(real ? nodes[g] : -1);
+    placement.cpus_of.push_back(order);
   }
-  return seating;
+  return placement;
 }
 
 }  // namespace kt

@@ -44,16 +44,16 @@ using AggregateRate = std::function<double(const std::vector<int>& cpus)>;
 std::vector<int> useful_cpus(const Topology& topology, const AggregateRate& rate);
 
 // Who sits where. Index 0 is the seat of whoever calls run(); its cpu is left free for it.
-struct Seat {
+struct WorkerPlacement {
   int group;
   int cpu;  // -1: may move among the cpus of its group
 };
 
-struct Seating {
-  std::vector<Seat> seats;                // by worker index, group after group
+struct ThreadPlacement {
+  std::vector<WorkerPlacement> workers;   // by worker index, group after group
   std::vector<int> node_of;               // NUMA node of each group; -1 where groups do not follow nodes
   std::vector<std::vector<int>> cpus_of;  // cpus of each group
-  bool crowded = false;                   // more threads than cpus: spinning would keep others from working
+  bool oversubscribed = false;            // more threads than cpus: spinning would keep others from working
 };
 
 // `threads` seats on `cpus` in `groups` groups: one per node where there are as many groups as nodes among `cpus`,
@@ -61,6 +61,6 @@ struct Seating {
 // share of the threads in proportion to its cpus. Threads stay free to move inside their group where there are more of
 // them than cpus, and where a quota cuts the machine: any fixed cpu may be the one that another container is busy on.
 // Needs 1 <= groups <= threads and at least one cpu.
-Seating seat_threads(const Topology& topology, const std::vector<int>& cpus, int threads, int groups);
+ThreadPlacement place_threads(const Topology& topology, const std::vector<int>& cpus, int threads, int groups);
 
 }  // namespace kt

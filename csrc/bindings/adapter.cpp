@@ -62,7 +62,7 @@ void PyAdapter::pack(nb::handle gate_a, nb::handle gate_b, nb::handle up_a, nb::
   adapter->pack(source);
 }
 
-LoraTargets PyExperts::bind_targets(nb::handle six, const PyAdapter& of, Bound& bound) const {
+LoraTargets PyExperts::bind_targets(nb::handle six, const PyAdapter& of, BoundArguments& bound) const {
   const LayerShape& s = experts->shape();
   const LoraRanks& r = of.adapter->ranks();
   if (nb::len(six) != 6)

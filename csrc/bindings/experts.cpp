@@ -120,10 +120,10 @@ constexpr int64_t kMostRows = INT_MAX - 64;  // (token, slot) pairs of a call: r
 
 }  // namespace
 
-Bound PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                      nb::handle skip, nb::handle adapters) const {
+BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out,
+                               nb::handle adapter, nb::handle skip, nb::handle adapters) const {
   const LayerShape& s = experts->shape();
-  Bound bound;
+  BoundArguments bound;
   auto take = [&](const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
     const Array& a = bound.tensors.emplace_back(array_of(name, tensor, dims, elements));
     check_dense(name, a);
@@ -182,19 +182,19 @@ Bound PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb:
   return bound;
 }
 
-Adapters Bound::table() const {
+Adapters BoundArguments::table() const {
   Adapters all;
   for (const auto& adapter : adapters) all.push_back(adapter.get());
   return all;
 }
 
-void Bound::set_dropout(double dropout, int64_t seed) {
+void BoundArguments::set_dropout(double dropout, int64_t seed) {
   if (!(dropout >= 0 && dropout < 1)) refuse_value("dropout", std::to_string(dropout), "at least 0 and less than 1");
   batch.dropout = dropout;
   batch.dropout_seed = (uint64_t)seed;
 }
 
-void Bound::check_adapters() const {
+void BoundArguments::check_adapters() const {
   int32_t count = (int32_t)adapters.size();
   for (int32_t t = 0; batch.adapter && t < batch.tokens; t++)
     if (batch.adapter[t] < -1 || batch.adapter[t] >= count)
@@ -203,14 +203,14 @@ void Bound::check_adapters() const {
           count ? "-1 (none) to " + std::to_string(count - 1) : "-1 (none)", count ? "" : "no adapter is loaded"));
 }
 
-void PyExperts::set_w8a8(bool w8a8, Bound& bound) const {
+void PyExperts::set_w8a8(bool w8a8, BoundArguments& bound) const {
   bound.batch.w8a8 = w8a8;
-  std::string why = w8a8 ? experts->why_no_bytes() : "";
+  std::string why = w8a8 ? experts->w8a8_unsupported() : "";
   if (!why.empty()) refuse_value("w8a8", "True", "False for these experts", why);
 }
 
 // Memory for gate and up of every (token, slot) of a call, or null.
-char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
+char* PyExperts::bind_keep(nb::handle keep, BoundArguments& bound) const {
   if (keep.is_none()) return nullptr;
   const Array& a = bound.tensors.emplace_back(array_of("keep", keep, 1, {kUint8}));
   check_dense("keep", a);
@@ -222,10 +222,10 @@ char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
 
 void PyExperts::forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                         nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8,
-                        bool learns) const {
-  Bound bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
+                        bool needs_grad) const {
+  BoundArguments bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
   bound.set_dropout(dropout, seed);
-  bound.batch.learns = learns;
+  bound.batch.needs_grad = needs_grad;
   set_w8a8(w8a8, bound);
   if (w8a8 && (!keep.is_none() || dropout > 0))
     refuse_value("w8a8", "True", "False beside keep and dropout", "training computes with all bits");
@@ -240,7 +240,7 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
                          nb::handle adapter, nb::handle adapters, nb::handle factors, double dropout,
                          int64_t seed) const {
   // The gradient of the hidden states is this call's output.
-  Bound bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters);
+  BoundArguments bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters);
   bound.set_dropout(dropout, seed);
   Gradients gradients;
   gradients.keep = bind_keep(keep, bound);

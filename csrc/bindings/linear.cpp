@@ -3,7 +3,7 @@
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
-#include "moe/largest.h"
+#include "moe/argmax.h"
 #include "moe/transpose.h"
 
 namespace kt {
@@ -29,10 +29,10 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
   const KernelTable& table = kernels();
   Array rows = array_of("x", x, 2, {kBFloat16, kFloat32});
   int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1);
-  if (tokens < 1 || tokens > table.narrow_tokens)
-    refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(table.narrow_tokens));
-  if (k % kNarrowK || k > (1 << 24))
-    refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kNarrowK));
+  if (tokens < 1 || tokens > table.gemv_max_tokens)
+    refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(table.gemv_max_tokens));
+  if (k % kGemvK || k > (1 << 24))
+    refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kGemvK));
   check_dense("x", rows);
   if (weights.size() != outs.size() || !weights.size())
     refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
@@ -62,14 +62,14 @@ nb::list PyPool::argmax(nb::handle x) const {
   int64_t count = (int64_t)rows.shape(0), columns = (int64_t)rows.shape(1);
   if (!columns) refuse_value("x", "no columns", "one or more");
   check_dense("x", rows);
-  std::vector<int64_t> found((size_t)count);
+  std::vector<int64_t> indices((size_t)count);
   {
     nb::gil_scoped_release released;
-    find_largest(engine->pool, rows.data(), dtype_of(rows), count, columns, row_stride(rows), found.data());
+    kt::argmax(engine->pool, rows.data(), dtype_of(rows), count, columns, row_stride(rows), indices.data());
   }
-  nb::list places;
-  for (int64_t place : found) places.append(place);
-  return places;
+  nb::list result;
+  for (int64_t index : indices) result.append(index);
+  return result;
 }
 
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
@@ -96,16 +96,16 @@ void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
 
 void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double scale) {
   Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), to = array_of("out", out, 2, {kBFloat16, kFloat32});
-  Array narrow = array_of("a", a, 2, {kFloat32}), wide = array_of("b", b, 2, {kFloat32});
-  int64_t count = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), rank = (int64_t)narrow.shape(0),
+  Array factor_a = array_of("a", a, 2, {kFloat32}), factor_b = array_of("b", b, 2, {kFloat32});
+  int64_t count = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), rank = (int64_t)factor_a.shape(0),
           columns = (int64_t)to.shape(1);
-  check_shape("a", narrow, {rank, k}, "rank, columns of x");
-  check_shape("b", wide, {rank, columns}, "rank, columns of out");
+  check_shape("a", factor_a, {rank, k}, "rank, columns of x");
+  check_shape("b", factor_b, {rank, columns}, "rank, columns of out");
   check_shape("out", to, {count, columns}, "rows of x, its columns");
   check_writable("out", out);
   check_dense("x", rows);
   check_dense("out", to);
-  for (auto [name, factor] : {std::pair{"a", &narrow}, {"b", &wide}}) {
+  for (auto [name, factor] : {std::pair{"a", &factor_a}, {"b", &factor_b}}) {
     check_dense(name, *factor);
     if (rank > 1 && factor->stride(0) != (int64_t)factor->shape(1))
       refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
@@ -113,9 +113,9 @@ void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double s
   if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
   nb::gil_scoped_release released;
   std::vector<float> scratch((size_t)rank);
-  kernels().adapt({(const char*)rows.data(), (char*)const_cast<void*>(to.data()), row_stride(rows), row_stride(to),
-                   dtype_of(rows), (const float*)narrow.data(), (const float*)wide.data(), count, k, rank, columns,
-                   (float)scale, scratch.data()});
+  kernels().lora_gemv({(const char*)rows.data(), (char*)const_cast<void*>(to.data()), row_stride(rows), row_stride(to),
+                       dtype_of(rows), (const float*)factor_a.data(), (const float*)factor_b.data(), count, k, rank,
+                       columns, (float)scale, scratch.data()});
 }
 
 }  // namespace kt

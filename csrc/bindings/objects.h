@@ -42,7 +42,7 @@ struct PyAdapter {
 };
 
 // What a call reads and writes, alive as long as it is.
-struct Bound {
+struct BoundArguments {
   std::vector<Array> tensors;
   std::vector<std::shared_ptr<Adapter>> adapters;
   Batch batch;
@@ -53,7 +53,7 @@ struct Bound {
 };
 
 struct PyCall {
-  Bound bound;
+  BoundArguments bound;
   std::shared_ptr<const Experts> experts;
   std::string error;  // of a callback, which has nobody to throw to
   std::mutex error_mutex;
@@ -65,7 +65,7 @@ struct PyCall {
 
   // A C callback: whatever is thrown is told to the next one who can hear it.
   template <class Act>
-  void quietly(Act&& act) noexcept {
+  void store_error(Act&& act) noexcept {
     try {
       act();
     } catch (const std::exception& e) {
@@ -88,7 +88,7 @@ struct PyExperts {
             nb::handle down_bias);
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8,
-               bool learns) const;
+               bool needs_grad) const;
   // `factors`: for every adapter the gradients' tensors (gate_a, gate_b, up_a, up_b, down_a, down_b), each a tensor or
   // None; or None.
   void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,
@@ -103,11 +103,11 @@ struct PyExperts {
 
   void transpose(nb::handle source, nb::handle target) const;  // by the threads of these experts
  private:
-  Bound bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter, nb::handle skip,
-             nb::handle adapters) const;
-  void set_w8a8(bool w8a8, Bound& bound) const;
-  char* bind_keep(nb::handle keep, Bound& bound) const;
-  LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, Bound& bound) const;
+  BoundArguments bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
+                      nb::handle skip, nb::handle adapters) const;
+  void set_w8a8(bool w8a8, BoundArguments& bound) const;
+  char* bind_keep(nb::handle keep, BoundArguments& bound) const;
+  LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, BoundArguments& bound) const;
 };
 
 Format format_of(const char* name, const std::string& text);

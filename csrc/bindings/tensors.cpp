@@ -48,21 +48,21 @@ struct ManagedHead {
 constexpr const char* kExchange = "__dlpack_c_exchange_api__";
 constexpr const char* kCapsule = "dltensor_versioned";
 
-void drop_unused(PyObject* capsule) {
+void delete_unconsumed(PyObject* capsule) {
   if (!PyCapsule_IsValid(capsule, kCapsule)) return;  // renamed by the one who took it
   ManagedHead* head = (ManagedHead*)PyCapsule_GetPointer(capsule, kCapsule);
   if (head->deleter) head->deleter(head);
 }
 
 // The tensor as a DLPack capsule where its type has the exchange API, as itself elsewhere.
-nb::object exported(nb::handle tensor) {
+nb::object dlpack_capsule(nb::handle tensor) {
   nb::object holder = nb::getattr(tensor.type(), kExchange, nb::none());
   if (!PyCapsule_IsValid(holder.ptr(), "dlpack_exchange_api")) return nb::borrow(tensor);
   auto* api = (ExchangeApi*)PyCapsule_GetPointer(holder.ptr(), "dlpack_exchange_api");
   if (api->major != 1) return nb::borrow(tensor);
   void* managed = nullptr;
   if (api->to_managed(tensor.ptr(), &managed)) nb::raise_python_error();
-  PyObject* capsule = PyCapsule_New(managed, kCapsule, drop_unused);
+  PyObject* capsule = PyCapsule_New(managed, kCapsule, delete_unconsumed);
   if (!capsule) nb::raise_python_error();
   return nb::steal(capsule);
 }
@@ -101,7 +101,7 @@ Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_l
                 "pass " + std::string(name) + ".detach()");
   Array array;
   try {
-    array = nb::cast<Array>(exported(tensor));
+    array = nb::cast<Array>(dlpack_capsule(tensor));
   } catch (nb::python_error& error) {
     nb::object device = nb::getattr(tensor, "device", nb::none());
     std::string where = device.is_none() ? "" : " on " + nb::cast<std::string>(nb::str(device));

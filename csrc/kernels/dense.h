@@ -8,18 +8,18 @@
 namespace kt {
 
 // A few rows times a matrix of bf16 rows; K a multiple of kNarrowK. First the rows are laid out as a variant multiplies
-// them (`spread`), which depends on their type: bf16 rows may meet the weights in bf16, f32 rows stay f32.
-constexpr int32_t kNarrowK = 32, kNarrowRows = 16;  // rows of the matrix that are read together
-struct Spread {
+// them (`pack_rows`), which depends on their type: bf16 rows may meet the weights in bf16, f32 rows stay f32.
+constexpr int32_t kGemvK = 32, kGemvGroup = 16;  // rows of the matrix that are read together
+struct PackRows {
   const void* x;   // [tokens][K]
   DType type;      // bf16 or f32
   int64_t stride;  // elements
   int32_t k, tokens;
   char* out;  // spread_bytes(tokens, k), aligned to 64
 };
-constexpr int64_t spread_bytes(int64_t tokens, int64_t k) { return tokens * k * 4; }
+constexpr int64_t packed_rows_bytes(int64_t tokens, int64_t k) { return tokens * k * 4; }
 
-struct Narrow {
+struct Gemv {
   const char* weights;
   int64_t weight_stride;  // bytes from row to row
   int32_t rows;           // of the matrix
@@ -32,18 +32,18 @@ struct Narrow {
   const char* next;  // rows that this thread will read after these, or null
 };
 
-// One query of each head of a group against a stretch of keys and values. Sizes are multiples of kAttendSize.
-constexpr int32_t kStretch = 512, kAttendSize = 16;
-struct Attend {
+// One query of each head of a group against a stretch of keys and values. Sizes are multiples of kHeadSizeStep.
+constexpr int32_t kAttentionSplit = 512, kHeadSizeStep = 16;
+struct AttentionSplit {
   const float* query;  // [heads][key_size], scaled
   const char *keys, *values;
   int64_t key_stride, value_stride;  // bytes from token to token
   DType type;                        // bf16 or f32, of both
   int32_t heads, key_size, value_size;
-  int32_t count;        // of keys, 1 to kStretch
-  float* scores;        // [heads][kStretch], scratch
-  float *most, *total;  // [heads]: the largest score; the sum of e^(score - most)
-  float* out;           // [heads][value_size]: the sum of e^(score - most) v
+  int32_t count;               // of keys, 1 to kAttentionSplit
+  float* scores;               // [heads][kAttentionSplit], scratch
+  float *max_score, *exp_sum;  // [heads]: the largest score; the sum of e^(score - most)
+  float* out;                  // [heads][value_size]: the sum of e^(score - most) v
 };
 
 // Rows divided by their root mean square, rounded, times a weight: x, weight and out of one type, bf16 or f32.
@@ -57,7 +57,7 @@ struct Norm {
 
 // out [rows][columns] += scale * (x [rows][k] A^T) B with A [rank][k] and B [rank][columns] in f32; x and out of one
 // type, bf16 or f32.
-struct Adapt {
+struct LoraGemv {
   const char* x;
   char* out;
   int64_t x_stride, out_stride;  // elements from row to row
@@ -65,7 +65,7 @@ struct Adapt {
   const float *a, *b;
   int64_t rows, k, rank, columns;
   float scale;
-  float* narrow;  // [rank], scratch
+  float* xa;  // [rank], scratch
 };
 
 }  // namespace kt

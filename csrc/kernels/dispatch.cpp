@@ -55,14 +55,14 @@ const KernelTables* tables_of(const std::string& name) {
 const std::vector<Variant>& variants() {
   static const std::vector<Variant> all = [] {
     static std::deque<std::string> missing;  // Variant points into it, so it must not move its strings
-    std::vector<Variant> found;
+    std::vector<Variant> list;
     for (const std::string& name : variant_names()) {
       missing.push_back(missing_features(name));
       const KernelTables* tables = tables_of(name);
       const bool native = tables && !emulated(name) && missing.back().empty();
-      found.push_back({name.c_str(), tables, native, emulated(name), missing.back().c_str()});
+      list.push_back({name.c_str(), tables, native, emulated(name), missing.back().c_str()});
     }
-    return found;
+    return list;
   }();
   return all;
 }
@@ -100,16 +100,16 @@ void report(const Variant& chosen, const std::string& asked, Precision precision
 }
 
 // A pointer, because gcc 13 takes a reference from a call with temporaries for a dangling one.
-const Variant* find(const std::string& name, const std::string& origin, Precision precision) {
+const Variant* find_variant(const std::string& name, const std::string& origin, Precision precision) {
   std::string usable;
-  const Variant* found = nullptr;
+  const Variant* match = nullptr;
   for (const Variant& variant : variants()) {
     if (!variant.native && !variant.emulated) continue;
-    if (name == variant.name) found = &variant;
+    if (name == variant.name) match = &variant;
     if (variant.table(precision)) usable += (usable.empty() ? "" : ", ") + std::string(variant.name);
   }
-  if (found && found->table(precision)) return found;
-  if (found)
+  if (match && match->table(precision)) return match;
+  if (match)
     throw std::runtime_error("CPU variant \"" + name + "\"" + origin + " has no kernels of precision " +
                              name_of(precision) + "; these have: " + usable +
                              "; or name none to have the best chosen (" + best(precision).name + ")");
@@ -134,13 +134,14 @@ int variant_count() { return static_cast<int>(variants().size()); }
 const Variant& variant(int index) { return variants().at(static_cast<size_t>(index)); }
 
 const KernelTable& kernels(const char* name, Precision precision) {
-  return *find(name, "", precision)->table(precision);
+  return *find_variant(name, "", precision)->table(precision);
 }
 
 const KernelTable& choose_kernels(Precision precision) {
   const std::string asked = requested_variant();
-  const Variant* chosen =
-      asked.empty() ? &best(precision) : find(asked, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)", precision);
+  const Variant* chosen = asked.empty()
+                              ? &best(precision)
+                              : find_variant(asked, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)", precision);
   if (debug_log()) report(*chosen, asked, precision);
   return *chosen->table(precision);
 }

@@ -5,9 +5,9 @@
 // so a panel is cut into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
 #include <immintrin.h>
 
-#include "kernels/narrow_tiles.h"
-#include "kernels/outer.h"
-#include "kernels/quads_vnni.h"
+#include "kernels/dp4a_vnni.h"
+#include "kernels/gemv_amx.h"
+#include "kernels/lora_wgrad.h"
 #include "kernels/rate.h"
 
 namespace kt {
@@ -39,9 +39,9 @@ struct Bf16Products {
 };
 
 // A step is 64 of K, and everything else is the same.
-struct ByteProducts {
+struct Int8Products {
   using Real = int32_t;
-  using Quads = VnniQuads;
+  using Dp4a = VnniDp4a;
   static constexpr bool halves = false;
   template <int to>
   static void add() {
@@ -54,49 +54,49 @@ struct ByteProducts {
 
 // Both token tiles pass through tile 4. Measured against a tile for each, with loads moved around in several ways, this
 // order is never behind and up to a fifth ahead with all cores busy.
-template <class Products, class P, class Beside>
-inline void steps_of_two(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
+template <class Products, class P, class Overlap>
+inline void steps_of_two(const Contraction& s, const P& p, Prefetch prefetch, Overlap& overlapped) {
   const char* a0 = s.a + p.tile * (int64_t)s.a_tile;
   const char* a1 = a0 + s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a0 += step, a1 += step) {
-    const char* b = meanwhile.tiles(s.b, k, kTileBytes);
+    const char* b = overlapped.tiles(s.b, k, kTileBytes);
     _tile_loadd(4, a0, 64);
     _tile_loadd(6, b, 64);
     Products::template add<0>();
-    prefetch_quarter(ahead, 0);
+    prefetch_quarter(prefetch, 0);
     _tile_loadd(7, b + kTileBytes, 64);
     Products::template add<1>();
-    prefetch_quarter(ahead, 1);
+    prefetch_quarter(prefetch, 1);
     _tile_loadd(4, a1, 64);
     Products::template add<2>();
-    prefetch_quarter(ahead, 2);
+    prefetch_quarter(prefetch, 2);
     Products::template add<3>();
-    prefetch_quarter(ahead, 3);
-    ahead.at += ahead.lines * 64;
-    meanwhile.step();
+    prefetch_quarter(prefetch, 3);
+    prefetch.at += prefetch.lines * 64;
+    overlapped.step();
   }
 }
 
 // Weight tiles 1, 3, 5 ... are zero: a factor of LoRA with few ranks.
-template <class P, class Beside>
-inline void half_steps(const Stretch& s, const P& p, Beside& meanwhile) {
+template <class P, class Overlap>
+inline void half_steps(const Contraction& s, const P& p, Overlap& overlapped) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
     _tile_loadd(4, a, 64);
-    _tile_loadd(6, meanwhile.tiles(s.b, k, kTileBytes), 64);
+    _tile_loadd(6, overlapped.tiles(s.b, k, kTileBytes), 64);
     _tile_dpbf16ps(0, 4, 6);
     if (p.tiles == 2) {
       _tile_loadd(5, a + s.a_tile, 64);
       _tile_dpbf16ps(2, 5, 6);
     }
-    meanwhile.step();
+    overlapped.step();
   }
 }
 
-template <class Products, class P, class Beside>
-inline void multiply_two(const P& p, Beside& meanwhile) {
+template <class Products, class P, class Overlap>
+inline void multiply_two(const P& p, Overlap& overlapped) {
   auto* c1 = p.c + p.rows * kBlockN;
   if (p.accumulate) {
     _tile_loadd(0, p.c, 128);
@@ -109,10 +109,11 @@ inline void multiply_two(const P& p, Beside& meanwhile) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_two<Products>(p.s, p, p.ahead, meanwhile);
-  for_each_extra(p, [&](const Stretch& s) {
-    Nothing nothing;
-    steps_of_two<Products>(s, p, kNothingAhead, nothing);
+  Products::halves&& p.contraction.half ? half_steps(p.contraction, p, overlapped)
+                                        : steps_of_two<Products>(p.contraction, p, p.prefetch, overlapped);
+  for_each_lora_term(p, [&](const Contraction& s) {
+    NoOverlap no_overlap;
+    steps_of_two<Products>(s, p, kNoPrefetch, no_overlap);
   });
   _tile_stored(0, p.c, 128);
   _tile_stored(1, p.c + 16, 128);
@@ -120,28 +121,28 @@ inline void multiply_two(const P& p, Beside& meanwhile) {
   _tile_stored(3, c1 + 16, 128);
 }
 
-template <class Products, class P, class Beside>
-inline void steps_of_one(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
+template <class Products, class P, class Overlap>
+inline void steps_of_one(const Contraction& s, const P& p, Prefetch prefetch, Overlap& overlapped) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
-    const char* b = meanwhile.tiles(s.b, k, kTileBytes);
-    prefetch_quarter(ahead, 0);
+    const char* b = overlapped.tiles(s.b, k, kTileBytes);
+    prefetch_quarter(prefetch, 0);
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
-    prefetch_quarter(ahead, 1);
+    prefetch_quarter(prefetch, 1);
     Products::template add<0>();
-    prefetch_quarter(ahead, 2);
+    prefetch_quarter(prefetch, 2);
     _tile_loadd(7, b + kTileBytes, 64);
-    prefetch_quarter(ahead, 3);
+    prefetch_quarter(prefetch, 3);
     Products::template add<1>();
-    ahead.at += ahead.lines * 64;
-    meanwhile.step();
+    prefetch.at += prefetch.lines * 64;
+    overlapped.step();
   }
 }
 
-template <class Products, class P, class Beside>
-inline void multiply_one(const P& p, Beside& meanwhile) {
+template <class Products, class P, class Overlap>
+inline void multiply_one(const P& p, Overlap& overlapped) {
   if (p.accumulate) {
     _tile_loadd(0, p.c, 128);
     _tile_loadd(1, p.c + 16, 128);
@@ -149,10 +150,11 @@ inline void multiply_one(const P& p, Beside& meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
   }
-  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_one<Products>(p.s, p, p.ahead, meanwhile);
-  for_each_extra(p, [&](const Stretch& s) {
-    Nothing nothing;
-    steps_of_one<Products>(s, p, kNothingAhead, nothing);
+  Products::halves&& p.contraction.half ? half_steps(p.contraction, p, overlapped)
+                                        : steps_of_one<Products>(p.contraction, p, p.prefetch, overlapped);
+  for_each_lora_term(p, [&](const Contraction& s) {
+    NoOverlap no_overlap;
+    steps_of_one<Products>(s, p, kNoPrefetch, no_overlap);
   });
   _tile_stored(0, p.c, 128);
   _tile_stored(1, p.c + 16, 128);
@@ -187,23 +189,24 @@ constexpr int kPairsAhead = 2;      // of rows, fetched while others are paired
 constexpr int kPanelColumns = 128;  // of a panel, made into tiles at a time: L1 holds them
 
 // One row of 32 columns as bf16.
-inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlockN * 8], char (&half)[kBlockN * 2]) {
+inline const char* bf16_row(const LoraWgrad& o, int m, int column, char (&edge)[kBlockN * 8],
+                            char (&half)[kBlockN * 2]) {
   if (m >= o.rows) {
     __builtin_memset(half, 0, sizeof half);
     return half;
   }
   const char* from = block_of_row(o, m, column, edge);
-  if (o.dtype == DType::bf16 && !o.drop.row) return from;
+  if (o.dtype == DType::bf16 && !o.dropout.seeds) return from;
   for (int i = 0; i < kBlockN; i += 16) {
     F32<16> v = load_as<F32<16>>(from, i, o.dtype);
-    if (o.drop.row) v = thinned(v, o.drop, o.drop.row[m], o.column + column + i);
+    if (o.dropout.seeds) v = apply_dropout(v, o.dropout, o.dropout.seeds[m], o.column + column + i);
     to_bf16<16>(half + i * 2, v);
   }
   return half;
 }
 
 // Sixteen ranks of row m as bf16, each in a lane.
-inline U32<16> ranks_in_lanes(const Outer& o, int m, int rank) {
+inline U32<16> ranks_in_lanes(const LoraWgrad& o, int m, int rank) {
   if (m >= o.rows) return U32<16>{};
   const char* from = o.p[m] + rank / kTileK * o.p_block + rank % kTileK * 2;
   if (!o.weight) return __builtin_convertvector(load<Vec<16>::u16>(from), U32<16>);
@@ -211,7 +214,7 @@ inline U32<16> ranks_in_lanes(const Outer& o, int m, int rank) {
 }
 
 // p turned: 16 ranks by 32 rows, [groups][steps] tiles.
-inline void rank_tiles(const Outer& o, int groups, int steps, char* a) {
+inline void rank_tiles(const LoraWgrad& o, int groups, int steps, char* a) {
   alignas(64) char pairs[kTileBytes];
   for (int g = 0; g < groups; g++)
     for (int k = 0; k < steps; k++, a += kTileBytes) {
@@ -226,15 +229,15 @@ inline void rank_tiles(const Outer& o, int groups, int steps, char* a) {
 // Columns [column, end) of all rows in pairs, [blocks][steps][2 tiles]. Rows of a tensor lie by token, anywhere, and
 // are read one pair after the other, because what follows a line of theirs is fetched by itself; of a panel, neighbours
 // are rows, and a few blocks are read at a time.
-inline void wide_tiles(const Outer& o, int column, int end, int steps, char* b) {
+inline void wide_tiles(const LoraWgrad& o, int column, int end, int steps, char* b) {
   alignas(64) char edge[2][kBlockN * 8], half[2][kBlockN * 2];
   int64_t next_block = (int64_t)steps * 2 * kTileBytes;
-  bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.drop.row;
+  bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.dropout.seeds;
   // The row and the column that are fetched while one is read, as bytes.
   auto ahead_of = [&](int row) {
-    int next = tensor ? row + kPairsAhead * 2 : row, later = tensor ? column : column + kPanelColumns;
-    if (next >= o.rows) next -= o.rows, later += kOuterColumns;
-    return (next < o.rows ? o.q[next] : o.q[0]) + later / kBlockN * o.q_block;
+    int next = tensor ? row + kPairsAhead * 2 : row, next_column = tensor ? column : column + kPanelColumns;
+    if (next >= o.rows) next -= o.rows, next_column += kWgradColumns;
+    return (next < o.rows ? o.q[next] : o.q[0]) + next_column / kBlockN * o.q_block;
   };
   for (int m = 0; m < steps * kTileK; m += 2) {
     char* to = b + m / kTileK * 2 * kTileBytes + m % kTileK / 2 * 64;
@@ -259,7 +262,7 @@ inline void wide_tiles(const Outer& o, int column, int end, int steps, char* b) 
 
 // Sums of 32 columns, or of 64 so that four products are under way, over all steps.
 template <bool two>
-inline void add_tiles(const Outer& o, const char* a, const char* b, int steps, float* c) {
+inline void add_tiles(const LoraWgrad& o, const char* a, const char* b, int steps, float* c) {
   int64_t stride = o.c_stride * 4, block = (int64_t)steps * 2 * kTileBytes;
   if (o.first) {
     _tile_zero(0);
@@ -299,14 +302,14 @@ inline void add_tiles(const Outer& o, const char* a, const char* b, int steps, f
 
 // The contraction over rows with tiles: p turned becomes the A operand, as high as there are ranks, and the wide rows,
 // taken in pairs, the B operand. Both are made in scratch, the wide one many columns at a time where rows are long.
-inline void outer_tiles(const Outer& o) {
+inline void wgrad_tiles(const LoraWgrad& o) {
   int steps = (o.rows + kTileK - 1) / kTileK, groups = (o.rank + kTileN - 1) / kTileN;
   char* b = o.scratch + (int64_t)groups * steps * kTileBytes;
   rank_tiles(o, groups, steps, o.scratch);
   configure(groups > 1 ? kTileN : o.rank);
-  int together = o.q_block == kBlockN * (int64_t)size_of(o.dtype) ? kOuterColumns : kPanelColumns;
-  for (int column0 = 0; column0 < o.columns; column0 += together) {
-    int end = o.columns - column0 < together ? o.columns : column0 + together;
+  int columns_together = o.q_block == kBlockN * (int64_t)size_of(o.dtype) ? kWgradColumns : kPanelColumns;
+  for (int column0 = 0; column0 < o.columns; column0 += columns_together) {
+    int end = o.columns - column0 < columns_together ? o.columns : column0 + columns_together;
     wide_tiles(o, column0, end, steps, b);
     for (int column = column0; column < end; column += 2 * kBlockN)
       for (int g = 0; g < groups; g++) {
@@ -327,17 +330,17 @@ struct Tiles {
   static constexpr bool overlaps = true;  // tiles are multiplied beside the vector units
   static void enter(int rows) { configure(rows); }
   static void leave() { _tile_release(); }
-  template <class Beside>
-  static void multiply(const ProductOf<Real>& p, Beside& meanwhile) {
-    p.tiles == 2 ? multiply_two<Products>(p, meanwhile) : multiply_one<Products>(p, meanwhile);
+  template <class Overlap>
+  static void multiply(const ProductOf<Real>& p, Overlap& overlapped) {
+    p.tiles == 2 ? multiply_two<Products>(p, overlapped) : multiply_one<Products>(p, overlapped);
   }
 };
 
 struct Amx : Tiles<Bf16Products> {
   using Vector = F32<16>;
   static constexpr DType panel = DType::bf16;
-  static void outer(const Outer& o) { outer_tiles(o); }
-  static void deliver(const Deliver& d) { deliver_sums<Vector>(d, in_order); }
+  static void lora_wgrad(const LoraWgrad& o) { wgrad_tiles(o); }
+  static void store_grad(const StoreGrad& d) { store_grad_sums<Vector>(d, in_order); }
   static Tiling tiling(int32_t live) {
     int32_t tiles = (live + kMaxRows - 1) / kMaxRows;
     return {tiles ? (live + tiles - 1) / tiles : 1, tiles};
@@ -369,7 +372,7 @@ struct Amx : Tiles<Bf16Products> {
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Amx, Tiles<ByteProducts>, FewTiles>("amx");
+constexpr KernelTable kBf16 = table_of<Amx, Tiles<Int8Products>, GemvAmx>("amx");
 
 }  // namespace
 

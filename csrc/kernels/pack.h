@@ -17,8 +17,7 @@ inline uint16_t one_bf16(const void* base, int64_t index, DType type) {
 
 // square[n][k] = source(n0 + n, k0 + k) as bf16, zero outside n_valid and k_valid.
 template <int W>
-inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0,
-                         int k_valid) {
+inline void load_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0, int k_valid) {
   int ns = n_valid - n0 < kTileN ? n_valid - n0 : kTileN;
   int ks = k_valid - k0 < kTileK ? k_valid - k0 : kTileK;
   if (ns < kTileN || ks < kTileK) __builtin_memset(square, 0, sizeof square);
@@ -73,7 +72,7 @@ void pack_block(const Pack& p) {
         const uint16_t* rows = (const uint16_t*)s.data + p.n0[half] * s.n_stride + kt * kTileK;
         rows_to_tile((const char*)rows, s.n_stride * 2, tile);
       } else {
-        fetch_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
+        load_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
         rows_to_tile((const char*)square, sizeof square[0], tile);
       }
     }
@@ -82,7 +81,7 @@ void pack_block(const Pack& p) {
 
 // The tiles of the exact kinds: [32 k][16 n] in the type of the sums.
 template <class V>
-void pack_plain(const Pack& p) {
+void pack_exact(const Pack& p) {
   using Real = Lane<V>;
   Real* out = (Real*)p.out;
   for (int kt = 0; kt < p.k_tiles; kt++)
@@ -128,9 +127,9 @@ inline void put_columns(char* out, const Gather& g, int64_t at, int valid) {
   }
   alignas(64) char tail[kTileK * 8] = {};
   __builtin_memcpy(tail, (const char*)g.x + at * (int64_t)size_of(g.dtype), valid * size_of(g.dtype));
-  Gather whole = g;
-  whole.x = tail;
-  put_columns<Isa>(out, whole, 0, kTileK);
+  Gather padded = g;
+  padded.x = tail;
+  put_columns<Isa>(out, padded, 0, kTileK);
 }
 
 template <class Isa>

@@ -20,7 +20,7 @@ struct Tiling {
 };
 
 // One stretch of a contraction: an activation panel against weight blocks.
-struct Stretch {
+struct Contraction {
   const char* a;  // tile 0 of the panel at the first k tile of this stretch
   size_t a_tile;  // bytes from one token tile to the next
   const char* b;  // weight block at the first k tile of this stretch
@@ -31,8 +31,8 @@ struct Stretch {
 // Where a product reads encoded blocks: `base.b` is then a block's first byte, and k tiles from `k0` on are decoded
 // into `decoded`, which has room for k_tiles pairs of tiles, and for kRingTiles at least. `how` null: blocks are tiles.
 constexpr int kRingTiles = 8;
-struct Coded {
-  const Encoding* how;
+struct EncodedBlocks {
+  const Encoding* encoding;
   int32_t k0;
   char* decoded;
   float* channel = nullptr;  // of bytes: scales of 32 outputs for each block of the product, made where it is decoded
@@ -41,26 +41,26 @@ struct Coded {
 // Few rows: codes are not decoded but multiplied as they lie; what is written to `decoded` are the rows once more. Rows
 // come in steps of 64 bytes each: 64 of K in W8A8 (Quantise), where there is no panel and all of K is taken at once, or
 // a k tile of a panel of bf16.
-constexpr int kDirectRows = 6;       // at most, and as many as `direct_rows` says
-constexpr int kDirectBytesRows = 4;  // in W8A8
-struct DirectRows {
-  const char* row[kDirectRows];
+constexpr int kPackedGemvRows = 6;      // at most, and as many as `packed_gemv_rows` says
+constexpr int kPackedGemvInt8Rows = 4;  // in W8A8
+struct PackedGemvRows {
+  const char* row[kPackedGemvRows];
   int64_t step;  // bytes from one step to the next; 0: there are no such rows
 };
 
 // A stretch that joins the sums of a product after its own contraction, as LoRA's does. Only token tiles [tile0, tile1)
 // take it; the panel reaches one tile further on each side, and is zero in rows that are not concerned.
-struct Extra {
-  Stretch s;           // b: of the product's first block
-  size_t block_bytes;  // from one block to the next
+struct LoraTerm {
+  Contraction contraction;  // b: of the product's first block
+  size_t block_bytes;       // from one block to the next
   int32_t tile0, tile1;
 };
 
 // Dropout of LoRA's inputs: which elements go is a function of the row's seed and the column, so that backward finds
 // the same ones. Elements that stay are scaled by 1 / (1 - p).
-struct Drop {
-  const uint32_t* row;  // [rows] seeds; null: nothing is dropped
-  uint32_t below;       // p * 2^32: an element whose number is smaller goes
+struct Dropout {
+  const uint32_t* seeds;  // [rows]; null: nothing is dropped
+  uint32_t threshold;     // p * 2^32: an element whose number is smaller goes
   double scale;
 };
 
@@ -88,12 +88,12 @@ struct Gather {
 struct Up {
   Tiling tiling;
   int32_t live;
-  Stretch base;        // b: block `block0`, all of K or a chunk of it
-  Coded coded;         // the blocks of base
-  size_t block_bytes;  // from one block to the next
+  Contraction base;       // b: block `block0`, all of K or a chunk of it
+  EncodedBlocks encoded;  // the blocks of base
+  size_t block_bytes;     // from one block to the next
   int32_t block0, block1;
-  const Extra* extra;  // [extras]
-  int32_t extras;
+  const LoraTerm* lora_term;  // [extras]
+  int32_t lora_terms;
   bool first, last;  // of the chunks of K: start from zero, apply the activation
   char* sums;        // [blocks][tiles * rows][32] between chunks; unused when first && last
   Gate gate;
@@ -106,12 +106,12 @@ struct Up {
   const char* next;        // block of weights that this thread will read after these, or null
   char* scratch;           // [2][2 * 16][32] sums: one product being made, one being finished
   const float* row_scale;  // of bytes (Quantise): [live], and scratch is twice as large; null: the panel holds numbers
-  DirectRows direct;
+  PackedGemvRows packed_gemv;
 };
 
 // Where a down product goes: row r belongs to `token[r]` and is scaled by weight[r]. The first contribution to a token
 // stores, the last one rounds into the output, so no pass clears or converts anything.
-struct Rows {
+struct OutputRows {
   const int32_t* token;
   const double* weight;  // null: all are 1
   const uint8_t* mark;   // kFirst | kLast
@@ -124,33 +124,33 @@ struct Transpose {
   const char* in;    // [2 tiles] of the first block at that k tile; the block itself where it is encoded
   size_t in_stride;  // from one stored block to the next
   int32_t count;
-  char* out;            // [count][2 tiles]
-  const Encoding* how;  // null: tiles
-  int32_t k_tile;       // of encoded blocks
+  char* out;                 // [count][2 tiles]
+  const Encoding* encoding;  // null: tiles
+  int32_t k_tile;            // of encoded blocks
 };
 
 // Whether the blocks of a product are turned ones, made in scratch: nothing is to be fetched then. With jobs, only the
 // first is there when it begins; the next one is made beside the products of each, `each` jobs for it, and two places
 // take turns.
-struct Turned {
-  bool yes;
+struct TransposedBlocks {
+  bool in_scratch;
   const Transpose* jobs;
-  int32_t count, each;
+  int32_t count, jobs_per_block;
 };
 
 // Down product of one expert for blocks [block0, block1) of output columns.
 struct Down {
   Tiling tiling;
   int32_t live;
-  Stretch base;
-  Coded coded;
+  Contraction base;
+  EncodedBlocks encoded;
   size_t block_bytes;
   int32_t block0, block1;
-  const Extra* extra;  // in the first chunk
-  int32_t extras;
-  Drop drop;         // of what the extras add
+  const LoraTerm* lora_term;  // in the first chunk
+  int32_t lora_terms;
+  Dropout dropout;   // of what the extras add
   bool first, last;  // chunk of K
-  Rows rows;
+  OutputRows rows;
   const char* bias;   // [blocks * 32] or null
   char* sum;          // running sums, [block][T][32], at block0
   int64_t sum_block;  // elements from one block to the next
@@ -159,10 +159,10 @@ struct Down {
   int64_t out_stride;
   int32_t width;  // H
   const char* next;
-  Turned turned;
+  TransposedBlocks transposed;
   char* scratch;
   const float* row_scale;  // as in Up
-  DirectRows direct;
+  PackedGemvRows packed_gemv;
 };
 
 // W8A8: rows of numbers as bytes, each row with a scale of its own, largest magnitude / 127. A panel of bytes has steps
@@ -179,7 +179,7 @@ struct Quantise {
 };
 
 // Rows [0, live) of a panel of numbers become bytes, in place.
-struct Shrink {
+struct QuantisePanel {
   char* panel;  // [tiles][k_tiles][rows][32]
   Tiling tiling;
   int32_t live, k_tiles;
@@ -187,7 +187,7 @@ struct Shrink {
 };
 
 // Rows of bytes into a panel, with their scales; as Gather.
-struct GatherBytes {
+struct GatherInt8 {
   const char* bytes;  // [T][stride], as quantised
   const float* scale;
   int64_t stride;
@@ -201,7 +201,7 @@ struct GatherBytes {
 
 // k tiles of one encoded block, as [count][2 tiles].
 struct Decode {
-  const Encoding* how;
+  const Encoding* encoding;
   const char* block;
   int32_t k0, count;
   char* out;
@@ -209,24 +209,25 @@ struct Decode {
 
 // The way back through down and the activation, for blocks [block0, block1) of 32 intermediate columns each: the
 // product of the output's gradient with down transposed meets the kept gate and up.
-struct Back {
+struct DownBackward {
   Tiling tiling;
   int32_t live;
-  Stretch base;  // a: gradient rows; b: transposed blocks from block0 on
-  Turned turned;
+  Contraction base;  // a: gradient rows; b: transposed blocks from block0 on
+  TransposedBlocks transposed;
   size_t block_bytes;
   int32_t block0, block1;
-  const Extra* extra;  // in the first chunk
-  int32_t extras;
-  Drop drop;  // of what the extras add
+  const LoraTerm* lora_term;  // in the first chunk
+  int32_t lora_terms;
+  Dropout dropout;  // of what the extras add
   bool first, last;
   char* sums;
   Gate gate;
   const char* keep;  // as in Up, shifted so that a gate/up block is found by its number
   int64_t keep_stride;
   const double* weight;  // [live] routing weights
-  char* part;            // sums [live][part_stride]: this block's share of the routing weight's gradient, at its number
-  int64_t part_stride;
+  char* weight_grad;     // sums [live][weight_grad_stride]: this block's share of the routing weight's gradient, at its
+                         // number
+  int64_t weight_grad_stride;
   char* grad;  // panel [tiles][grad_k_tiles][rows][32]: gradients of gate and up as the blocks lie
   int32_t grad_k_tiles;
   char* hidden;  // panel [tiles][hidden_k_tiles][rows][32]: the activated rows once more, or null
@@ -235,16 +236,16 @@ struct Back {
 };
 
 // A panel with elements dropped, into another: rows [0, live), columns from `column` on.
-struct Thin {
+struct DropoutPanel {
   const char* in;
   char* out;
   Tiling tiling;
   int32_t live, column, k_tiles;
-  Drop drop;
+  Dropout dropout;
 };
 
 // A contraction over rows: c[r][n] is, or grows by, the sum over m of weight[m] * p[m][r] * q[m][n].
-struct Outer {
+struct LoraWgrad {
   const char* const* p;  // [rows] where each row of a rank panel lies
   int64_t p_block;       // bytes from there to its ranks 32 ..., and so on
   const double* weight;  // [rows], or null: all are 1
@@ -254,25 +255,25 @@ struct Outer {
   int64_t q_block;       // bytes from there to its columns 32 ..., and so on
   DType dtype;
   int32_t columns;
-  Drop drop;  // of q, whose first column is number `column`
+  Dropout dropout;  // of q, whose first column is number `column`
   int32_t column;
   bool first;  // c starts from zero
   char* c;     // [rank up to a multiple of 16][c_stride]; written up to a multiple of 32 columns, which lie in the
   int64_t c_stride;  // variant's own order within each 32
-  char* scratch;     // outer_scratch(rank, sum_bytes) bytes
+  char* scratch;     // wgrad_scratch(rank, sum_bytes) bytes
 };
-constexpr int kOuterRows = 128;                    // at most
-constexpr int kOuterColumns = 1024;                // made into tiles at a time
+constexpr int kWgradRows = 128;                    // at most
+constexpr int kWgradColumns = 1024;                // made into tiles at a time
 constexpr int kWideRows = 64, kWideColumns = 256;  // written out as sums at a time
 constexpr int kWideStride = kWideColumns + 16;     // not a power of two: rows must not share cache sets
-constexpr int64_t outer_scratch(int64_t rank, int64_t sum_bytes) {
-  int64_t ranks = round_up(rank, kTileN), tiles = (ranks + kOuterColumns) * kOuterRows * 2;
-  int64_t wide = (kOuterRows * ranks + kWideRows * kWideStride) * sum_bytes;
+constexpr int64_t wgrad_scratch(int64_t rank, int64_t sum_bytes) {
+  int64_t ranks = round_up(rank, kTileN), tiles = (ranks + kWgradColumns) * kWgradRows * 2;
+  int64_t wide = (kWgradRows * ranks + kWideRows * kWideStride) * sum_bytes;
   return wide > tiles ? wide : tiles;
 }
 
-// What `outer` summed up, times `scale`, into a tensor: element (r, n) to data[r * r_stride + n * n_stride].
-struct Deliver {
+// What `lora_wgrad` summed up, times `scale`, into a tensor: element (r, n) to data[r * r_stride + n * n_stride].
+struct StoreGrad {
   const char* c;  // from the first rank wanted on
   int64_t c_stride;
   int32_t ranks;
@@ -319,20 +320,21 @@ struct KernelTable {
   void (*pack)(const Pack&);
   void (*decode)(const Decode&);
   void (*transpose)(const Transpose&);
-  void (*back)(const Back&);
-  void (*outer)(const Outer&);
-  void (*deliver)(const Deliver&);
-  void (*thin)(const Thin&);
-  int32_t narrow_tokens;                     // at most, in one call
-  void (*spread)(const Spread&);             // null: not in this precision
-  void (*narrow)(const Narrow&);             // likewise
-  void (*attend)(const Attend&);             // likewise
-  void (*norm)(const Norm&);                 // likewise
-  void (*adapt)(const Adapt&);               // likewise
-  void (*quantise)(const Quantise&);         // likewise, and then there is no W8A8
-  void (*shrink)(const Shrink&);             // likewise
-  void (*gather_bytes)(const GatherBytes&);  // likewise
-  int32_t (*direct_rows)(const Encoding&);   // rows of numbers that meet such codes as they lie, at most; null: none do
+  void (*down_backward)(const DownBackward&);
+  void (*lora_wgrad)(const LoraWgrad&);
+  void (*store_grad)(const StoreGrad&);
+  void (*apply_dropout)(const DropoutPanel&);
+  int32_t gemv_max_tokens;                         // at most, in one call
+  void (*pack_rows)(const PackRows&);              // null: not in this precision
+  void (*gemv_rows)(const Gemv&);                  // likewise
+  void (*attention_split)(const AttentionSplit&);  // likewise
+  void (*norm)(const Norm&);                       // likewise
+  void (*lora_gemv)(const LoraGemv&);              // likewise
+  void (*quantise)(const Quantise&);               // likewise, and then there is no W8A8
+  void (*quantise_panel)(const QuantisePanel&);    // likewise
+  void (*gather_int8)(const GatherInt8&);          // likewise
+  int32_t (*packed_gemv_rows)(
+      const Encoding&);  // rows of numbers that meet such codes as they lie, at most; null: none do
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so
   // does `bytes` in W8A8.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);

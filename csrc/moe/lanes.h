@@ -25,7 +25,7 @@ class LaneQueue {
   // The free lane furthest behind, now taken, and the segment it stands at; -1 when all lanes are done. Waits while the
   // only unfinished lanes are in others' hands: one of them may be put back.
   int32_t take(int32_t& segment) {
-    for (int looks = 0;; looks++) {
+    for (int spins = 0;; spins++) {
       {
         std::lock_guard lock(lock_);
         if (!left_) return -1;
@@ -42,7 +42,7 @@ class LaneQueue {
       }
       // Long enough between looks not to disturb those who work.
       for (int i = 0; i < 64; i++) relax();
-      if (looks > 1000) sched_yield();
+      if (spins > 1000) sched_yield();
     }
   }
 

@@ -11,8 +11,8 @@ namespace kt {
 
 namespace {
 
-constexpr int64_t kMostGroups = 16;  // in a piece
-constexpr int64_t kPieces = 4;       // for each thread, of what is left
+constexpr int64_t kMaxGroups = 16;  // in a piece
+constexpr int64_t kPieces = 4;      // for each thread, of what is left
 
 // Activations as they are multiplied; kept by the thread that asks, because it asks for every layer of every token.
 char* scratch_of(int64_t bytes) {
@@ -31,9 +31,9 @@ char* scratch_of(int64_t bytes) {
 class LinearJob : public Job {
  public:
   LinearJob(const KernelTable& kernels, const Linear& linear, int threads)
-      : kernels_(kernels), l_(linear), threads_(threads), x_(scratch_of(spread_bytes(l_.tokens, l_.k))) {
-    for (int32_t i = 0; i < l_.count; i++) groups_ += ceil_div(l_.matrices[i].rows, kNarrowRows);
-    kernels_.spread({l_.x, l_.dtype, l_.x_stride, (int32_t)l_.k, l_.tokens, x_});
+      : kernels_(kernels), l_(linear), threads_(threads), x_(scratch_of(packed_rows_bytes(l_.tokens, l_.k))) {
+    for (int32_t i = 0; i < l_.count; i++) groups_ += ceil_div(l_.matrices[i].rows, kGemvGroup);
+    kernels_.pack_rows({l_.x, l_.dtype, l_.x_stride, (int32_t)l_.k, l_.tokens, x_});
   }
 
   void work(const Worker&) override {
@@ -41,9 +41,9 @@ class LinearJob : public Job {
     for (Piece piece = take(); piece.matrix; cold = false) {
       Piece next = take();
       const Matrix& m = *piece.matrix;
-      kernels_.narrow({m.weights + piece.row * m.weight_stride, m.weight_stride, (int32_t)piece.rows, (int32_t)l_.k,
-                       l_.tokens, x_, l_.dtype, (char*)m.out + piece.row * (int64_t)size_of(l_.dtype), m.out_stride,
-                       cold, next.matrix ? next.matrix->weights + next.row * next.matrix->weight_stride : nullptr});
+      kernels_.gemv_rows({m.weights + piece.row * m.weight_stride, m.weight_stride, (int32_t)piece.rows, (int32_t)l_.k,
+                          l_.tokens, x_, l_.dtype, (char*)m.out + piece.row * (int64_t)size_of(l_.dtype), m.out_stride,
+                          cold, next.matrix ? next.matrix->weights + next.row * next.matrix->weight_stride : nullptr});
       piece = next;
     }
   }
@@ -58,13 +58,13 @@ class LinearJob : public Job {
     int64_t first = next_.load(std::memory_order_relaxed);
     while (first < groups_) {
       const Matrix* m = l_.matrices;
-      int64_t at = first, own = ceil_div(m->rows, kNarrowRows);
-      for (; at >= own; own = ceil_div(m->rows, kNarrowRows)) at -= own, m++;
-      int64_t share = std::clamp<int64_t>((groups_ - first) / (kPieces * threads_), 1, kMostGroups);
+      int64_t at = first, own = ceil_div(m->rows, kGemvGroup);
+      for (; at >= own; own = ceil_div(m->rows, kGemvGroup)) at -= own, m++;
+      int64_t share = std::clamp<int64_t>((groups_ - first) / (kPieces * threads_), 1, kMaxGroups);
       int64_t count = std::min(share, own - at);
       if (next_.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) {
-        int64_t row = at * kNarrowRows;
-        return {m, row, std::min(count * kNarrowRows, m->rows - row)};
+        int64_t row = at * kGemvGroup;
+        return {m, row, std::min(count * kGemvGroup, m->rows - row)};
       }
     }
     return {};

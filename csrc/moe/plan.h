@@ -47,10 +47,10 @@ constexpr int32_t factor_columns(int64_t rank) {
 // From one rank's sums to the next: not a power of two, rows must not share cache sets.
 constexpr int64_t sums_stride(int32_t columns) { return columns + 16; }
 // Blocks that a thread transposes at a time: of a unit, and of a lane.
-constexpr int32_t kTurnedBlocks = 2, kTurnedLane = 4;
+constexpr int32_t kTransposedBlocks = 2, kTransposedLaneBlocks = 4;
 // Up to so many token tiles, few products share a transposed block, and the next one is made beside them: one product
 // goes over so many blocks then, with two of them in scratch.
-constexpr int32_t kBesideTiles = 3, kTurnedTogether = 16;
+constexpr int32_t kOverlapTiles = 3, kOverlappedBlocks = 16;
 
 struct Lane {
   int32_t block0, block1;
@@ -63,36 +63,37 @@ struct Budget {
 };
 
 struct Plan {
-  bool in_bytes;                        // W8A8
+  bool w8a8;                            // W8A8
   int32_t up_chunk;                     // k tiles of gate/up taken at a time where a unit's rows do not fit otherwise
   int32_t panel_k_tiles;                // width of the panel between units and lanes
   int32_t down_chunk;                   // k tiles of down taken at a time; depends on I alone
   std::vector<Tiling> tilings;          // [segments]
-  std::vector<int64_t> hidden_at;       // [segments] byte offset of the hidden panel
+  std::vector<int64_t> panels_at;       // [segments] byte offset of the hidden panel
   std::vector<int32_t> units_of;        // [segments] up units to wait for
   std::vector<RankPanels> ranks;        // [runs]
-  std::vector<int64_t> rows_at;         // [segments] activated rows, where backward wants them; else empty
-  int64_t parts_at;                     // backward: shares of the routing weights' gradients, sums [rows][down k tiles]
-  int32_t most_tiles;                   // token tiles that a thread gathers at a time, about
+  std::vector<int64_t> hidden_at;       // [segments] activated rows, where backward wants them; else empty
+  int64_t weight_grads_at;              // backward: shares of the routing weights' gradients, sums [rows][down k tiles]
+  int32_t max_tiles;                    // token tiles that a thread gathers at a time, about
   std::vector<Piece> pieces;            // backward: of all segments that have runs
   std::vector<std::vector<UpUnit>> up;  // [groups]
   std::vector<std::vector<Lane>> lanes;  // [groups]
   // The workspace: panels between units and lanes, running sums, then one slice per thread.
   int64_t sums_at, threads_at, total_bytes;
-  int64_t bytes_at, x_scales_at, row_scales_at;  // W8A8: rows of x [T], their scales, those of activated rows [rows]
+  int64_t x_int8_at, x_scales_at,
+      hidden_scales_at;  // W8A8: rows of x [T], their scales, those of activated rows [rows]
   // A slice: gathered panel, partial sums, scratch, a decoded block; backward also the kept rows of a unit and
   // transposed blocks.
-  int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, turned_at;
+  int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, transposed_at;
   int64_t gathered_tile;                // bytes that a k tile of a row takes in the gathered panel
   int64_t unit_scales_at, channels_at;  // W8A8: of a unit's rows; of the channels of a unit's or lane's blocks
   // And for LoRA: panels of a unit's runs, their partial sums, transposed blocks of factors.
-  int64_t rank_at, rank_sums_at, rank_turned_at, thin_at, thread_bytes;
+  int64_t rank_at, rank_sums_at, rank_transposed_at, dropout_at, thread_bytes;
   int64_t factors_at;  // and sums of a factor's gradient, with what it takes to make them
 };
 
 // What one k tile of a block costs, in passes of two token tiles over it: fetching the weights is worth about six.
 constexpr int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }
-constexpr int64_t kTurnCost = 2000;  // of a lane in one thread's hands: about a tenth of a millisecond
+constexpr int64_t kLaneSliceCost = 2000;  // of a lane in one thread's hands: about a tenth of a millisecond
 
 Budget budget_of_machine();
 
@@ -102,7 +103,7 @@ struct Layout {
   const KernelTable& kernels;
   const Adapters& adapters;
   int threads, groups;
-  bool in_bytes = false;
+  bool w8a8 = false;
 };
 int64_t largest_rank(const Routing& routing, const Adapters& adapters);  // a multiple of kRankStep
 void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,

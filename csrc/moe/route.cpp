@@ -17,9 +17,9 @@ void read_ids(const Batch& b, int32_t experts, int32_t* expert, int32_t* count, 
     const Id* ids = (const Id*)b.ids + t * b.ids_stride;
     for (int32_t s = 0; s < b.top_k; s++) {
       Id e = ids[s];
-      bool here = e >= 0 && e < experts && !(b.skip && b.skip[e]);
-      *expert++ = here ? (int32_t)e : -1;
-      if (here) count[e]++, left[t]++;
+      bool local = e >= 0 && e < experts && !(b.skip && b.skip[e]);
+      *expert++ = local ? (int32_t)e : -1;
+      if (local) count[e]++, left[t]++;
     }
   }
 }
@@ -32,7 +32,7 @@ void order_by_adapter(const Batch& b, std::vector<int32_t>& order) {
 }
 
 // The adapters of every segment's rows, which lie sorted by them.
-void find_runs(const Batch& b, Routing& r) {
+void make_runs(const Batch& b, Routing& r) {
   r.runs.clear();
   r.run0.assign(1, 0);
   for (size_t s = 0; s < r.segments.size(); s++) {
@@ -56,14 +56,14 @@ uint32_t mix(uint64_t x) {
   return (uint32_t)((x ^ (x >> 31)) >> 32);
 }
 
-void draw_seeds(const Batch& b, Routing& r) {
+void make_dropout_seeds(const Batch& b, Routing& r) {
   size_t rows = b.dropout > 0 && !r.runs.empty() ? r.token.size() : 0;
-  r.drop_x.resize(rows);
-  r.drop_h.resize(rows);
+  r.dropout_seeds_x.resize(rows);
+  r.dropout_seeds_h.resize(rows);
   for (size_t row = 0; row < rows; row++) {
     uint64_t place = (uint64_t)r.token[row] * (uint64_t)b.top_k + (uint64_t)r.slot[row];
-    r.drop_x[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 1));
-    r.drop_h[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 2));
+    r.dropout_seeds_x[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 1));
+    r.dropout_seeds_h[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 2));
   }
 }
 
@@ -100,8 +100,8 @@ void route(const Batch& b, int32_t experts, Routing& r) {
       }
   }
 
-  find_runs(b, r);
-  draw_seeds(b, r);
+  make_runs(b, r);
+  make_dropout_seeds(b, r);
   r.idle.clear();
   for (int32_t t = 0; t < b.tokens; t++)
     if (!r.left_[(size_t)t]) r.idle.push_back(t);

@@ -29,8 +29,8 @@ struct Batch {
   int32_t every_adapter = -1;
   double dropout = 0;  // share of LoRA's inputs that is dropped
   uint64_t dropout_seed = 0;
-  bool w8a8 = false;              // forward: rows as bytes; Experts::why_no_bytes is empty
-  bool learns = false;            // forward: a backward pass follows, and the weights have to be those that it sees
+  bool w8a8 = false;              // forward: rows as bytes; Experts::w8a8_unsupported is empty
+  bool needs_grad = false;        // forward: a backward pass follows, and the weights have to be those that it sees
   const uint8_t* skip = nullptr;  // [E]
   void* out = nullptr;            // [T, H]
   DType out_dtype = DType::bf16;
@@ -49,15 +49,16 @@ struct Run {
 };
 
 struct Routing {
-  std::vector<Segment> segments;         // experts that have rows, ascending
-  std::vector<Run> runs;                 // by segment, then by adapter
-  std::vector<int32_t> run0;             // [segments + 1] first run of each
-  std::vector<int32_t> token;            // [rows]
-  std::vector<int32_t> slot;             // [rows] which of the token's k
-  std::vector<double> weight;            // [rows]
-  std::vector<uint8_t> mark;             // [rows] kFirst | kLast of kernels/table.h
-  std::vector<int32_t> idle;             // tokens without any row: their output is zero
-  std::vector<uint32_t> drop_x, drop_h;  // [rows] seeds of the dropout of gate/up's and down's LoRA; or empty
+  std::vector<Segment> segments;  // experts that have rows, ascending
+  std::vector<Run> runs;          // by segment, then by adapter
+  std::vector<int32_t> run0;      // [segments + 1] first run of each
+  std::vector<int32_t> token;     // [rows]
+  std::vector<int32_t> slot;      // [rows] which of the token's k
+  std::vector<double> weight;     // [rows]
+  std::vector<uint8_t> mark;      // [rows] kFirst | kLast of kernels/table.h
+  std::vector<int32_t> idle;      // tokens without any row: their output is zero
+  std::vector<uint32_t> dropout_seeds_x,
+      dropout_seeds_h;  // [rows] seeds of the dropout of gate/up's and down's LoRA; or empty
 
  private:
   friend void route(const Batch& batch, int32_t experts, Routing& routing);

@@ -16,7 +16,7 @@ void Readers::enter(const char* what) const {
   } while (!count_.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire));
 }
 
-void Readers::close(const char* what) {
+void Readers::lock(const char* what) {
   int32_t readers = 0;
   if (!count_.compare_exchange_strong(readers, -1, std::memory_order_acquire))
     throw std::runtime_error(std::string(what) + " cannot be packed while " + std::to_string(readers) +
@@ -173,11 +173,11 @@ Weights::Weights(const LayerShape& shape, const LayerFormats& formats, const Ker
 
 void Weights::pack(const SourceLayer& source) {
   std::lock_guard lock(packing_);
-  readers_.close("experts");
-  struct Open {
+  readers_.lock("experts");
+  struct Unlock {
     Readers& readers;
-    ~Open() { readers.open(); }
-  } open{readers_};
+    ~Unlock() { readers.unlock(); }
+  } unlock{readers_};
   PackJob job(source, shape_, kernels_, up_, down_);
   pool_.run(job);
   with_sums_of(kernels_, [&](auto zero) { pack_biases<decltype(zero)>(source); });

@@ -33,8 +33,8 @@ class Readers {
  public:
   void enter(const char* what) const;  // throws std::runtime_error while they are packed
   void leave() const { count_.fetch_sub(1, std::memory_order_release); }
-  void close(const char* what);  // throws std::runtime_error while a call reads
-  void open() { count_.store(0, std::memory_order_release); }
+  void lock(const char* what);  // throws std::runtime_error while a call reads
+  void unlock() { count_.store(0, std::memory_order_release); }
 
  private:
   mutable std::atomic<int32_t> count_{0};  // -1: being packed

@@ -49,10 +49,10 @@ def add_lora(x: Any, a: Any, b: Any, out: Any, scale: float) -> None:
     """out [n, m] += scale * (x [n, k] a [r, k]^T) b [r, m] for a few rows; x and out bfloat16 or float32, a and b
     float32; on the calling thread."""
 
-def lend(bytes: int) -> Any:
+def pooled_array(bytes: int) -> Any:
     """A numpy array of uint8, not cleared, whose memory is used again once nobody holds it."""
 
-def lent_bytes() -> int:
+def pooled_bytes() -> int:
     """All that `lend` holds, in use or not."""
 
 def copy_rows(call: int, rows: Any, stream: int) -> int:
@@ -155,7 +155,7 @@ class Experts:
         dropout: float = 0.0,
         seed: int = 0,
         w8a8: bool = False,
-        learns: bool = False,
+        needs_grad: bool = False,
     ) -> None: ...
     def backward(
         self,
@@ -185,7 +185,7 @@ class Experts:
         w8a8: bool = False,
     ) -> Call: ...
     @property
-    def against_w8a8(self) -> str:
+    def w8a8_unsupported(self) -> str:
         """What stands against W8A8; empty: nothing."""
     @property
     def packed_bytes(self) -> int: ...

@@ -151,7 +151,7 @@ def test_without_a_manifest_the_numbers_name_the_layer(
 
 
 def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.serve.engine.engine.forward.expert_shares", lambda shares, rows: {})
+    monkeypatch.setattr("ktransformers.serve.engine.forward.expert_shares", lambda shares, rows: {})
     done = run(output)
     assert done.exit_code == 1 and "not proven: model.layers.0.mlp.experts" in done.stderr
     lines = [line for line in done.stdout.splitlines() if "DIFFERENT" in line]

@@ -1,7 +1,7 @@
 // Backward natively, for the sanitizers: against differences of the double-precision oracle, for every variant, with
 // any number of threads and groups, with and without what forward kept.
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "made_up_bytes.h"
+#include "random_encoded.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -49,7 +49,7 @@ template <class Real>
 std::vector<Real> both_ways(const Experts& experts, BatchOf<Real>& batch, const std::vector<Real>& grad) {
   const LayerShape& s = experts.shape();
   Batch b = batch.batch(s);
-  b.learns = true;
+  b.needs_grad = true;
   Call(experts, b).run();
   std::vector<Real> all = batch.out, hidden(batch.hidden.size()), weights(batch.weights.size());
   b.out = hidden.data();

@@ -1,10 +1,10 @@
 // Products, norms and LoRA of few rows on every variant against double, each row's bits the same whoever is beside it;
 // and the largest of rows, and transposing.
 #include "check.h"
-#include "moe/largest.h"
+#include "moe/argmax.h"
 #include "moe/linear.h"
 #include "moe/transpose.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -17,9 +17,9 @@ void check_products(Pool& pool, const KernelTable& kernels, DType type, int64_t 
   std::mt19937 random(5);
   std::vector<Numbers> weights;
   for (int64_t outputs : kOutputs) weights.emplace_back((size_t)(outputs * columns), 1.0, DType::bf16, random);
-  Numbers x((size_t)(kernels.narrow_tokens * columns), 1.0, type, random);
+  Numbers x((size_t)(kernels.gemv_max_tokens * columns), 1.0, type, random);
   std::vector<char> first[2];
-  for (int32_t tokens = 1; tokens <= kernels.narrow_tokens; tokens++) {
+  for (int32_t tokens = 1; tokens <= kernels.gemv_max_tokens; tokens++) {
     std::vector<char> out[2];
     std::vector<Matrix> matrices;
     for (size_t m = 0; m < 2; m++) {
@@ -50,8 +50,8 @@ TEST(linear_every_variant) {
   options.threads = 3;
   Pool pool(options);
   for (const KernelTable* kernels : all_kernels()) {
-    CHECK((kernels->precision == Precision::bf16) == (kernels->narrow != nullptr));
-    if (!kernels->narrow) continue;
+    CHECK((kernels->precision == Precision::bf16) == (kernels->gemv_rows != nullptr));
+    if (!kernels->gemv_rows) continue;
     for (DType type : {DType::f32, DType::bf16})
       for (int64_t columns : {32, 96, 4160}) check_products(pool, *kernels, type, columns);
   }
@@ -86,16 +86,16 @@ TEST(adapt_every_variant) {
   std::mt19937 random(7);
   constexpr int64_t rows = 2, rank = 3;
   for (const KernelTable* kernels : all_kernels()) {
-    CHECK((kernels->precision == Precision::bf16) == (kernels->adapt != nullptr));
-    if (!kernels->adapt) continue;
+    CHECK((kernels->precision == Precision::bf16) == (kernels->lora_gemv != nullptr));
+    if (!kernels->lora_gemv) continue;
     for (DType type : {DType::f32, DType::bf16})
       for (int64_t k : {5, 64})
         for (int64_t columns : {1, 16, 37}) {
           Numbers x((size_t)(rows * k), 1.0, type, random), out((size_t)(rows * columns), 1.0, type, random);
           Numbers a((size_t)(rank * k), 1.0, DType::f32, random), b((size_t)(rank * columns), 1.0, DType::f32, random);
           std::vector<float> scratch(rank);
-          kernels->adapt({x.bytes.data(), out.bytes.data(), k, columns, type, (const float*)a.bytes.data(),
-                          (const float*)b.bytes.data(), rows, k, rank, columns, 0.5f, scratch.data()});
+          kernels->lora_gemv({x.bytes.data(), out.bytes.data(), k, columns, type, (const float*)a.bytes.data(),
+                              (const float*)b.bytes.data(), rows, k, rank, columns, 0.5f, scratch.data()});
           for (int64_t row = 0; row < rows; row++)
             for (int64_t column = 0; column < columns; column++) {
               double want = out.values[(size_t)(row * columns + column)];
@@ -132,7 +132,7 @@ TEST(largest_of_each_row) {
       for (auto [c, value] : rows[r].first) set_element(x.data(), (int64_t)r * columns + c, type, value);
     }
     std::vector<int64_t> found(rows.size());
-    find_largest(pool, x.data(), type, (int64_t)rows.size(), columns, columns, found.data());
+    argmax(pool, x.data(), type, (int64_t)rows.size(), columns, columns, found.data());
     for (size_t r = 0; r < rows.size(); r++) CHECK(found[r] == rows[r].second);
   }
 }

@@ -1,7 +1,7 @@
 // LoRA natively: several adapters and none in one call against a layer whose weights have the adapters folded in, in
 // double; gradients of all factors against slopes of that layer; and the same bits for any threads.
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;

@@ -2,7 +2,7 @@
 #include <thread>
 
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;

@@ -3,7 +3,7 @@
 #include <map>
 
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;

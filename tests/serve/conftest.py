@@ -115,8 +115,8 @@ class Bench:
         from transformers import AutoTokenizer
 
         from ktransformers.nn import load_model
-        from ktransformers.serve.engine.engine.forward import Forward
-        from ktransformers.serve.engine.engine.lora import LoraModules
+        from ktransformers.serve.engine.forward import Forward
+        from ktransformers.serve.engine.lora import LoraModules
 
         self.directory = directory
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
@@ -127,14 +127,14 @@ class Bench:
         self.residents = {name: self.places.open(path, name, 1, str(directory)) for name, path in adapters.items()}
 
     def engine(self, **limits: int) -> Any:
-        from ktransformers.serve.engine.engine.engine import Limits, ServeEngine
+        from ktransformers.serve.engine.engine import Limits, ServeEngine
 
         given = {"running": 8, "queued": 64, "chunk": 64, "tokens": 4096, "context": 512} | limits
         return ServeEngine(self.forward, Limits(**given))
 
     def sequence(self, prompt: list[int], adapter: str | None = None, **asked: Any) -> tuple[Any, Heard]:
-        from ktransformers.serve.engine.engine.sampling import Sampling
-        from ktransformers.serve.engine.engine.sequence import GenerationRequest, Sequence
+        from ktransformers.serve.engine.sampling import Sampling
+        from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 
         asked = {"max_tokens": 8, "sampling": Sampling(temperature=0), "logprobs": 2} | asked
         ask = GenerationRequest(tuple(prompt), adapter=self.residents[adapter] if adapter else None, **asked)

@@ -19,12 +19,12 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.place import attach
 from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.engine.forward import Chunk, Forward
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.engine.lora import LinearLora, LoadedAdapter, LoraModules
-from ktransformers.serve.graphs.decode_graphs import decode_graphs as graphs_module
-from ktransformers.serve.graphs.decode_graphs.adapter_set import AdapterSet
-from ktransformers.serve.graphs.decode_graphs.decode_graphs import LEAST, SETS, DecodeGraphs
+from ktransformers.serve.engine.forward import Chunk, Forward
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
+from ktransformers.serve.graphs import decode_graphs as graphs_module
+from ktransformers.serve.graphs.adapter_set import AdapterSet
+from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, DecodeGraphs
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text
 from tests.serve.test_graphs import Recorder, graphs_of

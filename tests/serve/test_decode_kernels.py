@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ktransformers.serve.engine.engine.attention import AttentionSpec
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
-from ktransformers.serve.graphs.decode_graphs import decode_attention
-from ktransformers.serve.graphs.decode_graphs.decode_attention import ASKED, CAPACITY, FIRST, POSITION, CacheLines
+from ktransformers.serve.engine.attention import AttentionSpec
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.graphs import decode_attention
+from ktransformers.serve.graphs.decode_attention import ASKED, CAPACITY, FIRST, POSITION, CacheLines
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WAYS = [
@@ -29,7 +29,7 @@ LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 def attend(way: str, *given: object) -> Tensor:
     if way == "twin":
         return decode_attention._plain(*given)  # type: ignore[arg-type]
-    kernels = pytest.importorskip("ktransformers.serve.graphs.decode_graphs.decode_attention_triton")
+    kernels = pytest.importorskip("ktransformers.serve.graphs.decode_attention_triton")
     found: Tensor = kernels.attend(*given)
     return found
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ktransformers.errors import InputError
-from ktransformers.serve.engine.engine.engine import QueueFull, Stopped
-from ktransformers.serve.engine.engine.sampling import Sampling, Score
+from ktransformers.serve.engine.engine import QueueFull, Stopped
+from ktransformers.serve.engine.sampling import Sampling, Score
 from tests.serve.conftest import VOCABULARY, Bench, Heard
 
 # Sums of a matrix product depend in their last bits on how many rows there are; nothing else may differ.

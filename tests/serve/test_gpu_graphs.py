@@ -15,11 +15,11 @@ from torch import nn
 
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.engine.forward import Chunk
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.engine.sampling import Score
+from ktransformers.serve.engine.forward import Chunk
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.graphs.decode_graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
+from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
 from ktransformers.serve.http.metrics import render
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.target import Target

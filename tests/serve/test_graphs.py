@@ -17,10 +17,10 @@ from ktransformers.nn.experts import pack_module, select
 from ktransformers.nn.padding import padded, without_padding
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.engine.forward import Chunk, Forward
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.engine.sampling import Sampling
-from ktransformers.serve.graphs.decode_graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
+from ktransformers.serve.engine.forward import Chunk, Forward
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
 from tests.nn.families import build
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text

@@ -11,9 +11,9 @@ import torch
 from ktransformers.plan import Choice, Serving, make_plan, open_shape, profile, with_gpus
 from ktransformers.plan.memory import SCORED_ROWS, memory_of
 from ktransformers.serve import forecast
-from ktransformers.serve.engine.engine import head
-from ktransformers.serve.engine.engine.forward import Chunk, Forward, open_forward
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
+from ktransformers.serve.engine import head
+from ktransformers.serve.engine.forward import Chunk, Forward, open_forward
+from ktransformers.serve.engine.kv_cache import KVSlot
 from tests.nn.families import build
 from tests.serve.conftest import Bench, service_of
 

@@ -15,14 +15,14 @@ import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
-from ktransformers.serve.engine.engine.detokenizer import StreamingText
-from ktransformers.serve.engine.engine.engine import Limits, ServeEngine
-from ktransformers.serve.engine.engine.forward import Chunk, Forward, SequentialForward, most_likely, open_forward
-from ktransformers.serve.engine.engine.head import collect
-from ktransformers.serve.engine.engine.kv_cache import KVCache, KVSlot
-from ktransformers.serve.engine.engine.lora import LoraModules
-from ktransformers.serve.engine.engine.sampling import Sampling, choose, generator, scores
-from ktransformers.serve.engine.engine.sequence import GenerationRequest, Sequence
+from ktransformers.serve.engine.detokenizer import StreamingText
+from ktransformers.serve.engine.engine import Limits, ServeEngine
+from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, most_likely, open_forward
+from ktransformers.serve.engine.head import collect
+from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
+from ktransformers.serve.engine.lora import LoraModules
+from ktransformers.serve.engine.sampling import Sampling, choose, generator, scores
+from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 from tests.nn.families import FAMILIES, build
 from tests.serve.conftest import Bench, Heard
 

@@ -23,7 +23,7 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError, KTError
 
 if TYPE_CHECKING:
-    from ktransformers.serve.engine.engine.speed import Speed, Test
+    from ktransformers.serve.engine.speed import Speed, Test
 
 FORMATS = ("md", "csv", "json", "jsonl")
 COMPONENTS = {"moe": "moe.py", "train-step": "train_step.py"}
@@ -65,7 +65,7 @@ def bench(
     if form not in FORMATS:
         raise InputError("format", repr(form), f"one of {', '.join(FORMATS)}")
     model = ask.for_model(model, form != "md")
-    from ktransformers.serve.engine.engine.speed import Test
+    from ktransformers.serve.engine.speed import Test
 
     tests = [Test(prompt=number) for number in counts("n-prompt", n_prompt) if number]
     depths = counts("n-depth", n_depth) or [0]
@@ -96,7 +96,7 @@ def _document(
     """Measures, and prints what can be printed on the way."""
     from ktransformers import _core
     from ktransformers.checkpoint.verify import verify
-    from ktransformers.serve.engine.engine.speed import measure
+    from ktransformers.serve.engine.speed import measure
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service
     from ktransformers.serve.target import resolve

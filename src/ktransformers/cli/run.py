@@ -83,7 +83,7 @@ def _answer(
     temperature: float | None,
     as_json: bool,
 ) -> None:
-    from ktransformers.serve.engine.engine.sequence import Event, Sequence
+    from ktransformers.serve.engine.sequence import Event, Sequence
     from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
     from ktransformers.serve.http.service import Service
 

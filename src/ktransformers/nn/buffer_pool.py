@@ -23,7 +23,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     bytes = math.prod(shape) * dtype.itemsize
     if bytes < LEAST:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(_core.lend(bytes)).view(dtype).view(tuple(shape))
+    return torch.from_numpy(_core.pooled_array(bytes)).view(dtype).view(tuple(shape))
 
 
 def result_like(hidden: Tensor) -> Tensor:

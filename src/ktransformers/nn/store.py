@@ -142,7 +142,7 @@ class ExpertStore:
     @property
     def against_w8a8(self) -> str:
         """What stands against it; empty: nothing."""
-        return self._experts.against_w8a8
+        return self._experts.w8a8_unsupported
 
     def pack(
         self,

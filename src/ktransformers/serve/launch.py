@@ -104,9 +104,9 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     from transformers import AutoTokenizer
 
     from ktransformers.place.apply import ModelPlacement
-    from ktransformers.serve.engine.engine.engine import Limits, ServeEngine
-    from ktransformers.serve.engine.engine.forward import open_forward
-    from ktransformers.serve.engine.engine.lora import LoraModules
+    from ktransformers.serve.engine.engine import Limits, ServeEngine
+    from ktransformers.serve.engine.forward import open_forward
+    from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import Service
     from ktransformers.serve.placement import (
@@ -156,7 +156,7 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
 
 def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     """What became of it."""
-    from ktransformers.serve.graphs.decode_graphs.decode_graphs import DecodeGraphs, why_not
+    from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, why_not
 
     why = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
     if why:

@@ -30,7 +30,7 @@ from transformers import AttentionInterface
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.pool import default_pool
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.kv_cache import KVSlot
 
 NAME = "kt_slots"
 TYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core attends to

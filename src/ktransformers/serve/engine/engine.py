@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.log import logger
-from ktransformers.serve.engine.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
-from ktransformers.serve.engine.engine.head import Reader
-from ktransformers.serve.engine.engine.kv_cache import KVCache, Owner
-from ktransformers.serve.engine.engine.sampling import Score, choose, scores
-from ktransformers.serve.engine.engine.sequence import Event, Sequence
+from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
+from ktransformers.serve.engine.head import Reader
+from ktransformers.serve.engine.kv_cache import KVCache, Owner
+from ktransformers.serve.engine.sampling import Score, choose, scores
+from ktransformers.serve.engine.sequence import Event, Sequence
 
 LOG = logger(__name__)
 IDLE = 0.05  # seconds between looks at deadlines while nothing runs

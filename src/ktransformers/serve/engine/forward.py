@@ -24,13 +24,13 @@ from ktransformers.nn.linear import hasten
 from ktransformers.nn.mixed_lora import mixed
 from ktransformers.nn.norm import hasten_norms
 from ktransformers.nn.pool import default_pool
-from ktransformers.serve.engine.engine.attention import NAME, Span, spans
-from ktransformers.serve.engine.engine.head import LogitsHead, Reader, ScoredRows, collect
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.engine.lora import AdapterRows, LoadedAdapter, expert_shares, linear_shares
+from ktransformers.serve.engine.attention import NAME, Span, spans
+from ktransformers.serve.engine.head import LogitsHead, Reader, ScoredRows, collect
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, expert_shares, linear_shares
 
 if TYPE_CHECKING:
-    from ktransformers.serve.graphs.decode_graphs.decode_graphs import DecodeGraphs
+    from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 
 CARRIES = {"full_attention", "sliding_attention", "attention"}  # layer types whose past is keys and values
 MOVING = {"dynamic", "longrope"}  # rotary embeddings that change with the longest sequence of a batch

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.serve.engine.engine.sampling import Score
+from ktransformers.serve.engine.sampling import Score
 
 BLOCK = 64  # capacities are multiples of it
 

@@ -30,7 +30,7 @@ from ktransformers.nn.contract import IMPLEMENTATION, is_experts
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.operator import is_placed
-from ktransformers.serve.engine.engine.kv_cache import Owner
+from ktransformers.serve.engine.kv_cache import Owner
 
 LOADING = threading.Lock()  # held while factors go to their device, and by who must see no other thread wait for it
 FEW = 8  # rows that the core adds to on the thread that asks: torch would wake all of its threads for them

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ktransformers.serve.engine.engine.detokenizer import StreamingText
-from ktransformers.serve.engine.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.engine.lora import LoadedAdapter
-from ktransformers.serve.engine.engine.sampling import Sampling, Score, generator
+from ktransformers.serve.engine.detokenizer import StreamingText
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LoadedAdapter
+from ktransformers.serve.engine.sampling import Sampling, Score, generator
 
 
 class Grammar(Protocol):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import KTError
-from ktransformers.serve.engine.engine.engine import ServeEngine
-from ktransformers.serve.engine.engine.sampling import Sampling
-from ktransformers.serve.engine.engine.sequence import Event, GenerationRequest, Sequence
+from ktransformers.serve.engine.engine import ServeEngine
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
 
 
 @dataclass(frozen=True)

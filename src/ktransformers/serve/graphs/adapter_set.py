@@ -25,7 +25,7 @@ from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.mixed_lora import MixedLora, mixed
-from ktransformers.serve.engine.engine.lora import LinearLora, LoadedAdapter, adding, as_rows
+from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, adding, as_rows
 
 Adapters = tuple[LoadedAdapter, ...]  # in the order of `ordered`
 

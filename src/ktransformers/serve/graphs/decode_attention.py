@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.serve.engine.engine.attention import AttentionSpec
+from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.triton_modules import import_triton_module
 
-TRITON = "ktransformers.serve.graphs.decode_graphs.decode_attention_triton"
+TRITON = "ktransformers.serve.graphs.decode_attention_triton"
 
 TOKEN, POSITION, CAPACITY, ASKED, ADAPTER, FIRST = range(6)  # lines of the table; the rest are addresses
 

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.serve.engine.engine.attention import AttentionSpec
-from ktransformers.serve.graphs.decode_graphs import decode_attention
-from ktransformers.serve.graphs.decode_graphs.decode_attention import CacheLines
+from ktransformers.serve.engine.attention import AttentionSpec
+from ktransformers.serve.graphs import decode_attention
+from ktransformers.serve.graphs.decode_attention import CacheLines
 
 PROGRAMS = 128  # for one row: about as many as a GPU has multiprocessors
 BLOCK_BYTES = 16384  # of keys that a program takes at a time

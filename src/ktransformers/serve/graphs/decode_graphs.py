@@ -46,13 +46,13 @@ from ktransformers.nn.padding import padded
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.placement import Placement
 from ktransformers.plan.modes import MAX_DECODE_TOKENS
-from ktransformers.serve.engine.engine.attention import AttentionSpec, attending
-from ktransformers.serve.engine.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
-from ktransformers.serve.engine.engine.kv_cache import Owner
-from ktransformers.serve.engine.engine.lora import LOADING
-from ktransformers.serve.graphs.decode_graphs import decode_attention
-from ktransformers.serve.graphs.decode_graphs.adapter_set import Adapters, AdapterSet, ordered
-from ktransformers.serve.graphs.decode_graphs.decode_attention import (
+from ktransformers.serve.engine.attention import AttentionSpec, attending
+from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
+from ktransformers.serve.engine.kv_cache import Owner
+from ktransformers.serve.engine.lora import LOADING
+from ktransformers.serve.graphs import decode_attention
+from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, ordered
+from ktransformers.serve.graphs.decode_attention import (
     ADAPTER,
     ASKED,
     FIRST,

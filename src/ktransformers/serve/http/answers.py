@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.serve.engine.engine.engine import QueueFull, ServeEngine, Stopped
-from ktransformers.serve.engine.engine.sampling import Score
-from ktransformers.serve.engine.engine.sequence import Event, GenerationRequest
-from ktransformers.serve.engine.engine.sequence import Sequence as Asked
+from ktransformers.serve.engine.engine import QueueFull, ServeEngine, Stopped
+from ktransformers.serve.engine.sampling import Score
+from ktransformers.serve.engine.sequence import Event, GenerationRequest
+from ktransformers.serve.engine.sequence import Sequence as Asked
 from ktransformers.serve.http.service import ApiError, TokenizedPrompt
 
 FINISH = {"stop": "stop", "length": "length"}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ktransformers.errors import InputError
-from ktransformers.serve.engine.engine.sequence import Grammar
+from ktransformers.serve.engine.sequence import Grammar
 
 PACKAGE = "llguidance"
 # Some, so that a model may indent as it learned to, and not without end, which is what a lost model would write.

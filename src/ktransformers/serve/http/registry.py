@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.serve.engine.engine.kv_cache import Owner
-from ktransformers.serve.engine.engine.lora import LoadedAdapter, LoraModules
+from ktransformers.serve.engine.kv_cache import Owner
+from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 
 
 class UnknownModel(KTError):

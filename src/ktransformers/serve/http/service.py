@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.serve.engine.engine.engine import ServeEngine
-from ktransformers.serve.engine.engine.lora import LoadedAdapter
-from ktransformers.serve.engine.engine.sampling import Sampling
-from ktransformers.serve.engine.engine.sequence import GenerationRequest
+from ktransformers.serve.engine.engine import ServeEngine
+from ktransformers.serve.engine.lora import LoadedAdapter
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.engine.sequence import GenerationRequest
 from ktransformers.serve.http.grammar import Grammars
 from ktransformers.serve.http.protocol import ChatRequest, CommonRequest, CompletionRequest, Message, ToolChoice
 from ktransformers.serve.http.registry import Registry, UnknownModel

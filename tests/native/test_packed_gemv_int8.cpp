@@ -1,6 +1,6 @@
 // W8A8 where experts have few rows: codes are multiplied as they lie. Groups of int4 keep their scales, sums of int8
 // have the bits that they have among many rows.
-#include "byte_layer.h"
+#include "w8a8_layer.h"
 
 using namespace kt;
 using namespace kt::check;

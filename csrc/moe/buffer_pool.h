@@ -17,7 +17,7 @@ namespace kt {
 
 class Arena {
  public:
-  Buffer borrow(size_t bytes) {
+  Buffer acquire(size_t bytes) {
     std::lock_guard lock(mutex_);
     auto it = std::find_if(free_.begin(), free_.end(), [&](const Buffer& b) { return b.size() >= bytes; });
     if (it == free_.end()) {
@@ -25,12 +25,12 @@ class Arena {
       if (!free_.empty()) free_.pop_back();
       return Buffer(bytes);
     }
-    Buffer found = std::move(*it);
+    Buffer buffer = std::move(*it);
     free_.erase(it);
-    return found;
+    return buffer;
   }
 
-  void give_back(Buffer buffer) {
+  void release(Buffer buffer) {
     std::lock_guard lock(mutex_);
     if (buffer) free_.push_back(std::move(buffer));
   }
@@ -41,38 +41,38 @@ class Arena {
 };
 
 // Never holds more than was in use at one time.
-class Lender {
+class BufferPool {
  public:
-  Buffer borrow(size_t bytes) {
+  Buffer acquire(size_t bytes) {
     bytes = (bytes + kStep - 1) / kStep * kStep;
     std::lock_guard lock(mutex_);
     auto best = free_.end();
     for (auto it = free_.begin(); it != free_.end(); it++)
       if (it->size() >= bytes && it->size() <= bytes + bytes / 4 && (best == free_.end() || it->size() < best->size()))
         best = it;
-    Buffer found;
+    Buffer buffer;
     if (best != free_.end()) {
-      found = std::move(*best);
+      buffer = std::move(*best);
       free_.erase(best);
     } else {
-      drop_to(used_ + bytes > most_ ? 0 : most_ - used_ - bytes);
-      found = Buffer(bytes);
+      shrink_to(in_use_ + bytes > peak_ ? 0 : peak_ - in_use_ - bytes);
+      buffer = Buffer(bytes);
     }
-    used_ += found.size();
-    most_ = std::max(most_, used_);
-    return found;
+    in_use_ += buffer.size();
+    peak_ = std::max(peak_, in_use_);
+    return buffer;
   }
 
-  void give_back(Buffer buffer) {
+  void release(Buffer buffer) {
     std::lock_guard lock(mutex_);
-    used_ -= buffer.size();
+    in_use_ -= buffer.size();
     free_.push_back(std::move(buffer));
-    drop_to(most_ - used_);
+    shrink_to(peak_ - in_use_);
   }
 
-  size_t held() const {
+  size_t total_bytes() const {
     std::lock_guard lock(mutex_);
-    size_t sum = used_;
+    size_t sum = in_use_;
     for (const Buffer& b : free_) sum += b.size();
     return sum;
   }
@@ -81,7 +81,7 @@ class Lender {
   static constexpr size_t kStep = 2 << 20;
 
   // Lets the oldest go until at most so many bytes lie unused.
-  void drop_to(size_t bytes) {
+  void shrink_to(size_t bytes) {
     size_t sum = 0;
     for (const Buffer& b : free_) sum += b.size();
     auto it = free_.begin();
@@ -91,7 +91,7 @@ class Lender {
 
   mutable std::mutex mutex_;
   std::vector<Buffer> free_;  // in the order in which they came back
-  size_t used_ = 0, most_ = 0;
+  size_t in_use_ = 0, peak_ = 0;
 };
 
 }  // namespace kt

@@ -32,11 +32,11 @@ void BlockStore::copy_to(char* to, int32_t experts) const {
 
 void Weights::adopt(const char* up, const char* down) {
   std::lock_guard lock(packing_);
-  readers_.close("experts");
+  readers_.lock("experts");
   up_.adopt(up, shape_.experts);
   down_.adopt(down, shape_.experts);
   std::fill(present_.begin(), present_.end(), (uint8_t)1);
-  readers_.open();
+  readers_.unlock();
 }
 
 void Weights::adopt_biases(const char* up, const char* down) {
@@ -56,8 +56,8 @@ void Weights::decode(Matrix matrix, int32_t expert, char* out) const {
   std::vector<char> tiles(store.k_bytes(store.k_tiles()));
   for (int32_t block = 0; block < store.blocks(); block++) {
     const char* from = store.at(expert, block);
-    if (const Encoding* how = store.encoding()) {
-      kernels_.decode({how, from, 0, store.k_tiles(), tiles.data()});
+    if (const Encoding* encoding = store.encoding()) {
+      kernels_.decode({encoding, from, 0, store.k_tiles(), tiles.data()});
       from = tiles.data();
     }
     for (int half = 0; half < 2; half++) {

@@ -6,7 +6,7 @@
 // quarter of the shuffles that moving numbers takes, and both scales of a row are the same for all of its k.
 #pragma once
 
-#include "kernels/byte_tiles.h"
+#include "kernels/int8_tiles.h"
 
 namespace kt {
 namespace {
@@ -47,7 +47,7 @@ struct PairOrder;
 template <>
 struct PairOrder<Codec::int8> {
   template <int W>
-  static void open(const char* codes, char* pieces) {
+  static void unpack(const char* codes, char* pieces) {
     using Bytes = typename Halves<W>::bytes;
 #pragma GCC unroll 4
     for (int at = 0; at < kPieces * kPieceBytes; at += 4 * W) store(pieces + at, by_k<W>(load<Bytes>(codes + at)));
@@ -57,7 +57,7 @@ struct PairOrder<Codec::int8> {
 template <>
 struct PairOrder<Codec::int4> {
   template <int W>
-  static void open(const char* codes, char* pieces) {
+  static void unpack(const char* codes, char* pieces) {
     using Bytes = typename Halves<W>::bytes;
     I32<W> lower, upper;  // four bytes from here, four from there
     for (int i = 0; i < W; i++) {
@@ -78,10 +78,10 @@ struct PairOrder<Codec::int4> {
 
 // One k tile of a strip into rows `row0` ... of two turned tiles, k 0-15 and 16-31. Never inlined, as decode_strip_as.
 template <int W, Codec C>
-__attribute__((noinline)) void turn_strip(const Format& f, const Strip& s, const char* strip, int k_tile, int row0,
-                                          char* out) {
+__attribute__((noinline)) void transpose_strip(const Format& f, const Strip& s, const char* strip, int k_tile, int row0,
+                                               char* out) {
   alignas(64) char pieces[kPieces * kPieceBytes];
-  PairOrder<C>::template open<W>(strip + s.codes + (int64_t)k_tile * s.tile_bytes, pieces);
+  PairOrder<C>::template unpack<W>(strip + s.codes + (int64_t)k_tile * s.tile_bytes, pieces);
   const int span = k_tile / s.span_tiles;
   RowScales scales;
   Decoder<C>::template scales<W>(f, {strip + s.headers + (int64_t)span * s.span_bytes}, k_tile - span * s.span_tiles,
@@ -101,13 +101,14 @@ __attribute__((noinline)) void turn_strip(const Format& f, const Strip& s, const
   }
 }
 
-inline bool turns_as_bytes(Codec c) { return c == Codec::int8 || c == Codec::int4; }
+inline bool transposes_as_codes(Codec c) { return c == Codec::int8 || c == Codec::int4; }
 
 // One half of a block.
 template <int W>
-inline void turn_bytes(const Encoding& e, const char* block, int k_tile, int half, char* out) {
-  auto turn = e.format[half].codec == Codec::int8 ? &turn_strip<W, Codec::int8> : &turn_strip<W, Codec::int4>;
-  turn(e.format[half], e.strip[half], block + (half ? e.strip[0].bytes : 0), k_tile, half * kTileN / 2, out);
+inline void transpose_codes(const Encoding& e, const char* block, int k_tile, int half, char* out) {
+  auto transpose =
+      e.format[half].codec == Codec::int8 ? &transpose_strip<W, Codec::int8> : &transpose_strip<W, Codec::int4>;
+  transpose(e.format[half], e.strip[half], block + (half ? e.strip[0].bytes : 0), k_tile, half * kTileN / 2, out);
 }
 
 }  // namespace

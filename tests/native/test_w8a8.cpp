@@ -1,6 +1,6 @@
 // W8A8 on every variant: exact sums of bytes, the numbers that they become, and that nothing depends on threads, groups
 // or neighbours.
-#include "byte_layer.h"
+#include "w8a8_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -159,16 +159,16 @@ TEST(bytes_are_refused_by_what_cannot_have_them) {
   const LayerShape s{1, 64, 64, true};
   ByteLayer layer(s, kSilu);
   auto engine = engine_of(1);
-  CHECK_EQ(layer.packed(kernels("generic"), engine, false)->why_no_bytes(), "");
-  CHECK(contains(layer.packed(kernels("generic", Precision::f32), engine, false)->why_no_bytes(), "f32"));
-  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine).why_no_bytes(), "int8 or int4"));
+  CHECK_EQ(layer.packed(kernels("generic"), engine, false)->w8a8_unsupported(), "");
+  CHECK(contains(layer.packed(kernels("generic", Precision::f32), engine, false)->w8a8_unsupported(), "f32"));
+  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine).w8a8_unsupported(), "int8 or int4"));
   const Format int8 = format_of(Codec::int8), int4 = format_of(Codec::int4, 32, DType::bf16);
-  CHECK_EQ(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, int4}).why_no_bytes(), "");
+  CHECK_EQ(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, int4}).w8a8_unsupported(), "");
   const Format q4 = format_of(Codec::q4_0);
-  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, q4}).why_no_bytes(), "int8 or int4"));
-  Experts wide({1, kMostBytes + 1, 16, false}, {Activation::relu2, false, 0, 0}, kernels("generic"), engine,
+  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, q4}).w8a8_unsupported(), "int8 or int4"));
+  Experts wide({1, kMaxInt8K + 1, 16, false}, {Activation::relu2, false, 0, 0}, kernels("generic"), engine,
                {int8, int8, int8});
-  CHECK(contains(wide.why_no_bytes(), "32 bits"));
+  CHECK(contains(wide.w8a8_unsupported(), "32 bits"));
 }
 
 TEST(bytes_have_a_rate) {

@@ -1,9 +1,9 @@
-// W8A8: token rows as bytes, in the order of k that byte_tiles.h has, and the way back from sums of bytes to numbers.
+// W8A8: token rows as bytes, in the order of k that int8_tiles.h has, and the way back from sums of bytes to numbers.
 //
 // Sums are int32 and exact, the same on every CPU; they meet the scales once all of K is in them.
 #pragma once
 
-#include "kernels/byte_tiles.h"
+#include "kernels/int8_tiles.h"
 #include "kernels/pack.h"
 
 namespace kt {
@@ -11,10 +11,10 @@ namespace {
 
 // Whether sums are integers.
 template <class Isa>
-constexpr bool kInBytes = (typename Isa::Real)0.5 == 0;
+constexpr bool kIntegerSums = (typename Isa::Real)0.5 == 0;
 
-template <class Bytes>
-constexpr bool kMultiplies = requires { typename Bytes::Real; };
+template <class Int8Isa>
+constexpr bool kHasInt8 = requires { typename Int8Isa::Real; };
 
 // Sums of a block's 32 outputs as numbers: times the scales of their row and their channels, and what joins them.
 template <class V, class Real = int32_t>
@@ -22,7 +22,7 @@ struct ScaledSums {
   const Real* c;           // [rows][32]
   const float* row_scale;  // [rows]
   const float* channel;    // [32]
-  const float* beside;     // as c, or null
+  const float* lora_sums;  // as c, or null
 
   // Of row r from output n on.
   __attribute__((always_inline)) V at(int r, int n) const {
@@ -30,7 +30,7 @@ struct ScaledSums {
     V scale = splat<V>(row_scale[r]) * load<V>(channel + n);
     // Rounded here, not fused with whatever is added to it: that depends on the row's neighbours.
     V v = apart(__builtin_convertvector(load<Sum>(c + r * kBlockN + n), V) * scale);
-    return beside ? v + load<V>(beside + r * kBlockN + n) : v;
+    return lora_sums ? v + load<V>(lora_sums + r * kBlockN + n) : v;
   }
 };
 
@@ -67,14 +67,14 @@ inline typename Vec<W>::u8 low_bytes(I32<W> v) {
 
 // 64 numbers, W of them from at(i) on, as bytes.
 template <int W, class At>
-inline void put_step(char* out, float inverse, const At& at) {
+inline void store_step(char* out, float inverse, const At& at) {
 #pragma GCC unroll 8
   for (int i = 0; i < kStepK; i += W < 8 ? 8 : W) {
     if constexpr (W < 8) {
       static_assert(W == 4);
       U32<W> a = (U32<W>)rounded<W>(at(i), inverse), b = (U32<W>)rounded<W>(at(i + W), inverse);
-      store(out + i, low_bytes<W>((I32<W>)every_other<W, 0>(a, b)));
-      store(out + i + W, low_bytes<W>((I32<W>)every_other<W, 1>(a, b)));
+      store(out + i, low_bytes<W>((I32<W>)deinterleave<W, 0>(a, b)));
+      store(out + i + W, low_bytes<W>((I32<W>)deinterleave<W, 1>(a, b)));
     } else {
       I32<W> order;
       for (int n = 0; n < W; n++) order[n] = n / 8 * 8 + n % 4 * 2 + n % 8 / 4;
@@ -86,19 +86,19 @@ inline void put_step(char* out, float inverse, const At& at) {
 // A row of `steps` times 64 numbers, W of them from at(step, i) on, and 64 more in `tail` (or null), into bytes at out,
 // out + stride, ...; its scale.
 template <int W, class At>
-inline float row_to_bytes(int32_t steps, const At& at, const float* tail, char* out, int64_t stride) {
+inline float quantise_row(int32_t steps, const At& at, const float* tail, char* out, int64_t stride) {
   // Magnitudes compare as integers; a NaN is the largest of them.
-  I32<W> most = {};
-  auto see = [&](F32<W> v) {
+  I32<W> max_bits = {};
+  auto take_max = [&](F32<W> v) {
     I32<W> magnitude = (I32<W>)v & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
+    max_bits = magnitude > max_bits ? magnitude : max_bits;
   };
   for (int32_t s = 0; s < steps; s++)
-    for (int i = 0; i < kStepK; i += W) see(at(s, i));
-  for (int i = 0; tail && i < kStepK; i += W) see(load<F32<W>>(tail + i));
-  RowScale r = scale_of<W>(most);
-  for (int32_t s = 0; s < steps; s++) put_step<W>(out + s * stride, r.inverse, [&](int i) { return at(s, i); });
-  if (tail) put_step<W>(out + steps * stride, r.inverse, [&](int i) { return load<F32<W>>(tail + i); });
+    for (int i = 0; i < kStepK; i += W) take_max(at(s, i));
+  for (int i = 0; tail && i < kStepK; i += W) take_max(load<F32<W>>(tail + i));
+  RowScale r = scale_of<W>(max_bits);
+  for (int32_t s = 0; s < steps; s++) store_step<W>(out + s * stride, r.inverse, [&](int i) { return at(s, i); });
+  if (tail) store_step<W>(out + steps * stride, r.inverse, [&](int i) { return load<F32<W>>(tail + i); });
   return r.scale;
 }
 
@@ -111,7 +111,7 @@ void quantise_rows(const Quantise& q) {
     char* out = q.out + row * bytes;
     alignas(64) float tail[kStepK] = {};
     for (int i = 0; i < rest; i++) tail[i] = element_of<float>(q.x, first + steps * kStepK + i, q.dtype);
-    auto convert = [&](const auto& at) { return row_to_bytes<W>(steps, at, rest ? tail : nullptr, out, kStepK); };
+    auto convert = [&](const auto& at) { return quantise_row<W>(steps, at, rest ? tail : nullptr, out, kStepK); };
     if (q.dtype == DType::bf16) {
       const uint16_t* x = (const uint16_t*)q.x + first;
       q.scale[row] = convert([&](int32_t s, int i) { return from_bf16<W>(x + s * kStepK + i); });
@@ -124,7 +124,7 @@ void quantise_rows(const Quantise& q) {
 // A row's bytes of a step take the place of its numbers of the k tile of the same number, which has been read by then.
 // Where a panel is not bf16 its numbers are rounded to that first: bytes are the same on every CPU.
 template <class Isa>
-void shrink_panel(const Shrink& h) {
+void run_quantise_panel(const QuantisePanel& h) {
   constexpr int W = Isa::width;
   int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * h.tiling.rows;
   for (int r = 0; r < h.live; r++) {
@@ -137,12 +137,12 @@ void shrink_panel(const Shrink& h) {
     int32_t steps = h.k_tiles / 2;
     alignas(64) float tail[kStepK] = {};
     for (int i = 0; h.k_tiles % 2 && i < kTileK; i += W) store(tail + i, at(steps, i));
-    h.scale[r] = row_to_bytes<W>(steps, at, h.k_tiles % 2 ? tail : nullptr, row, step);
+    h.scale[r] = quantise_row<W>(steps, at, h.k_tiles % 2 ? tail : nullptr, row, step);
   }
 }
 
 template <class Isa>
-void gather_byte_panel(const GatherBytes& g) {
+void gather_int8_panel(const GatherInt8& g) {
   int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * g.tiling.rows;
   for (int r = 0; r < g.tiling.rows * g.tiling.tiles; r++) {
     char* out = g.out + (r / g.tiling.rows) * step * g.steps + (r % g.tiling.rows) * row_bytes;

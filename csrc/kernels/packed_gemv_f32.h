@@ -7,58 +7,58 @@
 // (VDPBF16PS) would take half as many, but each of them four times as long as one of f32.
 #pragma once
 
-#include "kernels/direct.h"
+#include "kernels/packed_gemv.h"
 
 namespace kt {
 namespace {
 
 // What all kinds of such codes have in common.
 template <int W, Scale type>
-struct NumberSums {
+struct F32Sums {
   static constexpr int width = W, chains = 2;
-  static constexpr bool begins = false, scaled = true, in_pieces = W * 4 > kRegister;
+  static constexpr bool begins = false, scaled = true, wider_than_register = W * 4 > kRegister;
   using Sum = F32<W>;
   using Number = float;
 
   F32<W> factor(U32<W> x) const { return (F32<W>)x; }
   F32<W> add(F32<W> sum, F32<W> codes, F32<W> x) const {
-    if constexpr (!in_pieces) return sum + codes * x;
-    add_pieces(sum, codes, x);
+    if constexpr (!wider_than_register) return sum + codes * x;
+    add_wide(sum, codes, x);
     return sum;
   }
   F32<W> scale(const char* scales, int lane) const { return scales_of_lanes<W, type>(scales, lane); }
 
   // For emulated variants: loops that have many of these in pieces take minutes to compile.
-  __attribute__((noinline)) static void add_pieces(F32<W>& sum, const F32<W>& codes, const F32<W>& x) {
+  __attribute__((noinline)) static void add_wide(F32<W>& sum, const F32<W>& codes, const F32<W>& x) {
     sum += codes * x;
   }
 };
 
 template <int W, Scale type>
-struct NibbleNumbers : NumberSums<W, type> {
+struct NibbleCodes : F32Sums<W, type> {
   static constexpr int words = 2, parts = 8;
   F32<W> table;
 
-  explicit NibbleNumbers(const float (&numbers)[16]) : table(load<F32<W>>(numbers)) { static_assert(W == 16); }
-  F32<W> open(U32<W> word, int part) const {
-    F32<W> opened;
-    if constexpr (NumberSums<W, type>::in_pieces) {
-      open_pieces(table, word, part, opened);
+  explicit NibbleCodes(const float (&numbers)[16]) : table(load<F32<W>>(numbers)) { static_assert(W == 16); }
+  F32<W> unpack(U32<W> word, int part) const {
+    F32<W> unpacked;
+    if constexpr (F32Sums<W, type>::wider_than_register) {
+      unpack_wide(table, word, part, unpacked);
     } else {
-      opened = __builtin_shuffle(table, (I32<W>)(word >> (uint32_t)(4 * part)));
+      unpacked = __builtin_shuffle(table, (I32<W>)(word >> (uint32_t)(4 * part)));
     }
-    return opened;
+    return unpacked;
   }
-  __attribute__((noinline)) static void open_pieces(const F32<W>& table, const U32<W>& word, int part, F32<W>& out) {
+  __attribute__((noinline)) static void unpack_wide(const F32<W>& table, const U32<W>& word, int part, F32<W>& out) {
     out = __builtin_shuffle(table, (I32<W>)(word >> (uint32_t)(4 * part)));
   }
 };
 
 template <int W, Scale type>
-struct ByteNumbers : NumberSums<W, type> {
+struct ByteCodes : F32Sums<W, type> {
   static constexpr int words = 4, parts = 4;
 
-  F32<W> open(U32<W> word, int part) const {
+  F32<W> unpack(U32<W> word, int part) const {
     U32<W> top = (word << (uint32_t)(24 - 8 * part)) & 0xff000000u;
 #ifdef __AVX512BW__
     if (W == 16 && part < 3) {
@@ -70,52 +70,52 @@ struct ByteNumbers : NumberSums<W, type> {
     return __builtin_convertvector((I32<W>)top, F32<W>);
   }
   F32<W> scale(const char* scales, int lane) const {
-    return NumberSums<W, type>::scale(scales, lane) * splat<F32<W>>(0x1p-24f);
+    return F32Sums<W, type>::scale(scales, lane) * splat<F32<W>>(0x1p-24f);
   }
 };
 
 // Rows at most: where tiles are multiplied beside the vector units, a row more costs them nothing, and nibbles, which
 // are looked up fast, are soon better made into tiles; measured (docs/log.md).
 template <class Isa>
-struct DirectNumbers {
+struct PackedGemvF32 {
   using Real = float;
-  static constexpr bool in_bytes = false;
-  static constexpr int W = Isa::width, most_rows = kDirectRows, most_of_nibbles = Isa::overlaps ? 4 : most_rows;
+  static constexpr bool int8_rows = false;
+  static constexpr int W = Isa::width, max_rows = kPackedGemvRows, max_rows_of_nibbles = Isa::overlaps ? 4 : max_rows;
 
   static int32_t rows_of(const Format& f) {
     switch (f.codec) {
       case Codec::int8:
       case Codec::q8_0:
-        return most_rows;
+        return max_rows;
       case Codec::int4:
       case Codec::mxfp4:
       case Codec::q4_0:
       case Codec::iq4_nl:
-        return most_of_nibbles;
+        return max_rows_of_nibbles;
       default:
         return 0;
     }
   }
 
   // Rows of bf16, into scratch that has room for decoded tiles.
-  __attribute__((noinline)) static DirectPanel write_rows(const DirectRows& direct, int rows, const Encoding&,
-                                                          int k_tiles, char* scratch) {
+  __attribute__((noinline)) static PackedGemvPanel write_rows(const PackedGemvRows& input, int rows, const Encoding&,
+                                                              int k_tiles, char* scratch) {
     for (int r = 0; r < rows; r++)
       for (int k = 0; k < k_tiles; k++)
         for (int i = 0; i < kTileK; i += W)
           store(scratch + (((int64_t)k * rows + r) * kTileK + i) * 4,
-                from_bf16<W>(direct.row[r] + k * direct.step + i * 2));
+                from_bf16<W>(input.row[r] + k * input.step + i * 2));
     return {{scratch, scratch}};
   }
 
   template <class Act>
   static void with_codes(const Format& f, const Act& act) {
-    auto nibbles = [&]<Scale type>(const float (&table)[16]) { act(NibbleNumbers<W, type>(table)); };
+    auto nibbles = [&]<Scale type>(const float (&table)[16]) { act(NibbleCodes<W, type>(table)); };
     switch (f.codec) {
       case Codec::int8:
-        return act(ByteNumbers<W, Scale::f32>{});
+        return act(ByteCodes<W, Scale::f32>{});
       case Codec::q8_0:
-        return act(ByteNumbers<W, Scale::f16>{});
+        return act(ByteCodes<W, Scale::f16>{});
       case Codec::mxfp4:
         return nibbles.template operator()<Scale::e8m0>(kE2m1);
       case Codec::iq4_nl:
@@ -132,13 +132,13 @@ struct DirectNumbers {
 
 // Where an ISA multiplies so: those that hold rows as bf16, so that both ways see the same x.
 template <class Isa>
-constexpr bool kOpens = Isa::panel == DType::bf16;
+constexpr bool kHasPackedGemvF32 = Isa::panel == DType::bf16;
 
 template <class Isa>
-constexpr auto direct_rows_of() -> int32_t (*)(const Encoding&) {
-  if constexpr (kOpens<Isa>)
+constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&) {
+  if constexpr (kHasPackedGemvF32<Isa>)
     return [](const Encoding& e) {
-      int32_t a = DirectNumbers<Isa>::rows_of(e.format[0]), b = DirectNumbers<Isa>::rows_of(e.format[1]);
+      int32_t a = PackedGemvF32<Isa>::rows_of(e.format[0]), b = PackedGemvF32<Isa>::rows_of(e.format[1]);
       return a < b ? a : b;
     };
   return nullptr;

@@ -8,13 +8,13 @@
 // bring all groups of a channel to one: few rows are a little closer to the weights.
 #pragma once
 
-#include "kernels/direct.h"
-#include "kernels/quads.h"
+#include "kernels/dp4a.h"
+#include "kernels/packed_gemv.h"
 
 namespace kt {
 namespace {
 
-inline bool whole_sums(const Encoding& e) {
+inline bool integer_sums(const Encoding& e) {
   return e.format[0].codec == Codec::int8 && e.format[1].codec == Codec::int8;
 }
 
@@ -35,7 +35,7 @@ inline I32<4> eightfold_sums(const char* bytes) {
   constexpr int S = W < 8 ? 4 : 8;
   I32<S> sums = {};
   for (int i = 0; i < kTileK; i += 4 * S)
-    sums = WidenedQuads<S>::add_small(sums, U32<S>{} + 0x08080808u, load<U32<S>>(bytes + i));
+    sums = WideningDp4a<S>::add_nibbles(sums, U32<S>{} + 0x08080808u, load<U32<S>>(bytes + i));
   I32<4> part[S / 4];
   __builtin_memcpy(part, &sums, sizeof sums);
   if constexpr (S == 8) part[0] += part[1];
@@ -45,9 +45,9 @@ inline I32<4> eightfold_sums(const char* bytes) {
 // One row into its places; those that nobody reads are null.
 template <int W>
 inline void write_row(const char* row, int64_t step, int k_tiles, int rows, char* bytes, char* nibbles,
-                      int32_t* before) {
+                      int32_t* prefix_sums) {
   I32<4> sum = {};
-  for (int k = 0; k < k_tiles; k++, before += 2 * rows) {
+  for (int k = 0; k < k_tiles; k++, prefix_sums += 2 * rows) {
     const char* from = row + k / 2 * step + k % 2 * kTileK;
     int64_t at = (int64_t)k * rows * kTileK;
     for (int i = 0; i < kTileK; i += 16) {
@@ -55,75 +55,77 @@ inline void write_row(const char* row, int64_t step, int k_tiles, int rows, char
       if (bytes) store(bytes + at + i, x);
       if (nibbles) store(nibbles + at + i, in_nibble_order(x));
     }
-    __builtin_memcpy(before, &sum, 8);
+    __builtin_memcpy(prefix_sums, &sum, 8);
     sum += eightfold_sums<W>(from);
   }
-  __builtin_memcpy(before, &sum, 8);
+  __builtin_memcpy(prefix_sums, &sum, 8);
 }
 
 // What sums over k tiles from `before` to `after` begin with, codes being `eights` times eight more than they should.
 template <int W>
-inline I32<W> offset_sums(const int32_t* before, const int32_t* after, int eights) {
-  return ((I32<W>)in_pairs<W>(before) - (I32<W>)in_pairs<W>(after)) * eights;
+inline I32<W> offset_sums(const int32_t* prefix_sums, const int32_t* prefix_sums_after, int eights) {
+  return ((I32<W>)in_pairs<W>(prefix_sums) - (I32<W>)in_pairs<W>(prefix_sums_after)) * eights;
 }
 
-template <class Quads>
-struct Int8Quads {
-  static constexpr int width = Quads::width, words = 4, parts = 1, chains = 1;
-  static constexpr bool begins = Quads::offset > 0, scaled = false;
+template <class Dp4a>
+struct Int8Codes {
+  static constexpr int width = Dp4a::width, words = 4, parts = 1, chains = 1;
+  static constexpr bool begins = Dp4a::offset > 0, scaled = false;
   using Sum = I32<width>;
   using Number = int32_t;
-  auto open(U32<width> word, int) const { return Quads::open(word); }
-  auto factor(U32<width> x) const { return Quads::open_x(x); }
-  template <class Opened, class Factor>
-  Sum add(Sum sum, const Opened& codes, const Factor& x) const {
-    return Quads::add(sum, codes, x);
+  auto unpack(U32<width> word, int) const { return Dp4a::unpack(word); }
+  auto factor(U32<width> x) const { return Dp4a::unpack_x(x); }
+  template <class Unpacked, class Factor>
+  Sum add(Sum sum, const Unpacked& codes, const Factor& x) const {
+    return Dp4a::add(sum, codes, x);
   }
-  Sum begin(const int32_t* before, const int32_t* after) const {
-    return offset_sums<width>(before, after, Quads::offset / 8);
+  Sum begin(const int32_t* prefix_sums, const int32_t* prefix_sums_after) const {
+    return offset_sums<width>(prefix_sums, prefix_sums_after, Dp4a::offset / 8);
   }
 };
 
-template <class Quads, Scale type>
-struct Int4Quads {
-  static constexpr int width = Quads::width, words = 2, parts = 2, chains = 1;
+template <class Dp4a, Scale type>
+struct Int4Codes {
+  static constexpr int width = Dp4a::width, words = 2, parts = 2, chains = 1;
   static constexpr bool begins = true, scaled = true;
   using Sum = I32<width>;
   using Number = float;
-  U32<width> open(U32<width> word, int part) const { return (word >> (uint32_t)(4 * part)) & 0x0f0f0f0fu; }
+  U32<width> unpack(U32<width> word, int part) const { return (word >> (uint32_t)(4 * part)) & 0x0f0f0f0fu; }
   U32<width> factor(U32<width> x) const { return x; }
-  Sum add(Sum sum, U32<width> codes, U32<width> x) const { return Quads::add_small(sum, codes, x); }
-  Sum begin(const int32_t* before, const int32_t* after) const { return offset_sums<width>(before, after, 1); }
+  Sum add(Sum sum, U32<width> codes, U32<width> x) const { return Dp4a::add_nibbles(sum, codes, x); }
+  Sum begin(const int32_t* prefix_sums, const int32_t* prefix_sums_after) const {
+    return offset_sums<width>(prefix_sums, prefix_sums_after, 1);
+  }
   F32<width> scale(const char* scales, int lane) const { return scales_of_lanes<width, type>(scales, lane); }
 };
 
 // Sums are integers where both halves of a block are int8, which have to have the bits of tiles.
-template <class Quads, class Sums>
-struct DirectBytes {
+template <class Dp4a, class Sums>
+struct PackedGemvInt8 {
   using Real = Sums;
-  static constexpr bool in_bytes = true;
-  static constexpr int most_rows = kDirectBytesRows;
+  static constexpr bool int8_rows = true;
+  static constexpr int max_rows = kPackedGemvInt8Rows;
 
   // All rows, into scratch that has room for decoded tiles.
-  __attribute__((noinline)) static DirectPanel write_rows(const DirectRows& direct, int rows, const Encoding& e,
-                                                          int k_tiles, char* scratch) {
+  __attribute__((noinline)) static PackedGemvPanel write_rows(const PackedGemvRows& input, int rows, const Encoding& e,
+                                                              int k_tiles, char* scratch) {
     const bool whole[2] = {e.format[0].codec == Codec::int8, e.format[1].codec == Codec::int8};
     const int64_t size = (int64_t)k_tiles * rows * kTileK;
     char *bytes = whole[0] || whole[1] ? scratch : nullptr, *nibbles = whole[0] && whole[1] ? nullptr : scratch + size;
-    int32_t* before = (int32_t*)(scratch + 2 * size);
+    int32_t* prefix_sums = (int32_t*)(scratch + 2 * size);
     for (int r = 0; r < rows; r++)
-      write_row<Quads::width>(direct.row[r], direct.step, k_tiles, rows, bytes ? bytes + r * kTileK : nullptr,
-                              nibbles ? nibbles + r * kTileK : nullptr, before + 2 * r);
-    return {{whole[0] ? bytes : nibbles, whole[1] ? bytes : nibbles}, before};
+      write_row<Dp4a::width>(input.row[r], input.step, k_tiles, rows, bytes ? bytes + r * kTileK : nullptr,
+                             nibbles ? nibbles + r * kTileK : nullptr, prefix_sums + 2 * r);
+    return {{whole[0] ? bytes : nibbles, whole[1] ? bytes : nibbles}, prefix_sums};
   }
 
   template <class Act>
   static void with_codes(const Format& f, const Act& act) {
-    if (f.codec == Codec::int8) return act(Int8Quads<Quads>{});
+    if (f.codec == Codec::int8) return act(Int8Codes<Dp4a>{});
     if constexpr ((Sums)0.5 != 0) {
-      if (f.scale == DType::bf16) return act(Int4Quads<Quads, Scale::bf16>{});
-      if (f.scale == DType::f16) return act(Int4Quads<Quads, Scale::f16>{});
-      act(Int4Quads<Quads, Scale::f32>{});
+      if (f.scale == DType::bf16) return act(Int4Codes<Dp4a, Scale::bf16>{});
+      if (f.scale == DType::f16) return act(Int4Codes<Dp4a, Scale::f16>{});
+      act(Int4Codes<Dp4a, Scale::f32>{});
     }
   }
 };

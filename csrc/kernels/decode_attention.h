@@ -29,7 +29,7 @@ inline float sum_of(F32<W> v) {
 
 // Scores of G heads for all keys of the stretch.
 template <int W, int G>
-inline void score_heads(const Attend& a, int32_t head) {
+inline void score_heads(const AttentionSplit& a, int32_t head) {
   const char* key = a.keys;
   for (int32_t j = 0; j < a.count; j++, key += a.key_stride) {
     F32<W> sums[G] = {};
@@ -37,41 +37,42 @@ inline void score_heads(const Attend& a, int32_t head) {
       F32<W> k = value_at<W>(key, i, a.type);
       for (int g = 0; g < G; g++) sums[g] = sums[g] + k * load<F32<W>>(a.query + (head + g) * a.key_size + i);
     }
-    for (int g = 0; g < G; g++) a.scores[(head + g) * kStretch + j] = sum_of<W>(sums[g]);
+    for (int g = 0; g < G; g++) a.scores[(head + g) * kAttentionSplit + j] = sum_of<W>(sums[g]);
   }
 }
 
 // C vectors of the values of G heads.
 template <int W, int G, int C>
-inline void add_values(const Attend& a, int32_t head, int32_t column) {
+inline void add_values(const AttentionSplit& a, int32_t head, int32_t column) {
   F32<W> sums[G][C] = {};
   const char* value = a.values;
   for (int32_t j = 0; j < a.count; j++, value += a.value_stride) {
     F32<W> v[C];
     for (int c = 0; c < C; c++) v[c] = value_at<W>(value, column + c * W, a.type);
     for (int g = 0; g < G; g++)
-      for (int c = 0; c < C; c++) sums[g][c] = sums[g][c] + v[c] * splat<F32<W>>(a.scores[(head + g) * kStretch + j]);
+      for (int c = 0; c < C; c++)
+        sums[g][c] = sums[g][c] + v[c] * splat<F32<W>>(a.scores[(head + g) * kAttentionSplit + j]);
   }
   for (int g = 0; g < G; g++)
     for (int c = 0; c < C; c++) store(a.out + (head + g) * a.value_size + column + c * W, sums[g][c]);
 }
 
 template <int W, int G>
-inline void attend_heads(const Attend& a, int32_t head) {
+inline void attention_heads(const AttentionSplit& a, int32_t head) {
   score_heads<W, G>(a, head);
   for (int g = 0; g < G; g++) {
-    float *scores = a.scores + (head + g) * kStretch, most = scores[0], total = 0;
-    for (int32_t j = 1; j < a.count; j++) most = scores[j] > most ? scores[j] : most;
-    for (int32_t j = a.count; j % W; j++) scores[j] = most;
+    float *scores = a.scores + (head + g) * kAttentionSplit, max_score = scores[0], exp_sum = 0;
+    for (int32_t j = 1; j < a.count; j++) max_score = scores[j] > max_score ? scores[j] : max_score;
+    for (int32_t j = a.count; j % W; j++) scores[j] = max_score;
     F32<W> sums = {};
     for (int32_t j = 0; j < a.count; j += W) {
-      F32<W> e = vexp<F32<W>>(load<F32<W>>(scores + j) - splat<F32<W>>(most));
+      F32<W> e = vexp<F32<W>>(load<F32<W>>(scores + j) - splat<F32<W>>(max_score));
       store(scores + j, e);
       if (j + W <= a.count) sums = sums + e;
     }
-    for (int32_t j = a.count / W * W; j < a.count; j++) total += scores[j];
-    a.most[head + g] = most;
-    a.total[head + g] = total + sum_of<W>(sums);
+    for (int32_t j = a.count / W * W; j < a.count; j++) exp_sum += scores[j];
+    a.max_score[head + g] = max_score;
+    a.exp_sum[head + g] = exp_sum + sum_of<W>(sums);
   }
   int32_t column = 0;
   for (; column + 2 * W <= a.value_size; column += 2 * W) add_values<W, G, 2>(a, head, column);
@@ -80,11 +81,11 @@ inline void attend_heads(const Attend& a, int32_t head) {
 
 // A head's numbers are the same whichever heads are computed beside it.
 template <int W>
-void run_attend(const Attend& a) {
-  constexpr int most = 4;
+void run_attention_split(const AttentionSplit& a) {
+  constexpr int max_heads = 4;
   int32_t head = 0;
-  for (; head + most <= a.heads; head += most) attend_heads<W, most>(a, head);
-  for (; head < a.heads; head++) attend_heads<W, 1>(a, head);
+  for (; head + max_heads <= a.heads; head += max_heads) attention_heads<W, max_heads>(a, head);
+  for (; head < a.heads; head++) attention_heads<W, 1>(a, head);
 }
 
 }  // namespace

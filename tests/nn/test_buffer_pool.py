@@ -27,22 +27,22 @@ def test_memory_comes_back() -> None:
 
 def test_no_more_is_held_than_was_in_use() -> None:
     gc.collect()
-    before = _core.lent_bytes()
+    before = _core.pooled_bytes()
     for size in range(2, 60, 2):  # one at a time, each larger than the last
         buffer_pool.empty((size * MB,), torch.uint8)
     gc.collect()
-    assert _core.lent_bytes() <= max(before, 60 * MB)
+    assert _core.pooled_bytes() <= max(before, 60 * MB)
     several = [buffer_pool.empty((4 * MB, 5), torch.float32) for _ in range(3)]
-    assert _core.lent_bytes() >= 240 * MB
+    assert _core.pooled_bytes() >= 240 * MB
     several.clear()
     assert all(buffer_pool.empty((4 * MB, 5), torch.float32).shape == (4 * MB, 5) for _ in range(3))
 
 
 def test_small_tensors_are_plain() -> None:
-    before = _core.lent_bytes()
+    before = _core.pooled_bytes()
     tensor = buffer_pool.empty((3, 5), torch.float64)
     assert (tensor.shape, tensor.dtype) == ((3, 5), torch.float64)
-    assert _core.lent_bytes() == before
+    assert _core.pooled_bytes() == before
 
 
 def test_a_gradient_may_lie_there() -> None:

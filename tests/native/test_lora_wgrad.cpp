@@ -1,7 +1,7 @@
 // The contraction behind gradients of LoRA's factors and the delivery of its sums, kernel by kernel against double:
 // every variant, rows of tensors and of panels, dtypes, and the ways in which a caller's tensor may lie.
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -66,18 +66,18 @@ void check_delivery(const KernelTable& kernels, const std::vector<char>& sums, i
   int64_t r_stride = place.ranks_inside ? place.apart : count * place.apart + 3;
   int64_t n_stride = place.ranks_inside ? ranks * place.apart + 1 : place.apart;
   std::vector<char> to((size_t)((ranks * r_stride + count * n_stride + 64) * 8), 0x11), untouched = to;
-  Deliver d{sums.data() + first * c_stride * kernels.sum_bytes,
-            c_stride,
-            ranks,
-            place.from,
-            place.each,
-            count,
-            scale,
-            to.data(),
-            place.dtype,
-            r_stride,
-            n_stride};
-  kernels.deliver(d);
+  StoreGrad d{sums.data() + first * c_stride * kernels.sum_bytes,
+              c_stride,
+              ranks,
+              place.from,
+              place.each,
+              count,
+              scale,
+              to.data(),
+              place.dtype,
+              r_stride,
+              n_stride};
+  kernels.store_grad(d);
   double rounding = place.dtype == DType::bf16 ? 8e-3 : place.dtype == DType::f16 ? 1e-3 : 1e-6, worst = 0;
   size_t size = size_of(place.dtype);
   for (int32_t r = 0; r < ranks; r++)
@@ -99,8 +99,8 @@ void check_outer(const KernelTable& kernels, const Case& c) {
   // Wider than the columns, and full of what must not be seen.
   int64_t c_stride = round_up(c.columns, kBlockN) + 16;
   std::vector<char> sums((size_t)(round_up(c.rank, kTileN) * c_stride * kernels.sum_bytes), (char)0xff);
-  std::vector<char> scratch((size_t)outer_scratch(c.rank, kernels.sum_bytes) + 64, (char)0xff);
-  Outer o{};
+  std::vector<char> scratch((size_t)wgrad_scratch(c.rank, kernels.sum_bytes) + 64, (char)0xff);
+  LoraWgrad o{};
   o.p = sides.p_at.data(), o.p_block = sides.p_block;
   o.weight = c.weighted ? sides.weight.data() : nullptr;
   o.rows = c.rows, o.rank = c.rank;
@@ -109,9 +109,9 @@ void check_outer(const KernelTable& kernels, const Case& c) {
   o.first = true;
   o.c = sums.data(), o.c_stride = c_stride;
   o.scratch = scratch.data() + (64 - (uintptr_t)scratch.data() % 64) % 64;
-  kernels.outer(o);
+  kernels.lora_wgrad(o);
   o.first = false;
-  kernels.outer(o);  // the same once more
+  kernels.lora_wgrad(o);  // the same once more
 
   std::vector<double> expected((size_t)(c.rank * c.columns));
   for (int32_t m = 0; m < c.rows; m++)

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 namespace kt::check {
 
@@ -173,7 +173,7 @@ inline std::vector<double> expected_w8a8(const ByteLayer& l, const MadeUpBatch& 
     if (e < 0 || e >= l.shape.experts) continue;
     auto from = batch.hidden.begin() + token * h;
     ByteRow x(std::vector<float>(from, from + h));
-    bool few = std::count(batch.ids.begin(), batch.ids.end(), batch.ids[n]) <= kDirectBytesRows;
+    bool few = std::count(batch.ids.begin(), batch.ids.end(), batch.ids[n]) <= kPackedGemvInt8Rows;
     std::vector<float> inner;
     for (int64_t r = e * i; r < (e + 1) * i; r++) {
       double u = x.times(l.up, r, few) + (biased ? l.biases.up_bias[(size_t)r] : 0), g = u;

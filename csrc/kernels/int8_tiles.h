@@ -16,14 +16,14 @@
 namespace kt {
 namespace {
 
-constexpr int kOrderAhead = 8;              // k tiles whose codes come into L1 meanwhile
+constexpr int kCodesAhead = 8;              // k tiles whose codes come into L1 meanwhile
 constexpr int kHalfTile = kTileBytes / 2;   // a k tile in bytes
 constexpr float kLeastChannel = 0x1p-104f;  // below, a channel counts as zero
 constexpr float kRounding = 12582912.0f;    // 1.5 * 2^23: adding it rounds to the nearest, ties to even
 
 // Words 0, 2, 4 ... of two vectors, or 1, 3, 5 ...
 template <int W, int first>
-inline U32<W> every_other(U32<W> a, U32<W> b) {
+inline U32<W> deinterleave(U32<W> a, U32<W> b) {
   I32<W> at;
   for (int i = 0; i < W; i++) at[i] = 2 * i + first;
   return __builtin_shuffle(a, b, at);
@@ -31,14 +31,14 @@ inline U32<W> every_other(U32<W> a, U32<W> b) {
 
 // One k tile of codes of int8, [4][16 outputs][2 words], into half a tile of bytes.
 template <int W>
-inline void order_tile(const char* codes, char* out) {
+inline void int8_tile(const char* codes, char* out) {
 #pragma GCC unroll 4
   for (int row = 0; row < 4; row++)
     for (int n = 0; n < kTileN; n += W) {
       const char* from = codes + (row * kTileN + n) * 8;
       U32<W> a = load<U32<W>>(from), b = load<U32<W>>(from + W * 4);
-      store(out + 2 * row * 64 + n * 4, every_other<W, 0>(a, b));
-      store(out + (2 * row + 1) * 64 + n * 4, every_other<W, 1>(a, b));
+      store(out + 2 * row * 64 + n * 4, deinterleave<W, 0>(a, b));
+      store(out + (2 * row + 1) * 64 + n * 4, deinterleave<W, 1>(a, b));
     }
 }
 
@@ -71,21 +71,22 @@ inline U32<W> widened(U32<W> codes, U32<W> ratio) {
   using Bytes = typename Halves<W>::bytes;
   Bytes at;
   for (int i = 0; i < 4 * W; i++) at[i] = (uint8_t)(i / 4 * 4 + 2 * higher + i % 4 / 2);
-  Plain twice = (Plain)__builtin_shuffle((Bytes)codes, at);
-  Plain even = times_ratio<W>(twice << 12, (Plain)ratio), odd = times_ratio<W>(twice & 0xf000, (Plain)ratio);
+  Plain two_per_byte = (Plain)__builtin_shuffle((Bytes)codes, at);
+  Plain even = times_ratio<W>(two_per_byte << 12, (Plain)ratio),
+        odd = times_ratio<W>(two_per_byte & 0xf000, (Plain)ratio);
   return (U32<W>)((even & 0xff) | (odd << 8));
 }
 
 // One k tile of codes of int4, [2][16 outputs][even and odd k] words, into half a tile of bytes.
 template <int W>
-inline void widen_tile(const char* codes, const U32<W> (&ratio)[kTileN / W], char* out) {
+inline void int4_tile_to_int8(const char* codes, const U32<W> (&ratio)[kTileN / W], char* out) {
 #pragma GCC unroll 2
   for (int word = 0; word < 2; word++)
     for (int n = 0; n < kTileN; n += W) {
       const char* from = codes + (word * kTileN + n) * 8;
       char* to = out + word * 4 * 64 + n * 4;
       U32<W> a = load<U32<W>>(from) ^ 0x88888888u, b = load<U32<W>>(from + W * 4) ^ 0x88888888u;
-      U32<W> even = every_other<W, 0>(a, b), odd = every_other<W, 1>(a, b), r = ratio[n / W];
+      U32<W> even = deinterleave<W, 0>(a, b), odd = deinterleave<W, 1>(a, b), r = ratio[n / W];
       store(to, widened<W, 0>(even, r));
       store(to + 64, widened<W, 0>(odd, r));
       store(to + 128, widened<W, 1>(even, r));
@@ -110,9 +111,9 @@ inline void largest_scales(const char* headers, int spans, int span_bytes, char*
   for (int n = 0; n < kTileN; n += lanes) {
     V above = {}, below = {};
     for (int i = 0; i < spans; i++) {
-      V plain = load<V>(headers + (int64_t)i * span_bytes + n * lane), turned = plain ^ sign;
+      V plain = load<V>(headers + (int64_t)i * span_bytes + n * lane), flipped = plain ^ sign;
       above = plain > above ? plain : above;
-      below = turned > below ? turned : below;
+      below = flipped > below ? flipped : below;
     }
     store(out + n * lane, below > above ? below ^ sign : above);
   }
@@ -130,13 +131,13 @@ __attribute__((noinline)) void channel_scales(const Encoding& e, const char* blo
       continue;
     }
     const int spans = (int)ceil_div(e.k_tiles, s.span_tiles);
-    alignas(64) char most[kTileN * sizeof(float)] = {};
+    alignas(64) char largest[kTileN * sizeof(float)] = {};
     if (f.scale == DType::f32) {
-      largest_scales<I32<W>>(headers, spans, s.span_bytes, most);
+      largest_scales<I32<W>>(headers, spans, s.span_bytes, largest);
     } else {
-      largest_scales<typename Halves<(W < 8 ? W : 8)>::type>(headers, spans, s.span_bytes, most);
+      largest_scales<typename Halves<(W < 8 ? W : 8)>::type>(headers, spans, s.span_bytes, largest);
     }
-    for (int n = 0; n < kTileN; n += W) store(out + n, scales_at<W>(most, n, f.scale) * splat<F32<W>>(0.0625f));
+    for (int n = 0; n < kTileN; n += W) store(out + n, scales_at<W>(largest, n, f.scale) * splat<F32<W>>(0.0625f));
   }
 }
 
@@ -151,15 +152,15 @@ inline U32<W> ratio_of(const char* scales, int n, DType type, F32<W> times) {
 // Steps [step0, step0 + count) of a strip of int8, tiles 2 * kTileBytes apart. Never inlined: every product opens
 // blocks.
 template <int W>
-__attribute__((noinline)) void order_strip(const Strip& s, const char* strip, int k_tiles, int step0, int count,
-                                           char* out) {
+__attribute__((noinline)) void int8_strip_to_tiles(const Strip& s, const char* strip, int k_tiles, int step0, int count,
+                                                   char* out) {
   const char* codes = strip + s.codes + (int64_t)step0 * 2 * kHalfTile;
   for (int k = 2 * step0; k < 2 * (step0 + count); k += 2, codes += 2 * kHalfTile, out += 2 * kTileBytes) {
     for (int line = 0; line < 2 * kHalfTile; line += 64)
-      __builtin_prefetch(codes + kOrderAhead * kHalfTile + line, 0, 3);
-    order_tile<W>(codes, out);
+      __builtin_prefetch(codes + kCodesAhead * kHalfTile + line, 0, 3);
+    int8_tile<W>(codes, out);
     if (k + 1 < k_tiles) {
-      order_tile<W>(codes + kHalfTile, out + kHalfTile);
+      int8_tile<W>(codes + kHalfTile, out + kHalfTile);
     } else {
       __builtin_memset(out + kHalfTile, 0, kHalfTile);
     }
@@ -168,8 +169,8 @@ __attribute__((noinline)) void order_strip(const Strip& s, const char* strip, in
 
 // The same of int4. `channel`: as channel_scales has them.
 template <int W>
-__attribute__((noinline)) void widen_strip(DType type, const Strip& s, const char* strip, const float* channel,
-                                           int k_tiles, int step0, int count, char* out) {
+__attribute__((noinline)) void int4_strip_to_tiles(DType type, const Strip& s, const char* strip, const float* channel,
+                                                   int k_tiles, int step0, int count, char* out) {
   constexpr int tile_bytes = kHalfTile / 2;
   F32<W> times[kTileN / W];
   for (int n = 0; n < kTileN; n += W) {
@@ -186,14 +187,14 @@ __attribute__((noinline)) void widen_strip(DType type, const Strip& s, const cha
   int begun = first - span * span_tiles, left = 0;  // k tiles of the group before the first, and those to come
   U32<W> ratio[kTileN / W];
   for (int k = first; k < last && k < k_tiles; k++, codes += tile_bytes, left--) {
-    for (int line = 0; line < tile_bytes; line += 64) __builtin_prefetch(codes + kOrderAhead * tile_bytes + line, 0, 3);
+    for (int line = 0; line < tile_bytes; line += 64) __builtin_prefetch(codes + kCodesAhead * tile_bytes + line, 0, 3);
     if (!left) {
       for (int n = 0; n < kTileN; n += W) ratio[n / W] = ratio_of<W>(header, n, type, times[n / W]);
       header += span_bytes;
       left = span_tiles - begun;
       begun = 0;
     }
-    widen_tile<W>(codes, ratio, out);
+    int4_tile_to_int8<W>(codes, ratio, out);
     out += k & 1 ? 2 * kTileBytes - kHalfTile : kHalfTile;
   }
   if (last > k_tiles) __builtin_memset(out, 0, kHalfTile);
@@ -201,15 +202,16 @@ __attribute__((noinline)) void widen_strip(DType type, const Strip& s, const cha
 
 // Steps [step0, step0 + count) of a block, as [count][2 tiles].
 template <int W>
-inline void order_block(const Encoding& e, const char* block, const float* channel, int step0, int count, char* out) {
+inline void block_to_int8_tiles(const Encoding& e, const char* block, const float* channel, int step0, int count,
+                                char* out) {
   for (int half = 0; half < 2; half++) {
     const Strip& s = e.strip[half];
     const char* strip = block + half * e.strip[0].bytes;
     char* to = out + half * kTileBytes;
     if (e.format[half].codec == Codec::int8) {
-      order_strip<W>(s, strip, e.k_tiles, step0, count, to);
+      int8_strip_to_tiles<W>(s, strip, e.k_tiles, step0, count, to);
     } else {
-      widen_strip<W>(e.format[half].scale, s, strip, channel + half * kTileN, e.k_tiles, step0, count, to);
+      int4_strip_to_tiles<W>(e.format[half].scale, s, strip, channel + half * kTileN, e.k_tiles, step0, count, to);
     }
   }
 }

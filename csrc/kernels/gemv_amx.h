@@ -3,12 +3,12 @@
 // 16, far less than memory takes to bring the weights, and one for 17 to 32 takes twice that.
 //
 // Tiles 0 and 1 add up the even steps of k for two times 16 tokens, 2 and 3 the odd ones; 4 and 5 hold weights, 6 and 7
-// activations. f32 rows stay f32 and go to the vectors of narrow.h.
+// activations. f32 rows stay f32 and go to the vectors of gemv.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "kernels/narrow.h"
+#include "kernels/gemv.h"
 
 namespace kt {
 namespace {
@@ -40,7 +40,7 @@ inline int columns_for(int32_t tokens) {
 
 // N vectors as one array, its halves riffled like cards: what stood at index abc... in binary stands at bc...a.
 template <class V, int N>
-inline void riffle(V (&v)[N]) {
+inline void interleave_halves(V (&v)[N]) {
   constexpr int W = kLanes<V>;
   Mask<V> low, high;
   V out[N];
@@ -59,21 +59,21 @@ inline void riffle(V (&v)[N]) {
 
 // Rows of N tokens as pairs [k / 2][N]; those past `live` are zero.
 template <int N>
-inline void spread_pairs(const char* x, int64_t stride, int32_t live, int32_t k, char* out) {
+inline void pack_row_pairs(const char* x, int64_t stride, int32_t live, int32_t k, char* out) {
   for (int64_t pair = 0; pair < k / 2; pair += 16, out += N * 64) {
     F32<16> v[N];
     for (int t = 0; t < N; t++) v[t] = t < live ? load<F32<16>>(x + t * stride + pair * 4) : F32<16>{};
-    for (int n = 1; n < N; n *= 2) riffle(v);
+    for (int n = 1; n < N; n *= 2) interleave_halves(v);
     for (int t = 0; t < N; t++) store(out + t * 64, v[t]);
   }
 }
 
 // Sums of even and odd steps, [16 rows][N] each, added up and turned into [N][16 rows].
 template <int N>
-inline void turn_sums(const float* even, const float* odd, float* out) {
+inline void transpose_sums(const float* even, const float* odd, float* out) {
   F32<16> v[N];
   for (int i = 0; i < N; i++) v[i] = load<F32<16>>(even + i * 16) + load<F32<16>>(odd + i * 16);
-  for (int n = 1; n < kNarrowRows; n *= 2) riffle(v);
+  for (int n = 1; n < kGemvGroup; n *= 2) interleave_halves(v);
   for (int i = 0; i < N; i++) store(out + i * 16, v[i]);
 }
 
@@ -96,8 +96,8 @@ inline void with_columns(int columns, Use&& use) {
 
 // Steps [0, steps) of 32 k; x of the second 16 tokens lies `second` bytes after that of the first.
 template <bool two>
-inline void narrow_steps(const char* w, int64_t stride, const char* x, int64_t step, int64_t second, int64_t steps,
-                         Fetch& fetch) {
+inline void gemv_steps(const char* w, int64_t stride, const char* x, int64_t step, int64_t second, int64_t steps,
+                       GroupPrefetch& fetch) {
   int64_t width = step / 16, i = 0;
   for (; i + 2 <= steps; i += 2, w += 128, x += 2 * step) {
     _tile_loadd(4, w, stride);
@@ -136,7 +136,7 @@ inline void narrow_steps(const char* w, int64_t stride, const char* x, int64_t s
 // One group against all tokens, into sums [tokens][16]. Long rows are taken in slabs, so that what waits in L2 does not
 // grow with K.
 template <bool two>
-inline void narrow_group(const Narrow& n, const char* w, const char* next, int columns, float* sums) {
+inline void gemv_group(const Gemv& n, const char* w, const char* next, int columns, float* sums) {
   int64_t row = (int64_t)n.k * 2, slab = slab_of(row), step = columns * 64, second = row * columns;
   _tile_zero(0);
   _tile_zero(2);
@@ -146,50 +146,49 @@ inline void narrow_group(const Narrow& n, const char* w, const char* next, int c
   }
   for (int64_t at = 0; at < row; at += slab) {
     int64_t end = at + slab < row ? at + slab : row, ahead = row - end < slab ? row - end : slab;
-    Fetch fetch{w + end, n.weight_stride, ahead};
+    GroupPrefetch fetch{w + end, n.weight_stride, ahead};
     if (end == row) fetch = {next, n.weight_stride, slab};
-    narrow_steps<two>(w + at, n.weight_stride, n.x + at / 64 * step, step, second, (end - at) / 64, fetch);
+    gemv_steps<two>(w + at, n.weight_stride, n.x + at / 64 * step, step, second, (end - at) / 64, fetch);
   }
-  alignas(64) float even[kNarrowRows * kTileN] = {}, odd[kNarrowRows * kTileN] = {};
-  auto turn = [&]<int N>() { turn_sums<N>(even, odd, sums); };
+  alignas(64) float even[kGemvGroup * kTileN] = {}, odd[kGemvGroup * kTileN] = {};
+  auto transpose = [&]<int N>() { transpose_sums<N>(even, odd, sums); };
   _tile_stored(0, even, columns * 4);
   _tile_stored(2, odd, columns * 4);
-  with_columns(columns, turn);
+  with_columns(columns, transpose);
   if constexpr (two) {
-    sums += kTileN * kNarrowRows;
+    sums += kTileN * kGemvGroup;
     _tile_stored(1, even, columns * 4);
     _tile_stored(3, odd, columns * 4);
-    with_columns(columns, turn);
+    with_columns(columns, transpose);
   }
 }
 
-struct FewTiles {
-  static constexpr int32_t tokens = kNarrowTokens;
+struct GemvAmx {
+  static constexpr int32_t tokens = kGemvMaxTokens;
 
-  static void spread(const Spread& s) {
-    if (s.type == DType::f32) return WidenedRows<16>::spread(s);
+  static void pack_rows(const PackRows& s) {
+    if (s.type == DType::f32) return WidenedRows<16>::pack_rows(s);
     const char* x = (const char*)s.x;
     char* out = s.out;
     int columns = columns_for(s.tokens);
     for (int32_t t = 0; t < s.tokens; t += columns, x += columns * s.stride * 2, out += (int64_t)columns * s.k * 2)
-      with_columns(columns, [&]<int N>() { spread_pairs<N>(x, s.stride * 2, s.tokens - t, s.k, out); });
+      with_columns(columns, [&]<int N>() { pack_row_pairs<N>(x, s.stride * 2, s.tokens - t, s.k, out); });
   }
 
-  static void multiply(const Narrow& n) {
-    if (n.type == DType::f32) return narrow_vectors<WidenedRows<16>>(n);
-    alignas(64) float sums[kNarrowTokens * kNarrowRows];
+  static void multiply(const Gemv& n) {
+    if (n.type == DType::f32) return gemv_vectors<WidenedRows<16>>(n);
+    alignas(64) float sums[kGemvMaxTokens * kGemvGroup];
     int columns = columns_for(n.tokens), height = 0;
-    if (n.cold) Fetch{n.weights, n.weight_stride, slab_of((int64_t)n.k * 2)}.all();
-    for (int32_t row = 0; row < n.rows; row += kNarrowRows) {
-      int32_t count = n.rows - row < kNarrowRows ? n.rows - row : kNarrowRows;
+    if (n.cold) GroupPrefetch{n.weights, n.weight_stride, slab_of((int64_t)n.k * 2)}.all();
+    for (int32_t row = 0; row < n.rows; row += kGemvGroup) {
+      int32_t count = n.rows - row < kGemvGroup ? n.rows - row : kGemvGroup;
       if (count != height) {
         height = count;
         configure(height, columns);
       }
       const char* w = n.weights + row * n.weight_stride;
-      const char* next = row + kNarrowRows < n.rows ? w + kNarrowRows * n.weight_stride : n.next;
-      n.tokens > kTileN ? narrow_group<true>(n, w, next, columns, sums)
-                        : narrow_group<false>(n, w, next, columns, sums);
+      const char* next = row + kGemvGroup < n.rows ? w + kGemvGroup * n.weight_stride : n.next;
+      n.tokens > kTileN ? gemv_group<true>(n, w, next, columns, sums) : gemv_group<false>(n, w, next, columns, sums);
       store_sums<16>(n, sums, row, count);
     }
     _tile_release();

@@ -1,31 +1,32 @@
 // Stored blocks turned around: a tile of pairs along K becomes one of pairs along N.
 //
-// Blocks that are bytes are turned as such (turned_bytes.h), other encoded ones are decoded first. A product that goes
-// over turned blocks finds the first of them in scratch; the others are turned while those before them are multiplied,
-// half a block at a time, since the matrix unit leaves the vector units idle and the cache to fetch what comes next.
+// Blocks that are bytes are turned as such (transpose_codes.h), other encoded ones are decoded first. A product that
+// goes over turned blocks finds the first of them in scratch; the others are turned while those before them are
+// multiplied, half a block at a time, since the matrix unit leaves the vector units idle and the cache to fetch what
+// comes next.
 #pragma once
 
 #include "kernels/formats.h"
 #include "kernels/table.h"
-#include "kernels/turned_bytes.h"
+#include "kernels/transpose_codes.h"
 
 namespace kt {
 namespace {
 
 // Four k of eight n: from two rows of pairs along k to four rows of pairs along n.
-inline void turn_square(const char* in, char* out) {
+inline void transpose_square(const char* in, char* out) {
   using Four = U32<4>;
-  Four turned[4];
+  Four transposed[4];
   for (int row = 0; row < 2; row++) {
     Four a = load<Four>(in + row * 64), b = load<Four>(in + row * 64 + 16);
     Four even = __builtin_shuffle(a, b, Four{0, 2, 4, 6}), odd = __builtin_shuffle(a, b, Four{1, 3, 5, 7});
-    turned[2 * row] = (even & 0xffffu) | (odd << 16);
-    turned[2 * row + 1] = (even >> 16) | (odd & 0xffff0000u);
+    transposed[2 * row] = (even & 0xffffu) | (odd << 16);
+    transposed[2 * row + 1] = (even >> 16) | (odd & 0xffff0000u);
   }
-  Four a = __builtin_shuffle(turned[0], turned[1], Four{0, 4, 1, 5});
-  Four b = __builtin_shuffle(turned[2], turned[3], Four{0, 4, 1, 5});
-  Four c = __builtin_shuffle(turned[0], turned[1], Four{2, 6, 3, 7});
-  Four d = __builtin_shuffle(turned[2], turned[3], Four{2, 6, 3, 7});
+  Four a = __builtin_shuffle(transposed[0], transposed[1], Four{0, 4, 1, 5});
+  Four b = __builtin_shuffle(transposed[2], transposed[3], Four{0, 4, 1, 5});
+  Four c = __builtin_shuffle(transposed[0], transposed[1], Four{2, 6, 3, 7});
+  Four d = __builtin_shuffle(transposed[2], transposed[3], Four{2, 6, 3, 7});
   store(out, __builtin_shuffle(a, b, Four{0, 1, 4, 5}));
   store(out + 64, __builtin_shuffle(a, b, Four{2, 3, 6, 7}));
   store(out + 128, __builtin_shuffle(c, d, Four{0, 1, 4, 5}));
@@ -34,11 +35,11 @@ inline void turn_square(const char* in, char* out) {
 
 // One half of n: in is a tile [16 pairs of k][16 n], out two tiles [16 pairs of n][16 k], k 0-15 and 16-31, of which
 // this is half of the rows.
-inline void turn_tile(const char* in, int half, char* out) {
+inline void transpose_tile(const char* in, int half, char* out) {
   for (int n = 0; n < kTileN; n += 8)
     for (int k = 0; k < kTileK; k += 4)
-      turn_square(in + (k / 2) * 64 + n * 4,
-                  out + (k / kTileN) * kTileBytes + (half * 8 + n / 2) * 64 + (k % kTileN) * 4);
+      transpose_square(in + (k / 2) * 64 + n * 4,
+                       out + (k / kTileN) * kTileBytes + (half * 8 + n / 2) * 64 + (k % kTileN) * 4);
 }
 
 // The same with whole rows in registers. Sixteen bytes of each of four rows make a register, so that the transpose of
@@ -46,7 +47,7 @@ inline void turn_tile(const char* in, int half, char* out) {
 // stage, which pairs neighbours along n, leaves k in order.
 #ifdef __AVX512F__
 template <int W>
-inline U32<W> quarters(const char* a, const char* b, const char* c, const char* d) {
+inline U32<W> load_quarters(const char* a, const char* b, const char* c, const char* d) {
   // Inserting from memory needs no shuffle unit; the compiler's own way of joining vectors would.
   __m512i all = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)a));
   all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)b), 1);
@@ -55,7 +56,7 @@ inline U32<W> quarters(const char* a, const char* b, const char* c, const char* 
 }
 #else
 template <int W>
-inline U32<W> quarters(const char* a, const char* b, const char* c, const char* d) {
+inline U32<W> load_quarters(const char* a, const char* b, const char* c, const char* d) {
   char all[64];
   __builtin_memcpy(all, a, 16);
   __builtin_memcpy(all + 16, b, 16);
@@ -67,7 +68,7 @@ inline U32<W> quarters(const char* a, const char* b, const char* c, const char* 
 
 // Elements of a and b in turns, from the lower or the upper half of every quarter.
 template <int W, class V, bool upper>
-inline U32<W> in_turns(U32<W> a, U32<W> b) {
+inline U32<W> interleave(U32<W> a, U32<W> b) {
   V order;
   constexpr int count = sizeof(V) / sizeof(order[0]), per = count / 4;
   for (int i = 0; i < count; i++)
@@ -76,30 +77,30 @@ inline U32<W> in_turns(U32<W> a, U32<W> b) {
 }
 
 template <int W>
-inline void turn_tile_wide(const char* in, int half, char* out) {
+inline void transpose_tile_wide(const char* in, int half, char* out) {
   using Words = typename Vec<W>::pairs;
   using Doubles = typename Vec<W>::u64;
   for (int n = 0; n < kTileN; n += 4) {
     U32<W> x[4];  // quarter q: of pairs 2q, 2q + 1, 8 + 2q, 9 + 2q
     for (int i = 0; i < 4; i++) {
       const char* at = in + ((i & 1) + (i >> 1) * 8) * 64 + n * 4;
-      x[i] = quarters<W>(at, at + 2 * 64, at + 4 * 64, at + 6 * 64);
+      x[i] = load_quarters<W>(at, at + 2 * 64, at + 4 * 64, at + 6 * 64);
     }
-    U32<W> a = in_turns<W, U32<W>, false>(x[0], x[1]), b = in_turns<W, U32<W>, true>(x[0], x[1]);
-    U32<W> c = in_turns<W, U32<W>, false>(x[2], x[3]), d = in_turns<W, U32<W>, true>(x[2], x[3]);
-    U32<W> n0 = in_turns<W, Doubles, false>(a, c), n1 = in_turns<W, Doubles, true>(a, c);
-    U32<W> n2 = in_turns<W, Doubles, false>(b, d), n3 = in_turns<W, Doubles, true>(b, d);
+    U32<W> a = interleave<W, U32<W>, false>(x[0], x[1]), b = interleave<W, U32<W>, true>(x[0], x[1]);
+    U32<W> c = interleave<W, U32<W>, false>(x[2], x[3]), d = interleave<W, U32<W>, true>(x[2], x[3]);
+    U32<W> n0 = interleave<W, Doubles, false>(a, c), n1 = interleave<W, Doubles, true>(a, c);
+    U32<W> n2 = interleave<W, Doubles, false>(b, d), n3 = interleave<W, Doubles, true>(b, d);
     char* to = out + (half * 8 + n / 2) * 64;
-    store(to, in_turns<W, Words, false>(n0, n1));
-    store(to + kTileBytes, in_turns<W, Words, true>(n0, n1));
-    store(to + 64, in_turns<W, Words, false>(n2, n3));
-    store(to + kTileBytes + 64, in_turns<W, Words, true>(n2, n3));
+    store(to, interleave<W, Words, false>(n0, n1));
+    store(to + kTileBytes, interleave<W, Words, true>(n0, n1));
+    store(to + 64, interleave<W, Words, false>(n2, n3));
+    store(to + kTileBytes + 64, interleave<W, Words, true>(n2, n3));
   }
 }
 
 // One half of n of a block of an exact kind, whose tiles are [32 k][16 n].
 template <class Real>
-inline void turn_plain(const char* in, int half, char* out) {
+inline void transpose_exact(const char* in, int half, char* out) {
   constexpr int tile = kTileK * kTileN;
   const Real* from = (const Real*)in + half * tile;
   Real* to = (Real*)out;
@@ -110,25 +111,25 @@ inline void turn_plain(const char* in, int half, char* out) {
 
 // One half of a block of tiles.
 template <class Isa>
-inline void turn_half(const char* in, int half, char* out) {
+inline void transpose_half(const char* in, int half, char* out) {
   if constexpr (Isa::tile_bytes != kTileBytes) {
-    turn_plain<typename Isa::Real>(in, half, out);
+    transpose_exact<typename Isa::Real>(in, half, out);
   } else if constexpr (Isa::width == 16) {
-    turn_tile_wide<16>(in + half * kTileBytes, half, out);
+    transpose_tile_wide<16>(in + half * kTileBytes, half, out);
   } else {
-    turn_tile(in + half * kTileBytes, half, out);
+    transpose_tile(in + half * kTileBytes, half, out);
   }
 }
 
 // Neighbouring blocks lie far apart, where no hardware follows: each is brought into L2 while the eighth before it is
 // turned, and into L1 while the one before is.
-constexpr int kTurnAhead = 8;
+constexpr int kTransposeAhead = 8;
 
 // The blocks of a list of transposes, half by half.
 template <class Isa>
-class Turning {
+class BlockTransposer {
  public:
-  Turning(const Transpose* jobs, int count) : at_(jobs), end_(jobs + count), ahead_(at_) { skip_empty(); }
+  BlockTransposer(const Transpose* jobs, int count) : job_(jobs), end_(jobs + count), ahead_job_(job_) { skip_empty(); }
 
   // Halves that are left in [at, end).
   static int halves(const Transpose* at, const Transpose* end) {
@@ -140,59 +141,59 @@ class Turning {
   void all() { to(end_); }
   // Up to a later one of the list.
   void to(const Transpose* job) {
-    while (at_ < job && at_ < end_) half();
+    while (job_ < job && job_ < end_) half();
   }
 
   // One half; nothing where all are turned.
   void half() {
-    if (at_ >= end_) return;
-    const Transpose& t = *at_;
+    if (job_ >= end_) return;
+    const Transpose& t = *job_;
     if (!half_)
-      for (int i = 0; i < 2 && fetched_ < kTurnAhead; i++) fetch();
+      for (int i = 0; i < 2 && prefetched_ < kTransposeAhead; i++) prefetch();
     const char* in = t.in + (int64_t)block_ * (int64_t)t.in_stride;
     char* out = t.out + (int64_t)block_ * 2 * Isa::tile_bytes;
-    if (!t.how) {
+    if (!t.encoding) {
       for (int line = 0; line < Isa::tile_bytes && block_ + 1 < t.count; line += 64)
         __builtin_prefetch(in + t.in_stride + half_ * Isa::tile_bytes + line, 0, 3);
-      turn_half<Isa>(in, half_, out);
-    } else if (Isa::tile_bytes == kTileBytes && in_bytes(*t.how)) {
-      turn_bytes<kDecodeWidth<Isa>>(*t.how, in, t.k_tile, half_, out);
+      transpose_half<Isa>(in, half_, out);
+    } else if (Isa::tile_bytes == kTileBytes && integer_codes(*t.encoding)) {
+      transpose_codes<kDecodeWidth<Isa>>(*t.encoding, in, t.k_tile, half_, out);
     } else if (half_) {
       alignas(64) char tiles[2 * Isa::tile_bytes];
-      decode_block<Isa>(*t.how, in, t.k_tile, 1, tiles);
-      for (int half = 0; half < 2; half++) turn_half<Isa>(tiles, half, out);
+      decode_block<Isa>(*t.encoding, in, t.k_tile, 1, tiles);
+      for (int half = 0; half < 2; half++) transpose_half<Isa>(tiles, half, out);
     }
     if ((half_ ^= 1)) return;
-    fetched_--;
+    prefetched_--;
     if (++block_ == t.count) {
-      at_++, block_ = 0;
+      job_++, block_ = 0;
       skip_empty();
     }
   }
 
  private:
-  static bool in_bytes(const Encoding& e) {
-    return turns_as_bytes(e.format[0].codec) && turns_as_bytes(e.format[1].codec);
+  static bool integer_codes(const Encoding& e) {
+    return transposes_as_codes(e.format[0].codec) && transposes_as_codes(e.format[1].codec);
   }
 
   void skip_empty() {
-    while (at_ < end_ && !at_->count) at_++;
+    while (job_ < end_ && !job_->count) job_++;
   }
 
   // The next block that has not been fetched.
-  void fetch() {
-    while (ahead_ < end_ && ahead_block_ >= ahead_->count) ahead_++, ahead_block_ = 0;
-    if (ahead_ == end_) return;
-    const Transpose& t = *ahead_;
+  void prefetch() {
+    while (ahead_job_ < end_ && ahead_block_ >= ahead_job_->count) ahead_job_++, ahead_block_ = 0;
+    if (ahead_job_ == end_) return;
+    const Transpose& t = *ahead_job_;
     const char* block = t.in + (int64_t)ahead_block_++ * (int64_t)t.in_stride;
-    fetched_++;
-    if (!t.how) {
+    prefetched_++;
+    if (!t.encoding) {
       for (int line = 0; line < 2 * Isa::tile_bytes; line += 64) __builtin_prefetch(block + line, 0, 2);
       return;
     }
     for (int half = 0; half < 2; half++) {
-      const Strip& s = t.how->strip[half];
-      const char* strip = block + (half ? t.how->strip[0].bytes : 0);
+      const Strip& s = t.encoding->strip[half];
+      const char* strip = block + (half ? t.encoding->strip[0].bytes : 0);
       const char *header = strip + s.headers + t.k_tile / s.span_tiles * s.span_bytes,
                  *codes = strip + s.codes + t.k_tile * s.tile_bytes;
       for (int at = 0; at < s.span_bytes; at += 64) __builtin_prefetch(header + at, 0, 2);
@@ -200,61 +201,61 @@ class Turning {
     }
   }
 
-  const Transpose *at_, *end_;
+  const Transpose *job_, *end_;
   int block_ = 0, half_ = 0;  // of *at_, to come next
-  const Transpose* ahead_;
-  int ahead_block_ = 0, fetched_ = 0;  // blocks that were fetched and are not turned yet
+  const Transpose* ahead_job_;
+  int ahead_block_ = 0, prefetched_ = 0;  // blocks that were fetched and are not turned yet
 };
 
 // The next block of a product turned while one is multiplied: some halves at every k step.
 template <class Isa>
-class TurningBeside {
+class OverlappedTranspose {
  public:
-  explicit TurningBeside(const Turned* t)
-      : turning_(t ? t->jobs : nullptr, t ? t->count : 0),
+  explicit OverlappedTranspose(const TransposedBlocks* t)
+      : transposer_(t ? t->jobs : nullptr, t ? t->count : 0),
         next_(t ? t->jobs : nullptr),
         end_(t ? t->jobs + t->count : nullptr),
-        each_(t ? t->each : 0) {}
+        jobs_per_block_(t ? t->jobs_per_block : 0) {}
 
   // The passes over a block begin, of so many steps together.
   void begin(int steps) {
-    const Transpose* after = next_ + each_ < end_ ? next_ + each_ : end_;
-    halves_ = Turning<Isa>::halves(next_, after);
+    const Transpose* after = next_ + jobs_per_block_ < end_ ? next_ + jobs_per_block_ : end_;
+    halves_per_block_ = BlockTransposer<Isa>::halves(next_, after);
     next_ = after;
     steps_ = steps;
     due_ = 0;
   }
   void step() {
-    for (due_ += halves_; due_ >= steps_; due_ -= steps_) turning_.half();
+    for (due_ += halves_per_block_; due_ >= steps_; due_ -= steps_) transposer_.half();
   }
   // They have ended.
-  void finish() { turning_.to(next_); }
+  void finish() { transposer_.to(next_); }
 
  private:
-  Turning<Isa> turning_;
+  BlockTransposer<Isa> transposer_;
   const Transpose *next_, *end_;
-  int each_, halves_ = 0, steps_ = 1, due_ = 0;
+  int jobs_per_block_, halves_per_block_ = 0, steps_ = 1, due_ = 0;
 };
 
 // Of products that have no such blocks.
-struct NothingTurned {
-  explicit NothingTurned(const Turned*) {}
+struct NoTranspose {
+  explicit NoTranspose(const TransposedBlocks*) {}
   void begin(int) {}
   void step() {}
   void finish() {}
 };
-template <class Isa, bool turns>
-struct BesideOf {
-  using type = NothingTurned;
+template <class Isa, bool transposes>
+struct OverlappedTransposeOf {
+  using type = NoTranspose;
 };
 template <class Isa>
-struct BesideOf<Isa, true> {
-  using type = TurningBeside<Isa>;
+struct OverlappedTransposeOf<Isa, true> {
+  using type = OverlappedTranspose<Isa>;
 };
 
 template <class Isa>
-void turn_any(const Transpose& t) {
-  Turning<Isa>(&t, 1).all();
+void run_transpose(const Transpose& t) {
+  BlockTransposer<Isa>(&t, 1).all();
 }
 
 }  // namespace

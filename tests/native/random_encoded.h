@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "moe_layer.h"
+#include "random_layer.h"
 
 namespace kt::check {
 

@@ -1,6 +1,6 @@
 // Numbers are compared as integers of their own bits, many at a time: first the largest of each stretch, by all
 // threads, then its place in the one stretch of a row that has it.
-#include "moe/largest.h"
+#include "moe/argmax.h"
 
 #include <algorithm>
 #include <atomic>
@@ -18,13 +18,13 @@ template <class Int, Int infinity, class V>
 inline V key_of(V bits) {
   constexpr int sign = sizeof(Int) * 8 - 1;
   constexpr Int most = (Int) ~((Int)1 << sign);
-  V below = bits >> sign, magnitude = bits & most;
-  V key = (magnitude ^ below) - below, unordered = (V)(infinity - magnitude) >> sign;
-  return (unordered & most) | (~unordered & key);
+  V negative = bits >> sign, magnitude = bits & most;
+  V key = (magnitude ^ negative) - negative, is_nan = (V)(infinity - magnitude) >> sign;
+  return (is_nan & most) | (~is_nan & key);
 }
 
 template <class Int, Int infinity>
-inline Int largest_of(const Int* at, int64_t count) {
+inline Int max_key_of(const Int* at, int64_t count) {
   typedef Int V __attribute__((vector_size(16)));
   constexpr int lanes = sizeof(V) / sizeof(Int);
   Int most = key_of<Int, infinity, Int>(at[0]);
@@ -42,23 +42,23 @@ inline Int largest_of(const Int* at, int64_t count) {
 }
 
 template <class Int, Int infinity>
-class LargestJob : public Job {
+class ArgmaxJob : public Job {
  public:
-  LargestJob(const void* x, int64_t rows, int64_t columns, int64_t stride)
+  ArgmaxJob(const void* x, int64_t rows, int64_t columns, int64_t stride)
       : x_((const Int*)x), rows_(rows), columns_(columns), stride_(stride), parts_(ceil_div(columns, kPart)) {
-    most_.resize((size_t)(rows * parts_));
+    part_max_.resize((size_t)(rows * parts_));
   }
 
   void work(const Worker&) override {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < rows_ * parts_;) {
       const Int* at = x_ + i / parts_ * stride_;
       int64_t first = i % parts_ * kPart, last = std::min(first + kPart, columns_);
-      most_[(size_t)i] = largest_of<Int, infinity>(at + first, last - first);
+      part_max_[(size_t)i] = max_key_of<Int, infinity>(at + first, last - first);
     }
   }
 
-  int64_t place(int64_t row) const {
-    auto begin = most_.begin() + row * parts_, best = std::max_element(begin, begin + parts_);
+  int64_t index_of_max(int64_t row) const {
+    auto begin = part_max_.begin() + row * parts_, best = std::max_element(begin, begin + parts_);
     const Int* at = x_ + row * stride_;
     int64_t c = (best - begin) * kPart;
     while (key_of<Int, infinity, Int>(at[c]) != *best) c++;
@@ -68,24 +68,23 @@ class LargestJob : public Job {
  private:
   const Int* x_;
   int64_t rows_, columns_, stride_, parts_;
-  std::vector<Int> most_;  // [rows][parts]
+  std::vector<Int> part_max_;  // [rows][parts]
   std::atomic<int64_t> next_{0};
 };
 
 template <class Job>
-void run(Pool& pool, Job&& job, int64_t rows, int64_t* found) {
+void run(Pool& pool, Job&& job, int64_t rows, int64_t* index) {
   pool.run(job);
-  for (int64_t row = 0; row < rows; row++) found[row] = job.place(row);
+  for (int64_t row = 0; row < rows; row++) index[row] = job.index_of_max(row);
 }
 
 }  // namespace
 
-void find_largest(Pool& pool, const void* x, DType type, int64_t rows, int64_t columns, int64_t stride,
-                  int64_t* found) {
+void argmax(Pool& pool, const void* x, DType type, int64_t rows, int64_t columns, int64_t stride, int64_t* index) {
   if (type == DType::bf16) {
-    run(pool, LargestJob<int16_t, 0x7f80>(x, rows, columns, stride), rows, found);
+    run(pool, ArgmaxJob<int16_t, 0x7f80>(x, rows, columns, stride), rows, index);
   } else {
-    run(pool, LargestJob<int32_t, 0x7f800000>(x, rows, columns, stride), rows, found);
+    run(pool, ArgmaxJob<int32_t, 0x7f800000>(x, rows, columns, stride), rows, index);
   }
 }
 

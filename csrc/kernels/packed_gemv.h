@@ -3,8 +3,8 @@
 // With few rows weights are what takes the time, and a core keeps up with memory only if a code costs it next to
 // nothing. A word of a strip holds codes of one output, those of even or of odd k, so whatever part of the words is
 // taken, the same eight bytes of a row, in all pairs of lanes, are the other factor. Rows are written out in the order
-// of those parts first. What a part is, and what it meets, a kind of codes says: against bytes of x (direct_bytes.h)
-// or against numbers (direct_numbers.h). A kind has
+// of those parts first. What a part is, and what it meets, a kind of codes says: against bytes of x
+// (packed_gemv_int8.h) or against numbers (packed_gemv_f32.h). A kind has
 //   width, words, parts   lanes of a vector; words of a lane in a k tile; parts of a word
 //   Sum, Number, chains   what sums are in, and what leaves; sums that are held apart, so that additions overlap
 //   open, factor, add     a part of words; eight bytes of a row; their product, added
@@ -17,17 +17,17 @@
 namespace kt {
 namespace {
 
-constexpr int kDirectAhead = 8;  // k tiles whose codes come into L1 meanwhile
-constexpr int kPartBytes = 8;    // of a row, that a part of the words meets
+constexpr int kPackedGemvAhead = 8;  // k tiles whose codes come into L1 meanwhile
+constexpr int kPartBytes = 8;        // of a row, that a part of the words meets
 
-// Whether `By` multiplies so: it says what it does with the rows, and which kind of codes a format has.
-template <class By>
-constexpr bool kDirect = requires { By::in_bytes; };
+// Whether `Multiplier` multiplies so: it says what it does with the rows, and which kind of codes a format has.
+template <class Multiplier>
+constexpr bool kIsPackedGemv = requires { Multiplier::int8_rows; };
 
 // Rows as the codes of each half of a block want them.
-struct DirectPanel {
-  const char* x[2];                 // [k_tiles][rows][bytes of all parts]
-  const int32_t* before = nullptr;  // of bytes: what `begin` wants to know, [k_tiles + 1][rows][2]
+struct PackedGemvPanel {
+  const char* x[2];                      // [k_tiles][rows][bytes of all parts]
+  const int32_t* prefix_sums = nullptr;  // of bytes: what `begin` wants to know, [k_tiles + 1][rows][2]
 };
 
 // Eight bytes, even and odd k, in all pairs of lanes.
@@ -64,7 +64,7 @@ inline F32<W> scales_of_lanes(const char* scales, int lane) {
 
 // Vectors of lanes that one walk over a strip takes: what the registers hold with all rows.
 template <int W, int rows>
-constexpr int kDirectVectors = W == 16 || rows <= 2 ? 2 : 1;
+constexpr int kPackedGemvVectors = W == 16 || rows <= 2 ? 2 : 1;
 
 // k tiles [k0, k0 + k_tiles) of a strip, and how far from it that of the next block is, which comes into L2 meanwhile;
 // 0: none does.
@@ -76,10 +76,10 @@ struct CodeStrip {
 };
 
 template <int tile_bytes>
-inline void fetch_codes(const char* codes, int64_t next) {
+inline void prefetch_codes(const char* codes, int64_t next) {
 #pragma GCC unroll 8
   for (int line = 0; line < tile_bytes; line += 64) {
-    __builtin_prefetch(codes + kDirectAhead * tile_bytes + line, 0, 3);
+    __builtin_prefetch(codes + kPackedGemvAhead * tile_bytes + line, 0, 3);
     __builtin_prefetch(codes + next + line, 0, 2);
   }
 }
@@ -95,13 +95,13 @@ inline void add_tile(const Codes& kind, const char* codes, const char* x,
     for (int v = 0; v < NV; v++) words[v] = load<U32<W>>(codes + (word * kLanesOfTile + v * W) * 4);
 #pragma GCC unroll 8
     for (int part = 0; part < parts; part++) {
-      decltype(kind.open(words[0], part)) opened[NV];
-      for (int v = 0; v < NV; v++) opened[v] = kind.open(words[v], part);
+      decltype(kind.unpack(words[0], part)) unpacked[NV];
+      for (int v = 0; v < NV; v++) unpacked[v] = kind.unpack(words[v], part);
       for (int r = 0; r < rows; r++) {
         auto factor = kind.factor(in_pairs<W>(x + r * row_bytes + (word * parts + part) * kPartBytes));
         for (int v = 0; v < NV; v++) {
           auto& sum = sums[part % Codes::chains][r][v];
-          sum = kind.add(sum, opened[v], factor);
+          sum = kind.add(sum, unpacked[v], factor);
         }
       }
     }
@@ -110,10 +110,10 @@ inline void add_tile(const Codes& kind, const char* codes, const char* x,
 
 // Codes times rows, sums of (output, parity of k) into lanes [rows][32].
 template <class Codes, int rows>
-__attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStrip& strip, const DirectPanel& panel,
+__attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStrip& strip, const PackedGemvPanel& panel,
                                               int half, typename Codes::Number* lanes) {
   using Sum = typename Codes::Sum;
-  constexpr int W = Codes::width, NV = kDirectVectors<W, rows>, tile_bytes = Codes::words * kLanesOfTile * 4;
+  constexpr int W = Codes::width, NV = kPackedGemvVectors<W, rows>, tile_bytes = Codes::words * kLanesOfTile * 4;
   constexpr int row_bytes = Codes::words * Codes::parts * kPartBytes;
   typedef typename Codes::Number Numbers __attribute__((vector_size(W * 4)));
   const Codes kind = given;
@@ -122,7 +122,7 @@ __attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStri
   for (int lane = 0; lane < kLanesOfTile; lane += NV * W) {
     const char* codes = strip.at + strip.s.codes + (int64_t)strip.k0 * tile_bytes + lane * 4;
     const char *scales = strip.at + strip.s.headers + spans * span_bytes, *x = panel.x[half];
-    const int32_t* before = panel.before;
+    const int32_t* prefix_sums = panel.prefix_sums;
     Numbers numbers[rows][NV] = {};
     int span = (spans + 1) * span_tiles - strip.k0;
     for (int left = strip.k_tiles; left > 0; left -= span, span = span_tiles, scales += span_bytes) {
@@ -130,11 +130,12 @@ __attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStri
       Sum sums[Codes::chains][rows][NV] = {};
       if constexpr (Codes::begins) {
         for (int r = 0; r < rows; r++)
-          for (int v = 0; v < NV; v++) sums[0][r][v] = kind.begin(before + 2 * r, before + 2 * (span * rows + r));
-        before += 2 * span * rows;
+          for (int v = 0; v < NV; v++)
+            sums[0][r][v] = kind.begin(prefix_sums + 2 * r, prefix_sums + 2 * (span * rows + r));
+        prefix_sums += 2 * span * rows;
       }
       for (int k = 0; k < span; k++, codes += tile_bytes, x += rows * row_bytes) {
-        fetch_codes<tile_bytes>(codes, next);
+        prefetch_codes<tile_bytes>(codes, next);
         add_tile<Codes, rows, NV>(kind, codes, x, sums);
       }
       if constexpr (Codes::scaled) __builtin_prefetch(scales + next, 0, 2);
@@ -178,7 +179,7 @@ inline void join_lanes(const Lane* lanes, int rows, bool accumulate, Real* c) {
       const Lane* from = lanes + r * kLanesOfTile + 2 * n;
       Real* to = c + r * kBlockN + n;
       U32<W> a = load<U32<W>>(from), b = load<U32<W>>(from + W);
-      From sum = (From)every_other<W, 0>(a, b) + (From)every_other<W, 1>(a, b);
+      From sum = (From)deinterleave<W, 0>(a, b) + (From)deinterleave<W, 1>(a, b);
       To numbers = __builtin_convertvector(sum, To);
       store(to, accumulate ? load<To>(to) + numbers : numbers);
     }
@@ -186,18 +187,20 @@ inline void join_lanes(const Lane* lanes, int rows, bool accumulate, Real* c) {
 
 // The block of a product times its rows, `next` bytes before the one to come, into p.c; of bytes also what these sums
 // are to be multiplied with besides their rows' scales.
-template <class By>
-__attribute__((noinline)) void multiply_codes(const Coded& coded, const ProductOf<typename By::Real>& p,
-                                              const DirectPanel& panel, int64_t next, float* channel) {
-  const Encoding& e = *coded.how;
+template <class Multiplier>
+__attribute__((noinline)) void multiply_codes(const EncodedBlocks& encoded,
+                                              const ProductOf<typename Multiplier::Real>& p,
+                                              const PackedGemvPanel& panel, int64_t next, float* channel) {
+  const Encoding& e = *encoded.encoding;
   for (int half = 0; half < 2; half++) {
-    const CodeStrip strip{e.strip[half], p.s.b + half * e.strip[0].bytes, next, coded.k0, p.s.k_tiles};
-    By::with_codes(e.format[half], [&]<class Codes>(const Codes& kind) {
-      alignas(64) typename Codes::Number lanes[By::most_rows * kLanesOfTile];
-      with_rows<By::most_rows>(p.live,
-                               [&]<int rows>() { multiply_lanes<Codes, rows>(kind, strip, panel, half, lanes); });
+    const CodeStrip strip{e.strip[half], p.contraction.b + half * e.strip[0].bytes, next, encoded.k0,
+                          p.contraction.k_tiles};
+    Multiplier::with_codes(e.format[half], [&]<class Codes>(const Codes& kind) {
+      alignas(64) typename Codes::Number lanes[Multiplier::max_rows * kLanesOfTile];
+      with_rows<Multiplier::max_rows>(
+          p.live, [&]<int rows>() { multiply_lanes<Codes, rows>(kind, strip, panel, half, lanes); });
       join_lanes<Codes::width>(lanes, p.live, p.accumulate, p.c + half * kTileN);
-      if constexpr (By::in_bytes) {
+      if constexpr (Multiplier::int8_rows) {
         float* out = channel + half * kTileN;
         if constexpr (Codes::scaled) {
           for (int n = 0; n < kTileN; n++) out[n] = 1;
@@ -210,22 +213,24 @@ __attribute__((noinline)) void multiply_codes(const Coded& coded, const ProductO
 }
 
 // Multiplies every block with the rows of a unit, as for_each_product does with panels. `Isa` multiplies the extras.
-template <class Isa, class By, class Unit, class Where, class Finish>
-inline void for_each_direct(const Unit& u, const Where& where, const Finish& finish) {
-  static_assert(Isa::max_rows >= By::most_rows);
-  const DirectPanel panel = By::write_rows(u.direct, u.live, *u.coded.how, u.base.k_tiles, u.coded.decoded);
-  if (u.extras) Isa::enter(u.tiling.rows);
+template <class Isa, class Multiplier, class Unit, class PlaceSums, class Epilogue>
+inline void for_each_packed_gemv(const Unit& u, const PlaceSums& place_sums, const Epilogue& epilogue) {
+  static_assert(Isa::max_rows >= Multiplier::max_rows);
+  const PackedGemvPanel panel =
+      Multiplier::write_rows(u.packed_gemv, u.live, *u.encoded.encoding, u.base.k_tiles, u.encoded.decoded);
+  if (u.lora_terms) Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     const int64_t at = (int64_t)(block - u.block0);
-    ProductOf<typename By::Real> p{u.base, block,         0,       1,       u.tiling.rows, u.live,
-                                   false,  kNothingAhead, nullptr, u.extra, u.extras,      u.block0};
-    p.s.b += at * (int64_t)u.block_bytes;
-    const int64_t next = block + 1 < u.block1 ? (int64_t)u.block_bytes : u.next ? u.next - p.s.b : 0;
-    where(p);
-    multiply_codes<By>(u.coded, p, panel, next, By::in_bytes ? u.coded.channel + at * kBlockN : nullptr);
-    finish(p, 0, u.live);
+    ProductOf<typename Multiplier::Real> p{u.base, block,       0,       1,           u.tiling.rows, u.live,
+                                           false,  kNoPrefetch, nullptr, u.lora_term, u.lora_terms,  u.block0};
+    p.contraction.b += at * (int64_t)u.block_bytes;
+    const int64_t next = block + 1 < u.block1 ? (int64_t)u.block_bytes : u.next ? u.next - p.contraction.b : 0;
+    place_sums(p);
+    multiply_codes<Multiplier>(u.encoded, p, panel, next,
+                               Multiplier::int8_rows ? u.encoded.channel + at * kBlockN : nullptr);
+    epilogue(p, 0, u.live);
   }
-  if (u.extras) Isa::leave();
+  if (u.lora_terms) Isa::leave();
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 
 // The activation and its slope at g.
 template <class V, Activation A>
-inline V slope(V g, double alpha) {
+inline V activation_derivative(V g, double alpha) {
   V one = splat<V>(1.0);
   if constexpr (A == Activation::silu) {
     V s = sigmoid<V>(g);
@@ -36,7 +36,7 @@ inline V slope(V g, double alpha) {
 
 // dh meets gate and up: their gradients, and h for the routing weight's.
 template <class V, Activation A>
-inline V back_gated(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
+inline V gated_backward(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
   V zero = splat<V>(0.0), g_passes = splat<V>(1.0), u_passes = g_passes;
   if (gate.limit > 0) {
     V l = splat<V>(gate.limit);
@@ -47,7 +47,7 @@ inline V back_gated(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
   }
   if constexpr (A == Activation::swiglu_oai) u = u + splat<V>(1.0);
   V a = activate<V, A>(g, gate.alpha);
-  dg = dh * u * slope<V, A>(g, gate.alpha) * g_passes;
+  dg = dh * u * activation_derivative<V, A>(g, gate.alpha) * g_passes;
   du = dh * a * u_passes;
   return a * u;
 }
@@ -67,8 +67,9 @@ inline Lane<V> sum_of_lanes(V v) {
 // One row of a product meets its gate and up. The 32 columns are one block of these, or two, whose gradients lie
 // `next_block` bytes apart, where a block holds 16 of gate beside 16 of up. One copy of this code, as in hidden_row.
 template <class Isa, Activation A, bool gated>
-__attribute__((noinline)) void back_row(const typename Isa::Real* c, double weight, const Gate& gate, const char* keep,
-                                        char* grad, int64_t next_block, char* hidden, char* part) {
+__attribute__((noinline)) void activation_backward_row(const typename Isa::Real* c, double weight, const Gate& gate,
+                                                       const char* keep, char* grad, int64_t next_block, char* hidden,
+                                                       char* weight_grad) {
   using V = typename Isa::Vector;
   V sum = splat<V>(0.0), scale = splat<V>(weight);
   constexpr int halves = gated ? 2 : 1, width = kBlockN / halves;
@@ -78,71 +79,72 @@ __attribute__((noinline)) void back_row(const typename Isa::Real* c, double weig
       V d = load<V>(c + half * width + i), g = get_element<Isa>(keep, i), h, dg;
       if constexpr (gated) {
         V u = get_element<Isa>(keep, kTileN + i), du;
-        h = back_gated<V, A>(g, u, d * scale, gate, dg, du);
+        h = gated_backward<V, A>(g, u, d * scale, gate, dg, du);
         put_element<Isa>(grad, kTileN + i, du);
       } else {
         h = activate<V, A>(g, gate.alpha);
-        dg = d * scale * slope<V, A>(g, gate.alpha);
+        dg = d * scale * activation_derivative<V, A>(g, gate.alpha);
       }
       sum += d * h;
       put_element<Isa>(grad, i, dg);
       if (hidden) put_element<Isa>(hidden, half * width + i, h);
     }
-  *(typename Isa::Real*)part = sum_of_lanes<V>(sum);
+  *(typename Isa::Real*)weight_grad = sum_of_lanes<V>(sum);
 }
 
 template <class Isa, Activation A>
-void run_back_as(const Back& b) {
+void run_down_backward_as(const DownBackward& b) {
   using Real = typename Isa::Real;
   int64_t block_sums = (int64_t)b.tiling.tiles * b.tiling.rows * kBlockN;
-  int turn = 0;
-  ProductOf<Real> now = {};
-  auto where = [&](ProductOf<Real>& p) {
-    now = p;
+  int buffer = 0;
+  ProductOf<Real> current = {};
+  auto place_sums = [&](ProductOf<Real>& p) {
+    current = p;
     p.accumulate = !b.first;
-    p.c = b.first && b.last ? (Real*)b.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN
+    p.c = b.first && b.last ? (Real*)b.scratch + (buffer ^= 1) * kPassTiles * kMaxRows * kBlockN
                             : (Real*)b.sums + (p.block - b.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
   };
-  auto finish = [&](const ProductOf<Real>& p, int first, int end) {
+  auto epilogue = [&](const ProductOf<Real>& p, int first, int end) {
     const Gate gate = b.gate;
-    const int halves = gate.gated ? 2 : 1, rows = p.rows, last = now.live - 1;
+    const int halves = gate.gated ? 2 : 1, rows = p.rows, last = current.live - 1;
     const int64_t row_bytes = kTileK * Isa::elem, block = row_bytes * rows, row0 = (int64_t)p.tile * rows;
     const int64_t grad_tile = block * b.grad_k_tiles, hidden_tile = block * b.hidden_k_tiles;
-    const int64_t keep_stride = b.keep_stride, part_stride = b.part_stride * (int64_t)sizeof(Real);
+    const int64_t keep_stride = b.keep_stride, part_stride = b.weight_grad_stride * (int64_t)sizeof(Real);
     const int64_t of_block = halves * row_bytes;  // bytes of a row in the blocks of gate/up
     const char *keep = b.keep + row0 * keep_stride + p.block * of_block,
-               *soon = b.keep + (int64_t)now.tile * rows * keep_stride + now.block * of_block;
+               *next_keep = b.keep + (int64_t)current.tile * rows * keep_stride + current.block * of_block;
     char *grad = b.grad + p.tile * grad_tile + p.block * halves * block,
-         *part = b.part + row0 * part_stride + p.block * (int64_t)sizeof(Real),
+         *weight_grad = b.weight_grad + row0 * part_stride + p.block * (int64_t)sizeof(Real),
          *hidden = b.hidden ? b.hidden + p.tile * hidden_tile + p.block * block : nullptr;
     const double* weight = b.weight + row0;
-    const auto finish_row = gate.gated ? &back_row<Isa, A, true> : &back_row<Isa, A, false>;
+    const auto finish_row =
+        gate.gated ? &activation_backward_row<Isa, A, true> : &activation_backward_row<Isa, A, false>;
     for (int r = first; r < end; r++) {
       // What was kept lies rows apart, where no hardware follows: that of the product under way comes meanwhile.
-      const char* ahead = soon + (r < last ? r : last) * keep_stride;
+      const char* ahead = next_keep + (r < last ? r : last) * keep_stride;
       for (int64_t line = 0; line < of_block; line += 64) __builtin_prefetch(ahead + line, 0, 3);
       const int second = r >= rows;
       const int64_t at = (r - second * rows) * row_bytes;
       finish_row(p.c + r * kBlockN, weight[r], gate, keep + r * keep_stride, grad + second * grad_tile + at, block,
-                 hidden ? hidden + second * hidden_tile + at : nullptr, part + r * part_stride);
+                 hidden ? hidden + second * hidden_tile + at : nullptr, weight_grad + r * part_stride);
     }
   };
-  for_each_product<Isa, true>(b, b.last, nullptr, &b.turned, b.drop, where, finish);
+  for_each_product<Isa, true>(b, b.last, nullptr, &b.transposed, b.dropout, place_sums, epilogue);
 }
 
 template <class Isa>
-void run_back(const Back& b) {
+void run_down_backward(const DownBackward& b) {
   switch (b.gate.kind) {
     case Activation::silu:
-      return run_back_as<Isa, Activation::silu>(b);
+      return run_down_backward_as<Isa, Activation::silu>(b);
     case Activation::gelu:
-      return run_back_as<Isa, Activation::gelu>(b);
+      return run_down_backward_as<Isa, Activation::gelu>(b);
     case Activation::gelu_tanh:
-      return run_back_as<Isa, Activation::gelu_tanh>(b);
+      return run_down_backward_as<Isa, Activation::gelu_tanh>(b);
     case Activation::relu2:
-      return run_back_as<Isa, Activation::relu2>(b);
+      return run_down_backward_as<Isa, Activation::relu2>(b);
     case Activation::swiglu_oai:
-      return run_back_as<Isa, Activation::swiglu_oai>(b);
+      return run_down_backward_as<Isa, Activation::swiglu_oai>(b);
     case Activation::none:
       return;  // no expert has it
   }

@@ -1,7 +1,7 @@
 // Few rows of numbers in inference: codes that are multiplied as they lie, against the numbers that they stand for, in
 // double and unrounded. Whoever learns, and more rows, see weights that are rounded.
 #include "check.h"
-#include "made_up_bytes.h"
+#include "random_encoded.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -65,9 +65,10 @@ MadeUpBatch rows_of_one(const LayerShape& s, int32_t rows) {
   return batch;
 }
 
-std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool learns = false, const Adapters& adapters = {}) {
+std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool needs_grad = false,
+                       const Adapters& adapters = {}) {
   Batch b = batch.batch(experts.shape());
-  b.learns = learns;
+  b.needs_grad = needs_grad;
   if (!adapters.empty()) b.every_adapter = 0;
   std::fill(batch.out.begin(), batch.out.end(), NAN);
   Call(experts, b, adapters).run();
@@ -75,7 +76,7 @@ std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool learns =
 }
 
 int32_t few_of(const Experts& experts, const BlockStore& store) {
-  auto* most = experts.kernels().direct_rows;
+  auto* most = experts.kernels().packed_gemv_rows;
   return most && store.encoding() ? most(*store.encoding()) : 0;
 }
 
@@ -99,7 +100,7 @@ void check_few(const CodedLayer& layer) {
     auto experts = layer.packed(*kernels, engine_of(2));
     const int32_t up = few_of(*experts, experts->weights().up()), down = few_of(*experts, experts->weights().down());
     CHECK(up > 0 && down > 0);
-    for (int32_t rows = 1; rows <= kDirectRows + 1; rows++) {
+    for (int32_t rows = 1; rows <= kPackedGemvRows + 1; rows++) {
       MadeUpBatch batch = rows_of_one(layer.shape, rows);
       std::vector<double> want = expected(layer.numbers, layer.gating, batch, true);
       double error = error_of(run(*experts, batch), want), limit = rows <= up && rows <= down ? kUnrounded : kRounded;
@@ -154,8 +155,8 @@ TEST(few_rows_and_their_neighbours) {
         std::min(few_of(*experts, experts->weights().up()), few_of(*experts, experts->weights().down()));
     MadeUpBatch all = rows_of_one(layer.shape, few), alone = all;
     alone.tokens = 1;
-    for (bool learns : {false, true}) {
-      std::vector<float> rows = run(*experts, all, learns), one = run(*experts, alone, learns);
+    for (bool needs_grad : {false, true}) {
+      std::vector<float> rows = run(*experts, all, needs_grad), one = run(*experts, alone, needs_grad);
       CHECK(std::memcmp(one.data(), rows.data(), (size_t)layer.shape.hidden * sizeof(float)) == 0);
     }
     CHECK(!same(run(*experts, alone), run(*experts, alone, true)));

@@ -12,7 +12,7 @@ namespace kt {
 namespace {
 
 // 32 columns of one row, as far as they exist; what is missing is zero.
-inline const char* block_of_row(const Outer& o, int m, int column, char (&edge)[kBlockN * 8]) {
+inline const char* block_of_row(const LoraWgrad& o, int m, int column, char (&edge)[kBlockN * 8]) {
   const char* from = o.q[m] + column / kBlockN * o.q_block;
   int left = o.columns - column;
   if (left >= kBlockN) return from;
@@ -23,13 +23,13 @@ inline const char* block_of_row(const Outer& o, int m, int column, char (&edge)[
 
 // Columns [column, end) of row m.
 template <class V>
-inline void widen_row(const Outer& o, int m, int column, int end, Lane<V>* out) {
+inline void widen_row(const LoraWgrad& o, int m, int column, int end, Lane<V>* out) {
   alignas(64) char edge[kBlockN * 8];
   for (; column < end; column += kBlockN, out += kBlockN) {
     const char* from = block_of_row(o, m, column, edge);
     for (int i = 0; i < kBlockN; i += kLanes<V>) {
       V v = load_as<V>(from, i, o.dtype);
-      if (o.drop.row) v = thinned<V>(v, o.drop, o.drop.row[m], o.column + column + i);
+      if (o.dropout.seeds) v = apply_dropout<V>(v, o.dropout, o.dropout.seeds[m], o.column + column + i);
       store(out + i, v);
     }
   }
@@ -37,21 +37,22 @@ inline void widen_row(const Outer& o, int m, int column, int end, Lane<V>* out) 
 
 // Ranks [rank, rank + W) of row m, weighted.
 template <class V, DType panel>
-inline V ranks_of_row(const Outer& o, int m, int rank) {
+inline V ranks_of_row(const LoraWgrad& o, int m, int rank) {
   V v = load_as<V>(o.p[m] + rank / kTileK * o.p_block, rank % kTileK, panel);
   return o.weight ? v * splat<V>(o.weight[m]) : v;
 }
 
 // The two sides written out: p [rows][p_stride], q [kWideRows][kWideStride].
 template <class Real>
-struct Sides {
+struct WgradOperands {
   const Real *p, *q;
   int64_t p_stride;
 };
 
 // `ranks` rows of c by NV vectors of columns, over `rows` rows of both sides.
 template <class V, int NV, int ranks>
-inline void outer_columns(const Outer& o, const Sides<Lane<V>>& s, bool first, int rows, int rank, int column) {
+inline void wgrad_columns(const LoraWgrad& o, const WgradOperands<Lane<V>>& s, bool first, int rows, int rank,
+                          int column) {
   V acc[ranks][NV];
   using Real = Lane<V>;
   Real* c = (Real*)o.c + rank * o.c_stride + column;
@@ -69,11 +70,11 @@ inline void outer_columns(const Outer& o, const Sides<Lane<V>>& s, bool first, i
 }
 
 template <class V, DType panel>
-void run_outer(const Outer& o) {
+void run_lora_wgrad(const LoraWgrad& o) {
   using Real = Lane<V>;
   constexpr int W = kLanes<V>, NV = 2, ranks = W == 16 ? kRankStep : kRankStep / 2;
   int64_t p_stride = round_up(o.rank, kTileN);
-  Real *p = (Real*)o.scratch, *q = p + kOuterRows * p_stride;
+  Real *p = (Real*)o.scratch, *q = p + kWgradRows * p_stride;
   for (int m = 0; m < o.rows; m++)
     for (int rank = 0; rank < o.rank; rank += W) store(p + m * p_stride + rank, ranks_of_row<V, panel>(o, m, rank));
   for (int row0 = 0; row0 < o.rows; row0 += kWideRows)
@@ -81,25 +82,25 @@ void run_outer(const Outer& o) {
       int rows = o.rows - row0 < kWideRows ? o.rows - row0 : kWideRows;
       int end = o.columns - column0 < kWideColumns ? o.columns : column0 + kWideColumns;
       for (int m = 0; m < rows; m++) widen_row<V>(o, row0 + m, column0, end, q + m * kWideStride);
-      Sides<Real> sides{p + row0 * p_stride, q, p_stride};
+      WgradOperands<Real> operands{p + row0 * p_stride, q, p_stride};
       for (int column = column0; column < end; column += NV * W)
         for (int rank = 0; rank < o.rank; rank += ranks)
-          outer_columns<V, NV, ranks>(o, sides, o.first && !row0, rows, rank, column);
+          wgrad_columns<V, NV, ranks>(o, operands, o.first && !row0, rows, rank, column);
     }
 }
 
-constexpr int kDelivered = 4;  // ranks at a time
+constexpr int kStoreRanks = 4;  // ranks at a time
 
 // `columns` numbers to one place after another.
 template <class V>
-inline void deliver_run(const Deliver& d, int64_t at, const Lane<V>* from, int columns) {
+inline void store_contiguous(const StoreGrad& d, int64_t at, const Lane<V>* from, int columns) {
   int i = 0;
   for (; i + kLanes<V> <= columns; i += kLanes<V>) store_as<V>(d.data, at + i, d.dtype, load<V>(from + i));
   for (; i < columns; i++) set_element(d.data, at + i, d.dtype, from[i]);
 }
 
 // Four ranks of `columns` columns, ranks side by side.
-inline void deliver_turned(const Deliver& d, int64_t at, const float* from, int columns) {
+inline void store_transposed(const StoreGrad& d, int64_t at, const float* from, int columns) {
   using Four = F32<4>;
   using Order = I32<4>;
   int i = 0;
@@ -116,18 +117,18 @@ inline void deliver_turned(const Deliver& d, int64_t at, const float* from, int 
     store_as<Four>(d.data, to + 3 * d.n_stride, d.dtype, __builtin_shuffle(c, e, Order{2, 3, 6, 7}));
   }
   for (; i < columns; i++)
-    for (int r = 0; r < kDelivered; r++) set_element(d.data, at + i * d.n_stride + r, d.dtype, from[r * kBlockN + i]);
+    for (int r = 0; r < kStoreRanks; r++) set_element(d.data, at + i * d.n_stride + r, d.dtype, from[r * kBlockN + i]);
 }
 
 // `order` puts 32 columns of a row of sums in order.
 template <class V, class Order>
-void deliver_sums(const Deliver& d, const Order& order) {
+void store_grad_sums(const StoreGrad& d, const Order& order) {
   using Real = Lane<V>;
   constexpr int NV = kBlockN / kLanes<V>;
-  alignas(64) Real rows[kDelivered][kBlockN];
+  alignas(64) Real rows[kStoreRanks][kBlockN];
   for (int n = 0; n < d.count; n += d.each)
-    for (int rank = 0; rank < d.ranks; rank += kDelivered) {
-      int ranks = d.ranks - rank < kDelivered ? d.ranks - rank : kDelivered;
+    for (int rank = 0; rank < d.ranks; rank += kStoreRanks) {
+      int ranks = d.ranks - rank < kStoreRanks ? d.ranks - rank : kStoreRanks;
       int columns = d.count - n < d.each ? d.count - n : d.each;
       const Real* c = (const Real*)d.c + rank * d.c_stride + n / d.each * kBlockN;
       for (int r = 0; r < ranks; r++) {
@@ -138,12 +139,12 @@ void deliver_sums(const Deliver& d, const Order& order) {
       }
       int64_t at = rank * d.r_stride + n * d.n_stride;
       if (d.n_stride == 1) {
-        for (int r = 0; r < ranks; r++) deliver_run<V>(d, at + r * d.r_stride, rows[r] + d.from, columns);
+        for (int r = 0; r < ranks; r++) store_contiguous<V>(d, at + r * d.r_stride, rows[r] + d.from, columns);
         continue;
       }
       if constexpr (!kDouble<V>)
-        if (d.r_stride == 1 && ranks == kDelivered) {
-          deliver_turned(d, at, rows[0] + d.from, columns);
+        if (d.r_stride == 1 && ranks == kStoreRanks) {
+          store_transposed(d, at, rows[0] + d.from, columns);
           continue;
         }
       for (int r = 0; r < ranks; r++)

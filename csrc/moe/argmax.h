@@ -8,6 +8,6 @@ namespace kt {
 
 // The first one where several are the largest; a NaN is larger than anything. `type` is bf16 or f32, `stride` in
 // elements.
-void find_largest(Pool& pool, const void* x, DType type, int64_t rows, int64_t columns, int64_t stride, int64_t* found);
+void argmax(Pool& pool, const void* x, DType type, int64_t rows, int64_t columns, int64_t stride, int64_t* index);
 
 }  // namespace kt

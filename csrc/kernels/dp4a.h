@@ -41,7 +41,7 @@ inline I32<W> add_pairs(I32<W> sum, const BytePairs<W>& a, const BytePairs<W>& b
 
 // The same for emulated variants: loops that have many of these in pieces take minutes to compile.
 template <int W>
-__attribute__((noinline)) void add_pieces(I32<W>& sum, const U32<W>& a, const U32<W>& b) {
+__attribute__((noinline)) void add_wide(I32<W>& sum, const U32<W>& a, const U32<W>& b) {
   sum = add_pairs<W>(sum, widen<W>(a), widen<W>(b));
 }
 
@@ -49,31 +49,31 @@ __attribute__((noinline)) void add_pieces(I32<W>& sum, const U32<W>& a, const U3
 // `offset` is what their numbers have then too much. Codes of int4 come as they are, from 0 to 15: two products of such
 // with bytes fit 16 bits.
 template <int W>
-struct WidenedQuads {
+struct WideningDp4a {
   static constexpr int width = W, offset = 0;
-  static constexpr bool in_pieces = W * 4 > kRegister;
-  static auto open(U32<W> codes) {
-    if constexpr (in_pieces)
+  static constexpr bool wider_than_register = W * 4 > kRegister;
+  static auto unpack(U32<W> codes) {
+    if constexpr (wider_than_register)
       return codes;
     else
       return widen<W>(codes);
   }
-  static auto open_x(U32<W> x) {
+  static auto unpack_x(U32<W> x) {
     // Known to be one number in all lanes, it would be shifted outside the vectors and brought in twice.
-    if constexpr (in_pieces)
+    if constexpr (wider_than_register)
       return x;
     else
       return widen<W>(apart(x));
   }
-  static I32<W> add(I32<W> sum, const decltype(open(U32<W>{}))& codes, const decltype(open_x(U32<W>{}))& x) {
-    if constexpr (in_pieces) {
-      add_pieces<W>(sum, codes, x);
+  static I32<W> add(I32<W> sum, const decltype(unpack(U32<W>{}))& codes, const decltype(unpack_x(U32<W>{}))& x) {
+    if constexpr (wider_than_register) {
+      add_wide<W>(sum, codes, x);
       return sum;
     } else {
       return add_pairs<W>(sum, codes, x);
     }
   }
-  static I32<W> add_small(I32<W> sum, U32<W> codes, U32<W> x) {
+  static I32<W> add_nibbles(I32<W> sum, U32<W> codes, U32<W> x) {
 #ifdef __AVX512BW__
     if constexpr (W == 16) {
       __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
@@ -86,7 +86,7 @@ struct WidenedQuads {
       return sum + (I32<W>)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     }
 #endif
-    return add(sum, open(codes), open_x(x));
+    return add(sum, unpack(codes), unpack_x(x));
   }
 };
 
