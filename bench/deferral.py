@@ -242,7 +242,7 @@ def placements_of(bench: Any, args: argparse.Namespace, registered: Any) -> dict
     for name, layers in found.items():
         layers[0].engine.threshold = args.chunk
         for placed in layers:
-            placed.renews = name == "dynamic"
+            placed.updates_residents = name == "dynamic"
     return found
 
 

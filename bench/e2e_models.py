@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -320,14 +321,16 @@ def build(variant: str, recipe: Recipe, device: torch.device, activation: str, s
     return BUILD[variant](recipe, device, activation, spec).train()
 
 
-def place_experts(peft: Any, policy: str) -> None:
-    """From now on ours are computed where `policy` says."""
+def place_experts(peft: Any, policy: str, sizes: Sequence[int] = ()) -> None:
+    """From now on ours are computed where `policy` says; the modes of `auto` are decided for batches of `sizes`."""
     from ktransformers import place
 
     if getattr(peft, "placement", None) is not None:
         peft.placement.detach()
         peft.placement = None  # its memory is free before there is another
     peft.placement = place.attach(peft, policy=policy)
+    if peft.placement is not None:
+        peft.placement.tune(sizes, training=True)
 
 
 def loss_of(peft: Any, batch: torch.Tensor, rows: int) -> torch.Tensor:
@@ -373,19 +376,13 @@ def answer(peft: Any, recipe: Recipe, device: torch.device, prompt: int, new: in
     return {"prompt": prompt, "new": new, "prefill_per_s": prompt / prefill, "decode_per_s": new / decode}
 
 
-def _engines(peft: Any) -> list[Any]:
+def modes(peft: Any, tokens: int) -> dict[str, Any]:
+    """What `auto` has decided for training batches of so many tokens, and why."""
     placement = getattr(peft, "placement", None)  # None: no engine, or not ours
-    return [] if placement is None else [engine for engine in placement.engines if engine.policy == "auto"]
-
-
-def settled(peft: Any, tokens: int) -> bool:
-    """Whether `auto` tries no other way for batches of so many tokens any more."""
-    return all(engine.trials.settled(tokens) for engine in _engines(peft))
-
-
-def ways(peft: Any) -> dict[str, Any]:
-    """What `auto` found, by direction and size of batch."""
-    return {name: found for engine in _engines(peft) for name, found in engine.trials.ways().items()}
+    if placement is None or placement.policy != "auto":
+        return {}
+    decision = placement.engines[0].dispatcher.decision(tokens, True)
+    return {"mode": decision.mode, "predicted": dict(decision.predicted), "timed": dict(decision.timed)}
 
 
 def expert_layers(peft: Any) -> list[nn.Module]:

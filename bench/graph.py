@@ -53,16 +53,17 @@ class Step:
         import torch
 
         from ktransformers.nn.gate import Gate
+        from ktransformers.place.engine import ExpertEngine
         from ktransformers.place.gpu.expert_cache import ExpertCache
-        from ktransformers.place.placed_store import ServedStore, ThresholdEngine
+        from ktransformers.place.placed_store import PlacedStore
         from ktransformers.place.placement import geometry_of, new_layer
 
         self.shape, self.stores, sizes = shape, stores, geometry_of(stores[0])
-        self.engine = ThresholdEngine(device, "resident", ExpertCache(sizes, 4, device, None))
-        self.layers: list[ServedStore] = []
+        self.engine = ExpertEngine(device, "resident", ExpertCache(sizes, 4, device, None))
+        self.layers: list[PlacedStore] = []
         for index, store in enumerate(stores):
             self.engine.layers[index] = new_layer(self.engine, index, store, Gate("silu"), sizes)
-            self.layers.append(ServedStore(self.engine, self.engine.layers[index], index))
+            self.layers.append(PlacedStore(self.engine, self.engine.layers[index], index))
         generator = torch.Generator().manual_seed(3)
         routers = torch.randn(len(stores), shape.experts, shape.hidden, generator=generator) / shape.hidden**0.5
         self.routers = list(routers.bfloat16().to(device))
@@ -74,12 +75,12 @@ class Step:
         count = round(share * self.shape.experts)
         for placed in self.layers:
             packed = placed.layer.packed
-            self.engine.few.retire(packed.index)
-            self.engine.side.residents.pop(packed.index, None)
+            self.engine.callbacks.retire(packed.index)
+            self.engine.executor.residents.pop(packed.index, None)
             if count:
                 room = ExpertCache(packed.geometry, count, self.engine.device, None)
                 room.fetch(packed.index, packed.source, range(count))
-                self.engine.side.residents[packed.index] = room
+                self.engine.executor.residents[packed.index] = room
 
     def route(self, at: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = (x @ self.routers[at].t()).float().softmax(-1)
@@ -117,7 +118,7 @@ def modes_of(step: Step, static: torch.Tensor, out: dict[str, torch.Tensor]) -> 
     from ktransformers.errors import InputError
 
     def queued(asked: bool) -> None:
-        step.engine.few.unasked = not asked
+        step.engine.dispatcher.forced = "resident" if asked else "host_callback"
         out["asked" if asked else "callbacks"] = step.run(static)
 
     modes: dict[str, Callable[[], None]] = {"asked": lambda: queued(True), "callbacks": lambda: queued(False)}

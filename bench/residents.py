@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arguments import words
-from place import BATCHES, LAYERS, LONGEST, engine_of, forget, stores, way_of
+from place import BATCHES, LAYERS, engine_of, forget, mode_of, stores
 from shapes import SHAPES, Shape
 from timing import Table, describe_machine, print_last_line, save
 
@@ -107,12 +107,14 @@ def place(layers: list[Any], residents: list[tuple[int, ...]], registered: Any) 
     engine = layers[0].engine
     for placed, experts in zip(layers, residents, strict=True):
         packed = placed.layer.packed
-        engine.few.retire(packed.index)
-        engine.side.residents.pop(packed.index, None)
+        engine.callbacks.retire(packed.index)
+        engine.executor.residents.pop(packed.index, None)
         if experts:
-            engine.side.residents[packed.index] = ExpertCache(packed.geometry, len(experts), engine.device, registered)
-            engine.side.residents[packed.index].fetch(packed.index, packed.source, experts)
-    engine.trials.forget()
+            engine.executor.residents[packed.index] = ExpertCache(
+                packed.geometry, len(experts), engine.device, registered
+            )
+            engine.executor.residents[packed.index].fetch(packed.index, packed.source, experts)
+    engine.dispatcher.forget()
 
 
 def step(layers: list[Any], batch: Any) -> float:
@@ -134,10 +136,13 @@ def step(layers: list[Any], batch: Any) -> float:
 
 def measure(engines: dict[str, list[Any]], batches: list[Any], warm: float, seconds: float = 1.0) -> dict[str, float]:
     """By policy the median of steps, per layer."""
+    from ktransformers.place.tune import tune
+
     tokens = batches[0][0].shape[0]
     for layers in engines.values():
-        trials, spent, turns = layers[0].engine.trials, 0.0, 0
-        while turns < 3 or spent < warm or (turns < LONGEST and not trials.settled(tokens)):
+        tune(layers[0].engine, (tokens,), False)
+        spent, turns = 0.0, 0
+        while turns < 3 or spent < warm:
             spent += LAYERS * step(layers, batches[turns % BATCHES])
             turns += 1
     taken: dict[str, list[float]] = {policy: [] for policy in engines}
@@ -170,14 +175,13 @@ def main(argv: list[str] | None = None) -> int:
         "share",
         "hits",
         *(f"{policy} ms" for policy in POLICIES),
-        "way",
+        "mode",
         "tokens/s",
     ]
     table = Table(head, [8, 6, 9, 5, 5, 11, 7, 8, 8])
     for spec in args.formats:
         made, registered, warm = stores(shape, spec), Registered(1 << 62), WAKE
-        engines = {policy: engine_of(made, policy, registered, device) for policy in POLICIES}
-        trials = engines["auto"][0].engine.trials
+        engines = {policy: engine_of(made, policy, registered, device, shape.top_k) for policy in POLICIES}
         for tokens in map(int, args.tokens):
             routing = Routing(shape, args.skew)
             batches = [batch_of(routing, tokens, device) for _ in range(BATCHES)]
@@ -191,13 +195,12 @@ def main(argv: list[str] | None = None) -> int:
                     hits = hit_rate([ids for _, ids, _ in batches], residents)
                     with torch.inference_mode():
                         taken, warm = measure(engines, batches, warm), WARM
-                    way, rate = way_of(engines["auto"][0].engine, tokens), tokens / (taken["auto"] * MODEL_LAYERS)
+                    mode, rate = mode_of(engines["auto"][0].engine, tokens), tokens / (taken["auto"] * MODEL_LAYERS)
                     cell = {"format": spec, "tokens": tokens, "strategy": strategy, "share": share, "hits": hits}
-                    cell |= {"layer_s": taken, "tokens_per_s": rate, "way": way, "ways": trials.ways()}
-                    cell["settled"] = trials.settled(tokens)
+                    cell |= {"layer_s": taken, "tokens_per_s": rate, "mode": mode}
                     document["cells"].append(cell)
                     times = [f"{1e3 * taken[policy]:.2f}" for policy in POLICIES]
-                    table.row([spec, str(tokens), strategy, f"{share:.2f}", f"{hits:.2f}", *times, way, f"{rate:.1f}"])
+                    table.row([spec, str(tokens), strategy, f"{share:.2f}", f"{hits:.2f}", *times, mode, f"{rate:.1f}"])
                     if args.json:
                         save(document, args.json)
         torch.cuda.synchronize()

@@ -13,7 +13,6 @@ import torch
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT, Dropout
-from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.gpu import executor, expert_graphs, grouped_mlp
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, empty_like_factors
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
@@ -29,6 +28,7 @@ from ktransformers.place.gpu.expert_graphs import (
 )
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import geometry
+from ktransformers.place.placed_store import PlacedStore
 from ktransformers.place.placement import geometry_of, new_layer
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
 
@@ -167,7 +167,7 @@ def test_replays(spec: str, policy: str, at_once: list[str]) -> None:
             given = other_routing(inputs(size, "cuda:0", seed=turn), size, turn, least=5 * (turn % 2))
             compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward", "backward"] * 8
-    assert len(place.engine.side._recorder._known) == 4
+    assert len(place.engine.executor._recorder._known) == 4
 
 
 @pytest.mark.gpu
@@ -191,7 +191,7 @@ def test_layers_share_a_recording(room: int, at_once: list[str]) -> None:
     for store, one, out, grads in zip(stores, given, outs, found, strict=True):
         compare([out, *grads], expected(store, one))
     assert at_once == ["forward"] * 3 + ["backward"] * 3
-    assert len(place.engine.side._recorder._known) == 2
+    assert len(place.engine.executor._recorder._known) == 2
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -215,17 +215,17 @@ def test_residents_lie_anywhere(spec: str, policy: str, at_once: list[str]) -> N
     other.costs = layers[0].layer.costs
     engine.layers[1] = other
     layers.append(PlacedStore(engine, other))
-    engine.side.residents[1] = ExpertCache(sizes, LARGER.experts, engine.device, None)
-    engine.side.residents[1].fetch(1, other.packed.source, range(LARGER.experts))
+    engine.executor.residents[1] = ExpertCache(sizes, LARGER.experts, engine.device, None)
+    engine.executor.residents[1].fetch(1, other.packed.source, range(LARGER.experts))
     for turn in range(3):
         for store, layer in zip(stores, layers, strict=True):
             given = other_routing(inputs(LARGER, "cuda:0", seed=turn), LARGER, turn)
             compare(run(layer, given, True), expected(store, given))
-        room = engine.side.residents[0]
+        room = engine.executor.residents[0]
         room.retain(0, frozenset())
         room.fetch(0, layers[0].layer.packed.source, (turn, 9, 28))
     assert at_once == ["forward", "backward"] * 6
-    assert len(engine.side._recorder._known) == 2
+    assert len(engine.executor._recorder._known) == 2
 
 
 @pytest.mark.gpu
@@ -276,13 +276,13 @@ def test_nobody_waits_for_ids(policy: str, at_once: list[str], monkeypatch: pyte
     store = make_store(LARGER, "int4:32")
     residents = range(LARGER.experts) if policy == "resident" else range(3)
     place = placed(store, "cuda:0", policy, LARGER.experts, tuple(residents))
-    place.engine.trials.enter = lambda *_: "whole"  # type: ignore[method-assign]
+    place.engine.dispatcher.forced = "stream_all"
     rows = np.zeros(LARGER.experts, np.int64)
     for turn in range(4):
         given = other_routing(inputs(LARGER, "cuda:0", seed=turn), LARGER, turn, least=0 if turn else 1)
         rows += np.bincount(given.ids.cpu().view(-1), minlength=LARGER.experts)
         out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
-        assert len(place.engine._unseen) == min(turn, 1), "ids that nobody has seen"
+        assert len(place.engine._uncounted) == min(turn, 1), "ids that nobody has seen"
         compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
         if turn:
             assert all(len(one.there + one.streamed) == LARGER.experts for one in place.layer.last.values())

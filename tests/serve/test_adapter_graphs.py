@@ -219,7 +219,7 @@ def test_a_larger_set_serves(placed: tuple[Bench, Placement], recorder: Recorder
 
 def calls(placement: Placement) -> set[Any]:
     """Adapters of prepared calls and of what is held for graphs, over all layers."""
-    return {key[2] for engine in placement.engines for key in engine.few._ready if key[2]}
+    return {key[2] for engine in placement.engines for key in engine.callbacks._ready if key[2]}
 
 
 def test_sets_have_a_bound(placed: tuple[Bench, Placement], recorder: Recorder, adapters: dict[str, Path]) -> None:
@@ -276,7 +276,7 @@ def test_an_adapter_is_unloaded(
     engine.step()
     assert heard.finish == "length" and graphs.replayed == 24 - LEAST + 1 and recorder.recorded == 1
     assert not sets_of(here) and not calls(placement) and not graphs._steps
-    assert not any(engine.side.shelf._held for engine in placement.engines)
+    assert not any(engine.executor.shelf._held for engine in placement.engines)
     alone = bench.alone(text(1, 9), "one", max_tokens=25)
     assert heard.tokens[0] == alone.tokens[0] and heard.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
     gone = weakref.ref(here.residents.pop("short"))
@@ -295,7 +295,7 @@ def test_residents_get_another_room(placed: tuple[Bench, Placement], recorder: R
         assert apart(steps(here.forward, here.residents, mixtures), wanted) < NEAR
         assert recorder.recorded == turn and sets_of(here) == [["one"]]
         if count == 2:
-            placement.renew_residents()
+            placement.update_residents()
             assert apart(steps(here.forward, here.residents, mixtures), wanted) < NEAR
             assert recorder.recorded == 1, "in the same room"
 
@@ -308,11 +308,11 @@ def test_no_room_beside_other_sets(
     here, placement = placed
     placement.place_residents(count=2)
     (engine,) = placement.engines
-    shelf = engine.side.shelf
+    shelf = engine.executor.shelf
     steps(here.forward, here.residents, [["two"]] * LEAST)
     size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
     graphs_of(here)._clear()
-    engine.side.shelf = LoraCache(torch.device("cpu"), size)
+    engine.executor.shelf = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):
@@ -324,12 +324,12 @@ def test_no_room_beside_other_sets(
         assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
         said = [line for line in caplog.messages if "kernel by kernel" in line]
         assert len(said) == 1 and "batches of 2 with one, two" in said[0] and "beside residents" in said[0]
-        assert not engine.side.shelf._held and not calls(placement)
+        assert not engine.executor.shelf._held and not calls(placement)
         graphs_of(here).forget(("one", 1))
         assert not graphs_of(here)._refused, "there may be room now"
     finally:
         graphs_of(here)._clear()
-        engine.side.shelf = shelf
+        engine.executor.shelf = shelf
 
 
 def test_adapters_from_before_the_engine_are_launched(

@@ -135,7 +135,7 @@ def test_answers_are_the_same(on_gpu: Bench, placement: Placement) -> None:
     agree(
         found,
         launched(on_gpu, lengths),
-        ROUNDED if any(engine.side.residents for engine in placement.engines) else APART,
+        ROUNDED if any(engine.executor.residents for engine in placement.engines) else APART,
     )
 
 
@@ -199,7 +199,7 @@ def test_an_adapter_is_unloaded_and_another_comes(
         engine.forget(("one", version))
         engine.step()
         assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs._sets
-        assert not any(one.few._terms or one.side.shelf._held for one in placement.engines)
+        assert not any(one.callbacks._terms or one.executor.shelf._held for one in placement.engines)
         agree(ask(on_gpu, engine, [(10, 12), (9, 12)]), launched(on_gpu, [(10, 12), (9, 12)]))
     assert replayed(on_gpu) > 3 * 2 * (12 - LEAST - 2)
 
@@ -210,7 +210,7 @@ def test_residents_change(on_gpu: Bench, placement: Placement) -> None:
     engine.submit([one])
     for step in range(59):
         if step == 20:
-            placement.renew_residents()
+            placement.update_residents()
         if step == 40:
             placement.place_residents(count=4)
         engine.step()
@@ -280,8 +280,8 @@ def test_as_it_is_served(model_directory: Path) -> None:
         Target(model_directory, name="tiny"),
         said.append,
     )
-    assert "in CUDA graphs" in said[-1] and alone.statistics.placement.policy == "resident"
-    assert not any(engine.side.residents for engine in alone.statistics.placement.engines)
+    assert "in CUDA graphs" in said[-1] and alone.placement.placement.policy == "resident"
+    assert not any(engine.executor.residents for engine in alone.placement.placement.engines)
     bench.forward = alone.engine.forward
     ask(bench, alone.engine, [(9, 20)])
     assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"

@@ -161,7 +161,7 @@ def test_residents_change(placed: tuple[Bench, Placement], recorder: Recorder, b
         engine.step()
     graphs = graphs_of(here)
     assert recorder.recorded == 1
-    placement.renew_residents()
+    placement.update_residents()
     for _ in range(5):
         engine.step()
     assert recorder.recorded == 1, "in the same room"
