@@ -7,10 +7,10 @@ A document is made on one machine with one set of packages and compared on the s
 variant that is the best one, belong to both. Seeds and thread counts are fixed. Each section runs in a process of its
 own, because the CPU variant (`KT_ISA`) and torch's deterministic mode are chosen once for a process: `core` once for
 each variant of the build, emulated ones included; `model` loads stock models; `train` is what `kt train` runs; `serve`
-decodes base and adapters in one batch; `gpu` and `gpu-graphs` are the placement engine with and without deterministic
-algorithms, which CUDA graphs exclude. On a GPU each section runs twice, and keys that differ between the two are listed
-as unstable and not compared. A section whose packages or device are missing is named under `skipped`. The policy `auto`
-is in none: its split follows measured times.
+decodes base and adapters in one batch; `place` is the placement engine with torch's CPU device in the place of a GPU,
+`gpu` and `gpu-graphs` are it on a GPU, with and without deterministic algorithms, which exclude CUDA graphs. These two
+run twice each, and keys that differ between the runs are listed as unstable and not compared. A section whose packages
+or device are missing is named under `skipped`. The policy `auto` is in none: its split follows measured times.
 
 Sections are in `fingerprint_cpu.py` and `fingerprint_gpu.py`, what they compute with in `fingerprint_inputs.py`.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from fingerprint_cpu import core, model, serve, train
-from fingerprint_gpu import gpu, gpu_graphs
+from fingerprint_gpu import gpu, gpu_graphs, place
 from fingerprint_inputs import THREADS, Keys, Skip, allow_missing_pydantic
 
 # What computes it, and how often it is run; `core` for each variant of the build.
@@ -41,6 +41,7 @@ SECTIONS: dict[str, tuple[Callable[[], Keys], int]] = {
     "model": (model, 1),
     "train": (train, 1),
     "serve": (serve, 1),
+    "place": (place, 1),
     "gpu": (gpu, 2),
     "gpu-graphs": (gpu_graphs, 2),
 }

@@ -1,5 +1,6 @@
-"""The sections of `fingerprint.py` on a GPU: the placement engine under its fixed policies, and served decoding in CUDA
-graphs. Each yields keys and values. Every import of an internal module is at the top of its function.
+"""The sections of `fingerprint.py` about the placement engine: on torch's CPU device, on a GPU under its fixed
+policies, and served decoding in CUDA graphs. Each yields keys and values. Every import of an internal module is at the
+top of its function.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ def carrier(device: str) -> Any:
         return load_model(tiny_model(Path(folder)), dtype=torch.bfloat16, device=device)
 
 
-def placed_experts(spec: str, policy: str, residents: int, tokens: tuple[int, ...], rounds: int) -> Keys:
+def placed_experts(
+    spec: str, policy: str, residents: int, tokens: tuple[int, ...], rounds: int, device: str = "cuda"
+) -> Keys:
     """Layers of a model that the placement engine computes: the same batch several times, since later passes find
     experts that are there already, and from the third on graphs that were recorded."""
     import torch
 
-    from ktransformers import place
     from ktransformers.checkpoint.encoded import encode
     from ktransformers.nn import ExpertStore
     from ktransformers.nn.contract import expert_modules
     from ktransformers.nn.lora import ExpertLora, Factor
     from ktransformers.nn.operator import apply_experts
+    from ktransformers.place import attach
 
     e, h, i, r = 8, 128, 64, 8
-    model, stores = carrier("cuda"), []
+    model, stores = carrier(device), []
     for seed, module in enumerate(expert_modules(model).values()):
         draw = normal(seed)
         parts = {
@@ -46,7 +49,7 @@ def placed_experts(spec: str, policy: str, residents: int, tokens: tuple[int, ..
         module.kt_store = ExpertStore(e, h, i, formats=spec)
         module.kt_store.pack(**(parts if spec == "bf16" else {name: encode(one, spec) for name, one in parts.items()}))
         stores.append(module.kt_store)
-    placement = place.attach(model, policy=policy)
+    placement = attach(model, policy=policy, device=device)
     if placement is not None and residents:
         placement.place_residents(count=residents)
     draw = normal(9)
@@ -54,8 +57,8 @@ def placed_experts(spec: str, policy: str, residents: int, tokens: tuple[int, ..
     down = Factor(draw(e, r, i, scale=0.1), draw(h, r, e, scale=0.3).permute(2, 0, 1), 2.0)
     leaves = [one.requires_grad_() for one in (wide.a, wide.b, down.a, down.b)]
     for count in tokens:
-        hidden, ids, weights, grad = (one.cuda() for one in batch(count, e, h))
-        ids[:, 1] = torch.arange(count, device="cuda") % e  # every expert, so that `stream` need not ask for the ids
+        hidden, ids, weights, grad = (one.to(device) for one in batch(count, e, h))
+        ids[:, 1] = torch.arange(count, device=device) % e  # every expert, so that `stream` need not ask for the ids
         given = hidden.requires_grad_(), weights.requires_grad_(), *leaves
         for at in range(rounds):
             with torch.no_grad():
@@ -84,6 +87,14 @@ def need_gpu() -> Any:
 PLACES = (("cpu", 0), ("stream", 0), ("resident", 0), ("resident", 3), ("resident", 8))
 
 
+def place() -> Keys:
+    """The same engine with torch's CPU device in the place of a GPU: everything but streams and Triton."""
+    for spec in ("bf16", "int4:32"):
+        for policy, residents in PLACES[1:]:
+            for key, value in placed_experts(spec, policy, residents, (1, 5, 40), 2, device="cpu"):
+                yield f"{spec}/{policy}-{residents}/{key}", value
+
+
 def gpu() -> Keys:
     torch = need_gpu()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -91,12 +102,12 @@ def gpu() -> Keys:
         for policy, residents in PLACES:
             for key, value in placed_experts(spec, policy, residents, (1, 5, 40, 300), 2):
                 yield f"{spec}/{policy}-{residents}/{key}", value
-    from ktransformers import place
+    from ktransformers.place import attach
 
     tokens = torch.randint(3, 6400, (2, 40), generator=torch.Generator().manual_seed(3)).cuda()
     for policy, residents in PLACES:
         model = adapt(carrier("cuda"))
-        placement = place.attach(model, policy=policy)
+        placement = attach(model, policy=policy)
         if placement is not None and residents:
             placement.place_residents(count=residents)
         for key, value in lora_gradients(model, tokens):
