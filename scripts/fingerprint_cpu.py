@@ -173,8 +173,8 @@ def quantised(directory: Path, tokens: Any) -> Keys:
     import torch
 
     from ktransformers.nn import load_model
-    from ktransformers.nn.convert import convert
-    from ktransformers.nn.convertplan import make_plan, wanted
+    from ktransformers.quant.convert import convert
+    from ktransformers.quant.plan import make_plan, wanted
 
     need("pydantic")
     for spec in ("int4", "int8", "mxfp4", "fp8:128x128"):
@@ -231,8 +231,8 @@ class Served:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from ktransformers.nn import load_model
-        from ktransformers.serve.forward import Forward
-        from ktransformers.serve.lora import Places
+        from ktransformers.serve.engine.forward import Forward
+        from ktransformers.serve.engine.lora import LoraModules
 
         self.directory = tiny_model(folder / "model")
         for name, rank, targets in (
@@ -247,21 +247,23 @@ class Served:
         self.model = load_model(self.directory, **options)
         self.forward = Forward(self.model)
         self.forward.check()
-        self.places = Places(self.model)
+        self.places = LoraModules(self.model)
 
     def decode(self, names: list[str | None], new: int = 12) -> list[list[Any]]:
         """Greedily, all in one batch: (token, log-probability) of each sequence."""
-        from ktransformers.serve.engine import Engine, Limits
-        from ktransformers.serve.sampling import Sampling
-        from ktransformers.serve.sequence import Ask, Sequence
+        from ktransformers.serve.engine.engine import Limits, ServeEngine
+        from ktransformers.serve.engine.sampling import Sampling
+        from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 
         opened = {n: self.places.open(self.folder / n, n, 1, str(self.directory)) for n in names if n is not None}
-        engine = Engine(self.forward, Limits(running=6, queued=64, chunk=32, tokens=4096, context=512))
+        engine = ServeEngine(self.forward, Limits(running=6, queued=64, chunk=32, tokens=4096, context=512))
         heard: list[list[Any]] = [[] for _ in names]
         for seed, (name, events) in enumerate(zip(names, heard, strict=True)):
             prompt = tuple(random.Random(seed).choices(range(3, 6400), k=5 + 9 * seed))
             adapter = None if name is None else opened[name]
-            ask = Ask(prompt, adapter=adapter, max_tokens=new, sampling=Sampling(temperature=0), logprobs=2)
+            ask = GenerationRequest(
+                prompt, adapter=adapter, max_tokens=new, sampling=Sampling(temperature=0), logprobs=2
+            )
             engine.submit([Sequence(ask, self.tokenizer, events.append)])
         while engine.busy:
             engine.step()

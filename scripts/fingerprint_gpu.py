@@ -71,7 +71,7 @@ def placed_experts(
                 yield f"{count}/round{at}/{name}/forward", out
                 yield f"{count}/round{at}/{name}/backward", list(found)
     if placement is not None:
-        yield "recordings", [len(engine.side._recorder._known) for engine in placement.engines]
+        yield "recordings", [len(engine.executor._recorder._known) for engine in placement.engines]
         placement.detach()
 
 
@@ -131,14 +131,14 @@ def gpu_graphs() -> Keys:
             for key, value in placed_experts(spec, policy, residents, (64, 300), 6):
                 yield f"{spec}/{policy}-{residents}/{key}", value
     from ktransformers.place import attach
-    from ktransformers.serve.graphs import Graphs
+    from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder), dtype=torch.float32, device="cuda")
         for residents in (0, 2, 8):
             placement = attach(served.model, policy="resident")
             placement.place_residents(count=residents)
-            served.forward.graphs = Graphs(served.model, placement)
+            served.forward.graphs = DecodeGraphs(served.model, placement)
             for name, mixture in (("base", [None] * 4), ("adapters", MIXTURE)):
                 heard = served.decode(mixture, new=24)
                 yield f"decode/resident-{residents}/{name}/tokens", [[token for token, _ in one] for one in heard]

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ktransformers.adapters import read_adapter
-from ktransformers.adapters.prove_record import Record, read_record
+from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.nn import load_model
 
 OLD = Path(__file__).parent / "data" / "v0.1.0"
@@ -56,14 +56,14 @@ def log_probabilities(model: Any, rows: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def record() -> Record:
+def record() -> ProofRecord:
     found = read_record(OLD / "run")
     assert found is not None and len(found.rows) == 4 and found.dtype == "float32" and not found.held_out
     return found
 
 
 @pytest.mark.parametrize("how", ["stock", "kt"])
-def test_adapter(how: str, record: Record) -> None:
+def test_adapter(how: str, record: ProofRecord) -> None:
     """Loaded by stock PEFT, on the stock model and on packed experts, it gives what training recorded."""
     base: Any
     if how == "stock":

@@ -18,6 +18,7 @@ from ktransformers.nn.mixed_lora import MixedLora, mixed
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
 from ktransformers.place.engine import ExpertEngine
+from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placed_store import PlacedStore, select
@@ -102,6 +103,14 @@ def test_a_threshold_parts_batches_by_size(device: str) -> None:
     with torch.no_grad():
         assert error(place(hidden, ids, weights, None, NO_DROPOUT, False), want) < TOLERANCE
         assert not place.layer.last_split["forward"].cpu
+        assert (
+            place.engine.dispatcher.mode(
+                place.layer, ExpertBatch(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT), training=False
+            )
+            == "host_callback"
+        )
+        assert error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
+        place.engine.dispatcher.forced = "resident"
         assert error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
     assert not place.layer.last_split["forward"].streamed and set(place.layer.last_split["forward"].resident) <= {1, 6}
 

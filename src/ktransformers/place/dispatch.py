@@ -19,6 +19,7 @@ from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.plan.modes import (
     CPU,
+    DECODE,
     HOST_CALLBACK,
     NEARLY_ALL,
     RESIDENT,
@@ -126,7 +127,11 @@ class Dispatcher:
             mode = STREAM_ALL
         if mode == STREAM_ALL and not self._is_captured(layer, batch, factor_grads):
             mode = STREAM
-        return CPU if mode == RESIDENT and not residents else mode
+        if mode == RESIDENT and not residents:
+            return CPU
+        if mode == RESIDENT and self.forced is None and pass_kind(tokens, training) == DECODE:
+            return HOST_CALLBACK  # the same division, which a CUDA graph can hold
+        return mode
 
     def split(self, layer: PlacedLayer, counts: NDArray[np.int64], tokens: int, direction: str, mode: str) -> Split:
         """Who computes which expert of a batch whose `counts` [E] are known."""
