@@ -136,10 +136,10 @@ def measure(engines: dict[str, list[Any]], batches: list[Any], warm: float, seco
     """By policy the median of steps, per layer."""
     tokens = batches[0][0].shape[0]
     for layers in engines.values():
-        trials, spent, turns = layers[0].engine.trials, 0.0, 0
-        while turns < 3 or spent < warm or (turns < LONGEST and not trials.settled(tokens)):
-            spent += LAYERS * step(layers, batches[turns % BATCHES])
-            turns += 1
+        trials, spent, steps = layers[0].engine.trials, 0.0, 0
+        while steps < 3 or spent < warm or (steps < LONGEST and not trials.settled(tokens)):
+            spent += LAYERS * step(layers, batches[steps % BATCHES])
+            steps += 1
     taken: dict[str, list[float]] = {policy: [] for policy in engines}
     begun, turn = time.perf_counter(), 0
     while turn < 4 or (turn <= 2 * BATCHES and time.perf_counter() - begun < seconds):
