@@ -5,7 +5,7 @@
 
 Part one, deferred experts (`kt_max_deferred_experts_per_token`), through the server's own engine (`serve_graphs.py`
 builds the model): for every share of residents, number of streams and number of deferred experts the median decoding
-step, in turns so that a machine that drifts does so for all. The yardsticks of the same run are no deferral in a CUDA
+step, in alternating rounds. The yardsticks of the same run are no deferral in a CUDA
 graph, which deferral rules out, and the bytes of a step over the rates of memory. Errors are those of a second pass in
 which the same prompts and the same new tokens are given to the model (teacher forcing) with and without deferral:
 relative error of every layer's output and of the logits, KL divergence of the next token's distribution, share of
@@ -155,7 +155,7 @@ def errors(got: Trace, want: Trace) -> dict[str, Any]:
 def step_times(
     bench: Any, streams: int, deferred: list[int], graphs: Any
 ) -> tuple[dict[int, list[float]], list[float]]:
-    """Seconds of decoding steps by deferred experts, and without deferral in a graph; all take turns."""
+    """Seconds of decoding steps by deferred experts, and without deferral in a graph, in alternating rounds."""
     taken: dict[int, list[float]] = {count: [] for count in deferred}
     captured: list[float] = []
     for _ in range(ROUNDS):
@@ -238,12 +238,12 @@ class Phase:
 def placements_of(bench: Any, args: argparse.Namespace, registered: Any) -> dict[str, list[Any]]:
     """Two engines over the first layers of the model; prompts are streamed, new tokens use the residents."""
     made = [layer.store for layer in bench.placement.layers[: args.update_layers]]
-    found = {name: engine_of(made, "resident", registered, bench.device) for name in PLACEMENTS}
-    for name, layers in found.items():
+    placements = {name: engine_of(made, "resident", registered, bench.device, TOPK) for name in PLACEMENTS}
+    for name, layers in placements.items():
         layers[0].engine.threshold = args.chunk
         for placed in layers:
             placed.updates_residents = name == "dynamic"
-    return found
+    return placements
 
 
 def serve_request(placements: dict[str, list[Any]], routing: Routing, args: argparse.Namespace, phase: Phase) -> None:

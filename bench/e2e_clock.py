@@ -20,7 +20,7 @@ class Clock:
     """Seconds between hooks around modules, in both directions; synchronises with the device at each.
 
     A module's input passes through a view of its own, whose gradient is complete when the module's backward has ended;
-    that of the output is complete when it begins. What runs again under checkpointing is told apart by a flag.
+    that of the output is complete when it begins. What runs again under checkpointing is marked by a flag.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -222,10 +222,10 @@ def _rolled(rows: torch.Tensor, by: int) -> torch.Tensor:
     """As torch's `roll`, with all threads: the memory is new, and the system makes its pages on the way."""
     import torch
 
-    found, by = torch.empty_like(rows), by % len(rows)
-    found[by:].copy_(rows[: len(rows) - by])
-    found[:by].copy_(rows[len(rows) - by :])
-    return found
+    rolled, by = torch.empty_like(rows), by % len(rows)
+    rolled[by:].copy_(rows[: len(rows) - by])
+    rolled[:by].copy_(rows[len(rows) - by :])
+    return rolled
 
 
 def _pack(model: Any, spec: str) -> None:
@@ -369,7 +369,7 @@ def answer(peft: Any, recipe: Recipe, device: torch.device, prompt: int, new: in
             for _ in range(new + 1):
                 out = peft(input_ids=token, past_key_values=past, use_cache=True, logits_to_keep=1)
                 token, past = out.logits[:, -1:].argmax(-1), out.past_key_values
-                token.tolist()  # somebody reads it
+                token.tolist()  # synchronises, as a reader of the token would
                 moments.append(time.perf_counter())
     peft.train()
     prefill, decode = moments[1] - moments[0], moments[-1] - moments[1]

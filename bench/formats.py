@@ -206,12 +206,12 @@ class Truth:
 
     def training_errors(self, answer: dict[str, str]) -> dict[str, float]:
         """By mode: of the output, and of the gradient of the hidden states."""
-        found = [relative(from_text(answer[name]), self.adapted[name]) for name in ("out", "hidden")]
-        return dict(zip(MODES, found, strict=True))
+        errors = [relative(from_text(answer[name]), self.adapted[name]) for name in ("out", "hidden")]
+        return dict(zip(MODES, errors, strict=True))
 
 
-def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
+def relative(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result - truth).norm() / truth.norm())
 
 
 def beside(format: str, programs: dict[str, Program]) -> dict[str, Program]:
@@ -319,7 +319,7 @@ class Bench(LayerBench):
         layers = self.args.layers or min(TRAINED_LAYERS, shape.layers(self.cache, source.bytes))
         request = {"do": "load", "shape": shape.name, "layers": layers}
         request["max_tokens"] = max([PROBE_TOKENS, *self.args.train_tokens])
-        lent = _core.lent_bytes()
+        before = _core.lent_bytes()
         setup.ours.ask(request)
         resident = {name: answer["resident"] for name, answer in self.ask_peers(setup.peers, request).items()}
         mine, theirs = self.probe(setup, source, truth, truth.training_errors)
@@ -331,7 +331,7 @@ class Bench(LayerBench):
             self.compare(f"{shape.name} {setup.format}, {tokens} tokens with LoRA", answers)
             for cell in cells:
                 self.add_with_errors(cell, mine, theirs)
-        grown = sweeper.resident() - (_core.lent_bytes() - lent)
+        grown = sweeper.resident() - (_core.lent_bytes() - before)
         self.add_memory(setup, ours, grown, source, layers, resident)
 
     def compare(self, where: str, answers: dict[str, dict[str, Any]]) -> None:
@@ -342,7 +342,7 @@ class Bench(LayerBench):
     def add_memory(
         self, setup: Setup, ours: train_step.Ours, grown: int, source: Source, layers: int, theirs: dict[str, int]
     ) -> None:
-        """`grown` is what training has left in this process besides activations and gradients, which are lent."""
+        """`grown` is what training has left in this process besides activations and gradients of the buffer pool."""
         shape = setup.shape
         lora = ours.packed_lora_bytes + 2 * shape.experts * lora_parameters(shape)
         packed = layers * ours.packed_bytes
@@ -361,10 +361,10 @@ class Bench(LayerBench):
             "peers": theirs,
         }
         self.document["memory"].append(entry)
-        told = [f"released {entry['released_bytes'] / 1e6:.1f} MB", f"packed {packed / 1e6:.1f}"]
-        told += [f"kept beside these and LoRA {scratch / 1e6:.1f} ({100 * scratch / packed:.1f} %)"]
-        told += [f"{name} {value / 1e6:.1f}" for name, value in theirs.items()]
-        print(f"    {shape.name}, {setup.format}, {layers} layers: {', '.join(told)}", flush=True)
+        parts = [f"released {entry['released_bytes'] / 1e6:.1f} MB", f"packed {packed / 1e6:.1f}"]
+        parts += [f"kept beside these and LoRA {scratch / 1e6:.1f} ({100 * scratch / packed:.1f} %)"]
+        parts += [f"{name} {value / 1e6:.1f}" for name, value in theirs.items()]
+        print(f"    {shape.name}, {setup.format}, {layers} layers: {', '.join(parts)}", flush=True)
         if self.args.json:
             save(self.document, self.args.json)
 

@@ -212,15 +212,15 @@ class Bench(LayerBench):
     def measure_alternation(self, setup: Setup, tokens: int, unique: float) -> None:
         operator = Stopwatch(Attention(setup.shape, tokens))
         setup.sample_rates()
-        turns = alternate(setup.ours.prepare(tokens), operator, self.args.seconds_per_cell)
+        taken = alternate(setup.ours.prepare(tokens), operator, self.args.seconds_per_cell)
         setup.sample_rates()
-        cell = forward_cell(setup, tokens, "alternate", turns.ours, unique)
-        cell.update(alone_ms=turns.ours_alone, torch_ms=turns.operator, torch_alone_ms=turns.operator_alone)
+        cell = forward_cell(setup, tokens, "alternate", taken.ours, unique)
+        cell.update(alone_ms=taken.ours_alone, torch_ms=taken.operator, torch_alone_ms=taken.operator_alone)
         self.add(cell)
         print(
-            f"    in turns with torch: ours {turns.ours:.3f} ms, alone {turns.ours_alone:.3f}"
-            f" ({turns.ours / turns.ours_alone:.2f}x); torch {turns.operator:.3f} ms, alone {turns.operator_alone:.3f}"
-            f" ({turns.operator / turns.operator_alone:.2f}x)",
+            f"    alternating with torch: ours {taken.ours:.3f} ms, alone {taken.ours_alone:.3f}"
+            f" ({taken.ours / taken.ours_alone:.2f}x); torch {taken.operator:.3f} ms, alone {taken.operator_alone:.3f}"
+            f" ({taken.operator / taken.operator_alone:.2f}x)",
             flush=True,
         )
 

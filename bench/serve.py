@@ -87,10 +87,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def rate(test: Test, times: list[list[float]]) -> float:
     """Tokens/s of all streams."""
     if not test.new:
-        return len(times) * test.prompt / max(told[0] for told in times)
-    ready = max(told[0] for told in times)  # from here on every stream writes
-    ends = [told[min(test.new, len(told) - 1)] for told in times]
-    count = sum(ready < at <= end for told, end in zip(times, ends, strict=True) for at in told)
+        return len(times) * test.prompt / max(arrivals[0] for arrivals in times)
+    ready = max(arrivals[0] for arrivals in times)  # from here on every stream writes
+    ends = [arrivals[min(test.new, len(arrivals) - 1)] for arrivals in times]
+    count = sum(ready < at <= end for arrivals, end in zip(times, ends, strict=True) for at in arrivals)
     return count / (max(ends) - ready)
 
 
@@ -195,13 +195,13 @@ class Bench:
             for line in process.stdout:
                 if not line.startswith("{"):
                     continue
-                told = json.loads(line)
-                if "about" in told:
-                    self.document.setdefault("peers", {})[name] = told["about"]
+                cell = json.loads(line)
+                if "about" in cell:
+                    self.document.setdefault("peers", {})[name] = cell["about"]
                     continue
-                samples, foreign = told["samples"], told.get("foreign", 0.0)
-                self.add(told["contender"], 0, told["test"], told["streams"], samples, None, foreign)
-                self.document["cells"][-1] |= {"new": told["new"]} if "new" in told else {}
+                samples, foreign = cell["samples"], cell.get("foreign", 0.0)
+                self.add(cell["contender"], 0, cell["test"], cell["streams"], samples, None, foreign)
+                self.document["cells"][-1] |= {"new": cell["new"]} if "new" in cell else {}
             clock.cancel()
         if process.returncode:
             self.document.setdefault("notes", []).append(f"{name}: ended with {process.returncode}")

@@ -71,10 +71,10 @@ class InProcess:
 
             return hear
 
-        found = [registry.find(name or registry.served) for name in names]
+        adapters = [registry.find(name or registry.served) for name in names]
         asks = [
             GenerationRequest(tuple(prompt), new, Sampling(temperature=0), adapter)
-            for prompt, adapter in zip(prompts, found, strict=True)
+            for prompt, adapter in zip(prompts, adapters, strict=True)
         ]
         begun = time.perf_counter()
         engine.submit([Sequence(ask, self._service.tokenizer, ear(place)) for place, ask in enumerate(asks)])
@@ -117,7 +117,7 @@ class OverHttp:
             thread.start()
         for thread in threads:
             thread.join()
-        if any(not told for told in times):
+        if any(not arrivals for arrivals in times):
             raise SystemExit("the server did not answer a stream")
         return times
 

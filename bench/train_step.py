@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = (512, 2048, 8192)
 PROGRAMS = {"kt": Program("peers.kt_sft"), "kt_private": Program("peers.kt_sft", ("--private",))}
-PLAIN = {"forward_lora": "forward", "backward_lora": "backward"}  # what LoRA's cost is told against
+PLAIN = {"forward_lora": "forward", "backward_lora": "backward"}  # what LoRA's cost is relative to
 REPACKS = 9
 
 
@@ -238,11 +238,11 @@ class Bench(LayerBench):
             "peers": {name: taken / (layers * parameters) for name, taken in theirs.items()},
         }
         self.document["memory"].append(entry)
-        told = [f"{entry['packed_bytes_per_parameter']:.2f} packed"]
-        told += [f"{entry['resident_bytes_per_parameter']:.2f} resident with LoRA and its gradients"]
-        told += [f"{name} {value:.2f}" for name, value in entry["peers"].items()]
+        parts = [f"{entry['packed_bytes_per_parameter']:.2f} packed"]
+        parts += [f"{entry['resident_bytes_per_parameter']:.2f} resident with LoRA and its gradients"]
+        parts += [f"{name} {value:.2f}" for name, value in entry["peers"].items()]
         print(
-            f"    {setup.shape.name}, {setup.isa}, {layers} layers: bytes per parameter {', '.join(told)}", flush=True
+            f"    {setup.shape.name}, {setup.isa}, {layers} layers: bytes per parameter {', '.join(parts)}", flush=True
         )
 
     def measure_repack(self, setup: Setup, ours: Ours) -> None:

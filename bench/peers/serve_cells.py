@@ -1,7 +1,7 @@
 """Arguments of the peers of `serve.py`, and how they measure and print a cell.
 
 A cell is one test with some streams: one short call to warm up, then calls until `--seconds` have passed or there are
-`--repetitions`. Each is told as one JSON line on stdout; a line with `about` says what the peer is.
+`--repetitions`. Each is printed as one JSON line; a line with `about` says what the peer is.
 """
 
 from __future__ import annotations
