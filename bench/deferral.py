@@ -238,9 +238,12 @@ class Phase:
 def placements_of(bench: Any, args: argparse.Namespace, registered: Any) -> dict[str, list[Any]]:
     """Two engines over the first layers of the model; prompts are streamed, new tokens use the residents."""
     made = [layer.store for layer in bench.placement.layers[: args.update_layers]]
-    placements = {name: engine_of(made, "resident", registered, bench.device, TOPK) for name in PLACEMENTS}
+    placements = {
+        name: engine_of(made, "resident", registered, bench.device, bench.placement.engines[0].dispatcher.top_k)
+        for name in PLACEMENTS
+    }
     for name, layers in placements.items():
-        layers[0].engine.threshold = args.chunk
+        layers[0].engine.dispatcher.threshold = args.chunk
         for placed in layers:
             placed.updates_residents = name == "dynamic"
     return placements
