@@ -232,7 +232,7 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
         name = "backward" if args.backward else "forward"
         last = [one.layer.last_split.get(name) for one in engines["auto"]]
         splits = [None if one is None else [len(one.resident), len(one.streamed), len(one.cpu)] for one in last]
-        found["splits"], found["split"] = splits, splits[LAYERS // 2]  # the first had a pause before it
+        found["divisions"], found["division"] = splits, splits[LAYERS // 2]  # the first had a pause before it
         decision = engines["auto"][0].engine.dispatcher.decision(tokens, args.backward)
         found |= {"mode": decision.mode, "predicted": dict(decision.predicted), "mode_timed": dict(decision.timed)}
         found["warm"], found["timed"] = warm["auto"], taken["auto"]
@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         "DRAM ms",
         "steps",
         "mode",
-        "split",
+        "division",
     ]
     table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 13, 12])
     factors = lora_of(shape) if args.backward else None
@@ -307,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"{1e3 * row['dram']:.2f}",
                     str(len(times.get("warm", ()))),
                     times.get("mode", ""),
-                    "" if times.get("split") is None else "/".join(map(str, times["split"])),
+                    "" if times.get("division") is None else "/".join(map(str, times["division"])),
                 ]
             )
             if args.json:

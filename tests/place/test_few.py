@@ -69,7 +69,7 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
         assert got.dtype == torch.bfloat16 and got.device == given.hidden.device
         want = expected(store, given)
         assert torch.equal(got.cpu(), want) if not residents else error(got, want) < CLOSE
-    assert not place.layer.counts.any() and not place.layer.last, "the host was told nothing"
+    assert not place.layer.counts.any() and not place.layer.last_split, "the host was told nothing"
     asked = place.engine.forward(place.layer, given, False)[0]
     assert error(got, asked.cpu()) < 0.01
 
@@ -143,7 +143,7 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
     place = served(store, device, "resident", residents=residents)
     given = batch(SMALL, 5, device)
     got, want = place.engine.infer(place.layer, given), expected(store, given)
-    assert not place.layer.last, "somebody asked"
+    assert not place.layer.last_split, "somebody asked"
     assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
     monkeypatch.setattr(resident_decode, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
     assert not place.engine.callbacks.takes(place.layer.packed, given, "resident"), "too large, or faster when asked"

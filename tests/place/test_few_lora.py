@@ -63,7 +63,7 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
     for rows in ([0, -1, 1, 2, 0], [2, 2, -1, 1, -1], [-1] * 5):
         given = wanting(store, batch(SMALL, 5, device), rows)
         got, want = place.engine.infer(place.layer, given), on_cpu(store, given)
-        assert not place.layer.last, "somebody asked"
+        assert not place.layer.last_split, "somebody asked"
         assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
         bare = place.engine.infer(place.layer, replace(given, several=None))
         alone = torch.tensor(rows) < 0
@@ -212,4 +212,4 @@ def test_rows_come_from_the_batch() -> None:
     given = wanting(store, batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
     assert given.several is not None
     got = place.several(given.hidden, given.ids, given.weights, given.several.lora)
-    assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last
+    assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last_split

@@ -285,7 +285,7 @@ def test_nobody_waits_for_ids(policy: str, at_once: list[str], monkeypatch: pyte
         assert len(place.engine._uncounted) == min(turn, 1), "ids that nobody has seen"
         compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
         if turn:
-            assert all(len(one.there + one.streamed) == LARGER.experts for one in place.layer.last.values())
+            assert all(len(one.gpu) == LARGER.experts for one in place.layer.last_split.values())
     assert at_once == ["forward", "backward"] * 4
     assert np.array_equal(place.engine.counts(place.layer), rows)
     given = other_routing(inputs(LARGER, "cuda:0", seed=9), LARGER, 9)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,8 +30,9 @@ from ktransformers.plan.modes import MAX_DECODE_TOKENS, pass_kind, size_bucket
 
 LAYERS = 4  # of a sweep: more than the cache of streamed experts holds
 ROUTINGS = 6  # of a few tokens: a model routes each step differently, so no expert is found in a cache
-WARM_SWEEPS, TIMED_SWEEPS = 4, 3  # graphs are captured in the third
-MIN_SECONDS = 0.02  # of timed sweeps: the shorter a layer, the more of them
+WARM_SWEEPS, TIMED_SWEEPS = 4, 3  # at least; graphs are captured in the third
+WARM_SECONDS, TIMED_SECONDS = 0.15, 0.05  # at least: the shorter a layer, the more sweeps, up to MAX_SWEEPS
+MAX_SWEEPS = 60
 RANK = 8
 
 _log = log.logger(__name__)
@@ -98,15 +99,8 @@ def time_mode(engine: ExpertEngine, mode: str, tokens: int, training: bool) -> f
     engine.dispatcher.forced = mode
     try:
         with torch.no_grad():
-            for number in range(WARM_SWEEPS):
-                sweep(number)
-            seconds: list[float] = []
-            while len(seconds) < TIMED_SWEEPS or (sum(seconds) < MIN_SECONDS and len(seconds) < 10 * TIMED_SWEEPS):
-                torch.cuda.synchronize(engine.device)
-                begun = time.perf_counter()
-                sweep(len(seconds))
-                torch.cuda.synchronize(engine.device)
-                seconds.append(time.perf_counter() - begun)
+            _timed_sweeps(engine, sweep, WARM_SWEEPS, WARM_SECONDS)
+            seconds = _timed_sweeps(engine, sweep, TIMED_SWEEPS, TIMED_SECONDS)
     finally:
         engine.dispatcher.forced = None
         engine.count_pending()
@@ -116,6 +110,19 @@ def time_mode(engine: ExpertEngine, mode: str, tokens: int, training: bool) -> f
             layer.last_counts.clear()
             layer.last_split.clear()
     return statistics.median(seconds) / len(layers)
+
+
+def _timed_sweeps(
+    engine: ExpertEngine, sweep: Callable[[int], None], min_sweeps: int, min_seconds: float
+) -> list[float]:
+    seconds: list[float] = []
+    while len(seconds) < min_sweeps or (sum(seconds) < min_seconds and len(seconds) < MAX_SWEEPS):
+        torch.cuda.synchronize(engine.device)
+        begun = time.perf_counter()
+        sweep(len(seconds))
+        torch.cuda.synchronize(engine.device)
+        seconds.append(time.perf_counter() - begun)
+    return seconds
 
 
 def _batch(engine: ExpertEngine, tokens: int, seed: int, training: bool) -> ExpertBatch:
