@@ -113,6 +113,13 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.
     assert shown == ["3/4", "4/4"]
     for (_, loss, rate), (_, old_loss, old_rate) in zip(after, before, strict=True):
         assert loss == pytest.approx(old_loss, rel=CLOSE / 4) and rate == pytest.approx(old_rate)
+    for name in ("kt_batches.json", "kt_gradients.json"):
+        old_words, words = (
+            json.loads((folder / name).read_text())
+            for folder in (OLD / "run/checkpoint-2", tmp_path / "run/checkpoint-4")
+        )
+        assert old_words.keys() == words.keys()
+        assert all(one.keys() == words[key].keys() for key, one in old_words.items() if one is not None)
     old, new = (load_file(run / "adapter_model.safetensors") for run in (OLD / "run", tmp_path / "run"))
     assert old.keys() == new.keys()
     assert max(apart(new[name], old[name]) for name in old) < 5 * CLOSE
