@@ -180,7 +180,7 @@ std::vector<std::string> feature_report(const CpuState& cpu) {
     const Presence status = presence(feature, cpu);
     lines.push_back(std::string(feature.name) + ": " +
                     (status == Presence::usable           ? "yes"
-                     : status == Presence::disabled_by_os ? "in the CPU, kept by the operating system"
+                     : status == Presence::disabled_by_os ? "in the CPU, not enabled by the operating system"
                                                           : "no"));
   }
   return lines;

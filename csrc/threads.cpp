@@ -210,12 +210,12 @@ void Pool::Impl::finish(Job& job) {
 }
 
 void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit) {
-  const auto over = [&] {
+  const auto is_over = [&] {
     const uint32_t state = job.state_.load(std::memory_order_acquire);
     return state == kDone || state == kIdle;
   };
-  if (spin_until(over, spin_limit)) return;
-  while (!over()) {
+  if (spin_until(is_over, spin_limit)) return;
+  while (!is_over()) {
     uint32_t expected = kQueued;
     job.state_.compare_exchange_strong(expected, kAwaited);
     futex_wait(job.state_, kAwaited);
@@ -224,11 +224,11 @@ void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit) {
 
 // Looks for an open job, then sleeps until the bell rings. True when it slept, or was about to.
 bool Pool::Impl::wait_for_work(EventCount& event) {
-  const auto wanted = [&] { return event.open.load() > 0 || stopping.load(); };
-  if (spin_until(wanted, spin)) return false;
+  const auto should_wake = [&] { return event.open.load() > 0 || stopping.load(); };
+  if (spin_until(should_wake, spin)) return false;
   event.waiters.fetch_add(1);
   const uint32_t seen = event.epoch.load();
-  if (!wanted()) futex_wait(event.epoch, seen);
+  if (!should_wake()) futex_wait(event.epoch, seen);
   event.waiters.fetch_sub(1);
   return true;
 }
@@ -276,7 +276,7 @@ class RateJob : public Job {
 };
 
 // A positive count from KT_THREADS, 0 where it is not set.
-int threads_asked() {
+int threads_from_environment() {
   const char* text = std::getenv("KT_THREADS");
   if (!text || !*text) return 0;
   char* wait_for_work = nullptr;
@@ -309,7 +309,7 @@ Pool::Pool(const PoolOptions& options) {
   if (options.threads < 0 || options.groups < 0 || options.spin_us < 0)
     throw std::invalid_argument("a pool needs threads, groups and spin_us of 0 or more; 0 threads or groups: chosen");
   const Topology& machine = topology();
-  const int given = options.threads ? options.threads : threads_asked();
+  const int given = options.threads ? options.threads : threads_from_environment();
   std::vector<int> cpus;
   if (given) {
     for (const Cpu& cpu : machine.cpus) cpus.push_back(cpu.id);

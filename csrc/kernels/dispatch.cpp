@@ -84,14 +84,14 @@ std::string state_of(const Variant& variant) {
   return "not in this build" + (missing.empty() ? "" : "; " + cpu_name() + " lacks " + missing);
 }
 
-void report(const Variant& chosen, const std::string& asked, Precision precision) {
+void report(const Variant& chosen, const std::string& requested, Precision precision) {
   const std::string kind = precision == Precision::bf16 ? "" : std::string(" with ") + name_of(precision);
   static const bool once = [&] {
     for (const std::string& line : feature_report()) std::fprintf(stderr, "kt: cpu feature %s\n", line.c_str());
     for (const Variant& variant : variants())
       std::fprintf(stderr, "kt: cpu variant %s: %s%s%s\n", variant.name, state_of(variant).c_str(),
                    &variant != &chosen ? ""
-                   : asked.empty()     ? "; chosen, the best native one"
+                   : requested.empty() ? "; chosen, the best native one"
                                        : "; chosen, asked for",
                    &variant != &chosen ? "" : kind.c_str());
     return true;
@@ -138,11 +138,11 @@ const KernelTable& kernels(const char* name, Precision precision) {
 }
 
 const KernelTable& choose_kernels(Precision precision) {
-  const std::string asked = requested_variant();
-  const Variant* chosen = asked.empty()
+  const std::string requested = requested_variant();
+  const Variant* chosen = requested.empty()
                               ? &best(precision)
-                              : find_variant(asked, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)", precision);
-  if (debug_log()) report(*chosen, asked, precision);
+                              : find_variant(requested, " (asked for by KT_ISA or KT_KERNEL_CPU_VARIANT)", precision);
+  if (debug_log()) report(*chosen, requested, precision);
   return *chosen->table(precision);
 }
 

@@ -46,8 +46,8 @@ inline F32<W> scales_of_lanes(const char* scales, int lane) {
   if constexpr (W == 16 && type == Scale::bf16) {
     Vec<16>::pairs twice;
     for (int i = 0; i < 32; i++) twice[i] = (uint16_t)(i / 4);
-    __m512i few = _mm512_zextsi128_si512(_mm_loadu_si128((const __m128i*)(scales + lane)));
-    return (F32<W>)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, (__m512i)twice, few);
+    __m512i low = _mm512_zextsi128_si512(_mm_loadu_si128((const __m128i*)(scales + lane)));
+    return (F32<W>)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, (__m512i)twice, low);
   }
 #endif
   I32<W> twice;

@@ -109,14 +109,15 @@ struct PackedGemvInt8 {
   // All rows, into scratch that has room for decoded tiles.
   __attribute__((noinline)) static PackedGemvPanel write_rows(const PackedGemvRows& input, int rows, const Encoding& e,
                                                               int k_tiles, char* scratch) {
-    const bool whole[2] = {e.format[0].codec == Codec::int8, e.format[1].codec == Codec::int8};
+    const bool is_int8[2] = {e.format[0].codec == Codec::int8, e.format[1].codec == Codec::int8};
     const int64_t size = (int64_t)k_tiles * rows * kTileK;
-    char *bytes = whole[0] || whole[1] ? scratch : nullptr, *nibbles = whole[0] && whole[1] ? nullptr : scratch + size;
+    char *bytes = is_int8[0] || is_int8[1] ? scratch : nullptr,
+         *nibbles = is_int8[0] && is_int8[1] ? nullptr : scratch + size;
     int32_t* prefix_sums = (int32_t*)(scratch + 2 * size);
     for (int r = 0; r < rows; r++)
       write_row<Dp4a::width>(input.row[r], input.step, k_tiles, rows, bytes ? bytes + r * kTileK : nullptr,
                              nibbles ? nibbles + r * kTileK : nullptr, prefix_sums + 2 * r);
-    return {{whole[0] ? bytes : nibbles, whole[1] ? bytes : nibbles}, prefix_sums};
+    return {{is_int8[0] ? bytes : nibbles, is_int8[1] ? bytes : nibbles}, prefix_sums};
   }
 
   template <class Act>

@@ -17,18 +17,18 @@ constexpr int64_t kPart = 16384;  // columns that a thread takes at a time
 template <class Int, Int infinity, class V>
 inline V key_of(V bits) {
   constexpr int sign = sizeof(Int) * 8 - 1;
-  constexpr Int most = (Int) ~((Int)1 << sign);
-  V negative = bits >> sign, magnitude = bits & most;
+  constexpr Int max_magnitude = (Int) ~((Int)1 << sign);
+  V negative = bits >> sign, magnitude = bits & max_magnitude;
   V key = (magnitude ^ negative) - negative, is_nan = (V)(infinity - magnitude) >> sign;
-  return (is_nan & most) | (~is_nan & key);
+  return (is_nan & max_magnitude) | (~is_nan & key);
 }
 
 template <class Int, Int infinity>
 inline Int max_key_of(const Int* at, int64_t count) {
   typedef Int V __attribute__((vector_size(16)));
   constexpr int lanes = sizeof(V) / sizeof(Int);
-  Int most = key_of<Int, infinity, Int>(at[0]);
-  V all = V{} + most;
+  Int max_key = key_of<Int, infinity, Int>(at[0]);
+  V all = V{} + max_key;
   int64_t c = 0;
   for (; c + lanes <= count; c += lanes) {
     V bits;
@@ -36,9 +36,9 @@ inline Int max_key_of(const Int* at, int64_t count) {
     V key = key_of<Int, infinity, V>(bits), more = key > all;
     all = (more & key) | (~more & all);
   }
-  for (int i = 0; i < lanes; i++) most = std::max<Int>(most, all[i]);
-  for (; c < count; c++) most = std::max(most, key_of<Int, infinity, Int>(at[c]));
-  return most;
+  for (int i = 0; i < lanes; i++) max_key = std::max<Int>(max_key, all[i]);
+  for (; c < count; c++) max_key = std::max(max_key, key_of<Int, infinity, Int>(at[c]));
+  return max_key;
 }
 
 template <class Int, Int infinity>

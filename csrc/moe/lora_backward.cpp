@@ -63,8 +63,8 @@ void Backward::before_units(char* slice) {
 
 namespace {
 template <class Number>
-void wait_for(const std::atomic<Number>& number, Number wanted) {
-  for (int spins = 0; number.load(std::memory_order_acquire) != wanted; spins++)
+void wait_for(const std::atomic<Number>& number, Number value) {
+  for (int spins = 0; number.load(std::memory_order_acquire) != value; spins++)
     spins < 1000 ? relax() : (void)sched_yield();
 }
 }  // namespace

@@ -250,8 +250,8 @@ bool Task::uses_packed_gemv(size_t segment, const BlockStore& store) const {
   const int32_t rows = routing_.segments[segment].count;
   if (w8a8()) return rows <= kPackedGemvInt8Rows;
   if (direction_ == Direction::backward || batch_.needs_grad || !store.encoding()) return false;
-  auto* most = experts_.kernels().packed_gemv_rows;
-  return most && rows <= most(*store.encoding());
+  auto* max_rows = experts_.kernels().packed_gemv_rows;
+  return max_rows && rows <= max_rows(*store.encoding());
 }
 
 PackedGemvRows Task::panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const {

@@ -140,8 +140,8 @@ class Task : private Job {
   void for_pieces(size_t segment, Act&& act) const {
     Tiling whole = plan_.tilings[segment];
     int64_t bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem * plan_.down_chunk / (w8a8() ? 2 : 1);
-    int32_t most = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / bytes / 2 * 2);
-    for (int32_t tile = 0; tile < whole.tiles; tile += most) act(tile, std::min(most, whole.tiles - tile));
+    int32_t step = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / bytes / 2 * 2);
+    for (int32_t tile = 0; tile < whole.tiles; tile += step) act(tile, std::min(step, whole.tiles - tile));
   }
   bool w8a8() const { return plan_.w8a8; }
   char* panel_of(size_t segment) const { return workspace_.data() + plan_.panels_at[segment]; }

@@ -8,13 +8,13 @@
 namespace kt::check {
 
 // Random released bytes of one matrix of all experts. Scales are small ordinary numbers wherever a format has them.
-struct MadeUpBytes {
+struct RandomEncoded {
   std::vector<uint8_t> codes;
   std::vector<char> scales;
   std::vector<float> tensor;
   SourceMatrix source{};
 
-  MadeUpBytes(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
+  RandomEncoded(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
     const CodecRow& row = f.row();
     int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
     codes.resize((size_t)(experts * rows * row_bytes));

@@ -54,12 +54,12 @@ inline DType dtype_of(Precision precision) {
 }
 
 // Weights of one layer, rows as checkpoints have them: gate and up [E, I, H], down [E, H, I].
-struct MadeUpLayer {
+struct RandomLayer {
   LayerShape shape;
   Numbers gate, up, down;
   Numbers gate_bias, up_bias, down_bias;  // empty: none
 
-  MadeUpLayer(const LayerShape& s, bool biases, Precision precision = Precision::bf16) : shape(s) {
+  RandomLayer(const LayerShape& s, bool biases, Precision precision = Precision::bf16) : shape(s) {
     std::mt19937 random(1);
     DType type = dtype_of(precision), bias_type = precision == Precision::f64 ? DType::f64 : DType::f32;
     size_t e = (size_t)s.experts, h = (size_t)s.hidden, i = (size_t)s.intermediate;
@@ -114,7 +114,7 @@ struct BatchOf {
     return b;
   }
 };
-using MadeUpBatch = BatchOf<float>;
+using RandomBatch = BatchOf<float>;
 
 inline double activated(double g, Activation kind, double alpha) {
   switch (kind) {
@@ -138,7 +138,7 @@ inline double to_bf16(double x) { return to_float(from_float((float)x, DType::bf
 
 // `rounded`: hidden states and what lies between the products are what bf16 has of them.
 template <class Real>
-std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
+std::vector<double> expected(const RandomLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
                              bool rounded = false) {
   size_t h = (size_t)layer.shape.hidden, i = (size_t)layer.shape.intermediate;
   std::vector<double> out((size_t)batch.tokens * h), inner(i);
@@ -215,7 +215,7 @@ inline std::shared_ptr<Engine> engine_of(int threads, int groups = 1) {
 
 inline constexpr Gate kSilu{Activation::silu, true, 0, 0};
 
-inline std::unique_ptr<Experts> packed(const MadeUpLayer& layer, const Gate& gate, const KernelTable& kernels,
+inline std::unique_ptr<Experts> packed(const RandomLayer& layer, const Gate& gate, const KernelTable& kernels,
                                        std::shared_ptr<Engine> engine) {
   auto experts = std::make_unique<Experts>(layer.shape, gate, kernels, std::move(engine));
   experts->weights().pack(layer.source(0, layer.shape.experts));

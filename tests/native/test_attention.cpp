@@ -73,8 +73,8 @@ TEST(attention_every_variant) {
       for (Sequence& one : all) {
         for (int32_t head = 0; head < kHeads; head++)
           for (int32_t i = 0; i < kValue; i++) {
-            double found = element_of<double>(one.out.data(), head * kValue + i, type);
-            CHECK(std::abs(found - one.expected(head, i, (double)scale)) < (type == DType::f32 ? 1e-5 : 1e-2));
+            double actual = element_of<double>(one.out.data(), head * kValue + i, type);
+            CHECK(std::abs(actual - one.expected(head, i, (double)scale)) < (type == DType::f32 ? 1e-5 : 1e-2));
           }
         std::vector<char> before = one.out;
         attend(pool, *kernels, {{one.kv(type)}, kHeads, kGroups, kKey, kValue, type, scale});

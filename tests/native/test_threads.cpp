@@ -57,17 +57,17 @@ class Assembly : public Job {
   explicit Assembly(int expected) : expected_(expected), seen_(static_cast<size_t>(expected)) {}
 
   void work(const Worker& me) override {
-    Seen& mine = seen_[static_cast<size_t>(me.index)];
-    mine.group = me.group;
+    Seen& entry = seen_[static_cast<size_t>(me.index)];
+    entry.group = me.group;
     cpu_set_t mask;
     CPU_ZERO(&mask);
-    if (sched_getaffinity(0, sizeof mask, &mask) == 0 && CPU_COUNT(&mask) == 1) mine.cpu = sched_getcpu();
+    if (sched_getaffinity(0, sizeof mask, &mask) == 0 && CPU_COUNT(&mask) == 1) entry.cpu = sched_getcpu();
     char name[16] = {};
     pthread_getname_np(pthread_self(), name, sizeof name);
-    mine.name = name;
+    entry.name = name;
     sigset_t blocked;
     pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
-    mine.quiet = sigismember(&blocked, SIGINT) && !sigismember(&blocked, SIGSEGV);
+    entry.quiet = sigismember(&blocked, SIGINT) && !sigismember(&blocked, SIGSEGV);
     arrived_.fetch_add(1);
     while (arrived_.load() < expected_) sched_yield();
   }
@@ -162,7 +162,7 @@ TEST(pool_jobs_die_right_after_run) {
   }
 }
 
-TEST(pool_everybody_is_woken) {
+TEST(pool_wakes_every_thread) {
   Pool pool(threads(9, 3));
   for (int round = 0; round < 20; ++round) {
     Assembly job(9);

@@ -238,7 +238,7 @@ TEST(probe_uses_listed_siblings) {
   CHECK_EQ(shown(useful_cpus(t, half_is_better)), shown(range(0, 16)));
 }
 
-TEST(seating_follows_nodes_and_takes_cores_before_siblings) {
+TEST(placement_follows_nodes_and_takes_cores_before_siblings) {
   const Tree tree;
   two_sockets(tree);
   const Topology t = read_topology(tree.root(), range(0, 32));
@@ -251,7 +251,7 @@ TEST(seating_follows_nodes_and_takes_cores_before_siblings) {
   CHECK(!s.oversubscribed);
 }
 
-TEST(seating_shares_threads_by_cpus) {
+TEST(placement_shares_threads_by_cpus) {
   const Tree tree;
   two_sockets(tree);
   const std::vector<int> allowed{0, 1, 2, 3, 4, 5, 8, 9};
@@ -261,7 +261,7 @@ TEST(seating_shares_threads_by_cpus) {
   CHECK_EQ(s.workers[7].cpu, 9);
 }
 
-TEST(seating_simulates_groups) {
+TEST(placement_simulates_groups) {
   const Topology t = guest(8);
   const ThreadPlacement s = place_threads(t, range(0, 8), 8, 4);
   CHECK_EQ(shown(s.node_of), "-1 -1 -1 -1 ");
@@ -276,7 +276,7 @@ TEST(seating_simulates_groups) {
   CHECK_EQ(shown(one.node_of), "-1 ");  // one group over two nodes has no node
 }
 
-TEST(seating_leaves_threads_free_when_crowded_or_cut) {
+TEST(placement_leaves_threads_free_when_crowded_or_cut) {
   Topology t = guest(4);
   const ThreadPlacement oversubscribed = place_threads(t, range(0, 4), 6, 1);
   CHECK(oversubscribed.oversubscribed);
