@@ -1,5 +1,5 @@
-// Numbers are compared as integers of their own bits, many at a time: first the largest of each stretch, by all
-// threads, then its place in the one stretch of a row that has it.
+// Floats are compared as integers, by their bits: threads find the largest of each part of a row, then its index is
+// searched in the one part that has it.
 #include "moe/argmax.h"
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kPart = 16384;  // columns that a thread takes at a time
 
-// Ordered as the numbers are: the magnitude, negated where the sign is set, so that both zeros are the same. V is Int
-// or a vector of them.
+// An integer key in the order of the floats: the magnitude, negated where the sign is set, so that both zeros are
+// equal; NaN is the largest. V is Int or a vector of them.
 template <class Int, Int infinity, class V>
 inline V key_of(V bits) {
   constexpr int sign = sizeof(Int) * 8 - 1;
