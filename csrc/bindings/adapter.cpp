@@ -1,5 +1,4 @@
-// LoRA factors from Python: shapes are those of PEFT's views, a [E, r, in] and b [E, out, r], in any
-// strides.
+// LoRA factors from Python: shapes are those of PEFT's views, a [E, r, in] and b [E, out, r], in any strides.
 #include <cmath>
 
 #include "bindings/objects.h"
@@ -9,7 +8,7 @@ namespace {
 
 constexpr int64_t kMaxRank = 4096;
 
-// A factor's tensor as the caller has it; `rank` 0 means that there must be none.
+// A factor's tensor in the caller's layout; with `rank` 0 there must be none.
 Array factor_of(const char* name, nb::handle tensor, int32_t rank, int64_t experts, int64_t rows, int64_t columns) {
   if (!rank && !tensor.is_none()) refuse_value(name, "a tensor", "None: this adapter has no such factor");
   if (rank && tensor.is_none()) refuse_type(name, "None", "a tensor");

@@ -1,5 +1,5 @@
-// Pools and experts: construction, packing, and calls. tensors.h has the checks of one argument, this file those of
-// arguments that have to agree.
+// Pools and experts: construction, packing, and calls. tensors.h checks single arguments, this file that arguments
+// agree with each other.
 #include <climits>
 #include <cmath>
 
@@ -66,7 +66,7 @@ PyExperts::PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, in
   experts = std::make_shared<Experts>(shape, gate, table, pool.engine, formats);
 }
 
-// Of codes, the first of three.
+// The number of experts in the codes of an encoded matrix.
 static int64_t experts_in(nb::handle three) {
   if (!nb::isinstance<nb::sequence>(three) || nb::len(three) != 3)
     refuse_type("up", "no encoded matrix", "(codes, scales, tensor scale)");
@@ -179,7 +179,7 @@ BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle wei
         refuse_value("adapters", "an adapter of another layer", "adapters made for these experts");
       bound.adapters.push_back(given.adapter);
     }
-  // Who brings one adapter and names no token means all of them.
+  // One adapter without token ids applies to all tokens.
   if (!b.adapter && bound.adapters.size() == 1) b.every_adapter = 0;
   return bound;
 }
@@ -278,10 +278,10 @@ PyCall* PyExperts::prepare(nb::handle hidden, nb::handle ids, nb::handle weights
   set_w8a8(w8a8, made->bound);
   made->experts = experts;
   made->bound.check_adapters();
-  experts->weights().enter();  // tells now what submit() would tell later
+  experts->weights().enter();  // reports now what submit() would report later
   experts->weights().leave();
   made->call.emplace(*experts, made->bound.batch, made->bound.table());
-  return made.release();  // Python's from here on
+  return made.release();  // Python owns it from here on
 }
 
 PyCall::~PyCall() {

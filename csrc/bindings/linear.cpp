@@ -1,5 +1,5 @@
-// Plain matrices from Python: linear layers, LoRA on one and a norm for a few rows, the largest of each row, and
-// transposing.
+// Dense matrices from Python: linear layers, LoRA on a linear layer and RMS norm for a few rows, argmax of rows,
+// transpose.
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
@@ -36,7 +36,7 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
   check_dense("x", rows);
   if (weights.size() != outs.size() || !weights.size())
     refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
-  std::vector<Array> held;  // their memory
+  std::vector<Array> held;  // keeps the memory alive
   std::vector<Matrix> matrices;
   for (size_t i = 0; i < weights.size(); i++) {
     Array w = array_of("weight", weights[i], 2, {kBFloat16}), to = array_of("out", outs[i], 2, {kBFloat16, kFloat32});

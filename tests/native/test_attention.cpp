@@ -1,5 +1,5 @@
-// Attention of single tokens on every variant against double: groups of heads, unequal sizes, more keys than a stretch,
-// and each sequence's bits the same whoever is beside it.
+// Decode attention on every variant against double: groups of heads, unequal head sizes, more keys than one split, and
+// the same bits for a sequence whatever others are in the batch.
 #include "check.h"
 #include "moe/attention.h"
 #include "random_layer.h"

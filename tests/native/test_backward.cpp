@@ -1,5 +1,5 @@
-// Backward natively, for the sanitizers: against differences of the double-precision oracle, for every variant, with
-// any number of threads and groups, with and without what forward kept.
+// Backward natively, for the sanitizers: against finite differences of the double-precision reference, for every
+// variant, with any number of threads and groups, with gate and up kept or recomputed.
 #include "check.h"
 #include "random_layer.h"
 
@@ -42,7 +42,7 @@ double dot(const std::vector<Real>& x, const std::vector<double>& y) {
   return sum;
 }
 
-// How far `gradient` is from the slope of <grad, layer> along random directions, relative to a typical slope.
+// Difference of `gradient` and the slope of <grad, layer> along random directions, relative to a typical slope.
 template <class Real>
 double slope_error(const RandomLayer& layer, const Gate& gate, BatchOf<Real> batch, const std::vector<Real>& grad,
                    std::vector<Real> BatchOf<Real>::* member, const std::vector<Real>& gradient) {

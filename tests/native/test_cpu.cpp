@@ -1,4 +1,4 @@
-// CPU variants: the ladder of features on made-up CPUs, what the environment may ask for, and the choice of a table.
+// CPU variants: feature levels on synthetic CPUs, requests by the environment, and the choice of a table.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* kAsks[] = {"KT_ISA", "KT_KERNEL_CPU_VARIANT", "KT_LOG", "KT_KERNEL_DEBUG"};
 
-// Sets variables for a test and puts back what was there.
+// Sets variables for a test and restores them.
 class Environment {
  public:
   Environment() {

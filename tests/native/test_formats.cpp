@@ -1,5 +1,5 @@
 // Encoded experts natively, for the sanitizers: every format and variant, sizes that fill no strip, several groups of
-// threads. The result of whoever learns must have the bits of the same numbers packed plainly.
+// threads. With needs_grad the result must have the bits of the dequantised weights packed as a plain layer.
 #include <cstring>
 
 #include "check.h"
@@ -22,7 +22,7 @@ std::vector<Format> all_formats() {
   return all;
 }
 
-// The numbers of an encoded layer, packed as a plain one.
+// The dequantised weights of an encoded layer, packed as a plain one.
 std::unique_ptr<Experts> plain_copy(const Experts& from, std::shared_ptr<Engine> engine) {
   const LayerShape& s = from.shape();
   auto plain = std::make_unique<Experts>(s, kSilu, from.kernels(), std::move(engine));
@@ -64,7 +64,7 @@ std::vector<Real> forward_and_backward(const Experts& experts, BatchOf<Real>& ba
 
 template <class Real>
 void check_format(const Format& f, const KernelTable& kernels) {
-  // Columns have to fill GGUF's blocks; rows fill nothing.
+  // Columns must fill GGUF's blocks; rows fill none.
   LayerShape s{2, 256, 256, true};
   if (!f.row().block) s = {2, 160, 96, true};
   std::mt19937 random(3);
@@ -88,7 +88,7 @@ void check_format(const Format& f, const KernelTable& kernels) {
                         plain_result = forward_and_backward(*plain, batch, grad);
       CHECK(std::memcmp(encoded.data(), plain_result.data(), encoded.size() * sizeof(Real)) == 0);
     }
-    // What one store packed another may use where it lies.
+    // Blocks packed by one store are used in place by another.
     Experts other(s, kSilu, kernels, engine, {f, f, f});
     std::vector<char> gate_up_bytes(experts.weights().up().bytes()), down_bytes(experts.weights().down().bytes());
     experts.weights().up().copy_to(gate_up_bytes.data(), s.experts);

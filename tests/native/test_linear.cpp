@@ -1,5 +1,5 @@
-// Products, norms and LoRA of few rows on every variant against double, each row's bits the same whoever is beside it;
-// and the largest of rows, and transposing.
+// GEMV, norm and LoRA of few rows on every variant against double, with the same bits for a row whatever others are in
+// the batch; argmax; transpose.
 #include "check.h"
 #include "moe/argmax.h"
 #include "moe/linear.h"
@@ -36,7 +36,7 @@ void check_products(Pool& pool, const KernelTable& kernels, DType type, int64_t 
           double actual = element_of<double>(out[m].data(), t * kOutputs[m] + n, type);
           CHECK(std::abs(sum - actual) < (type == DType::f32 ? 5e-4 : std::max(1.0, std::abs(sum)) / 128));
         }
-      // The bits of every token are those that it had when it was the last of fewer.
+      // A token's bits are those that it had as the last of fewer.
       CHECK(std::equal(first[m].begin(), first[m].end(), out[m].begin()));
       first[m] = out[m];
     }
@@ -117,7 +117,7 @@ TEST(argmax_of_each_row) {
   Pool pool(options);
   const double inf = std::numeric_limits<double>::infinity(), nan = std::nan("");
   for (DType type : {DType::bf16, DType::f32}) {
-    constexpr int64_t columns = 40000;  // more than two stretches
+    constexpr int64_t columns = 40000;  // more than two parts
     const std::vector<std::pair<std::vector<std::pair<int64_t, double>>, int64_t>> rows = {
         {{{7, 2.0}, {20000, 3.0}, {39999, 3.0}}, 20000},
         {{{0, -0.0}, {1, 0.0}}, 0},

@@ -1,5 +1,5 @@
-// LoRA natively: several adapters and none in one call against a layer whose weights have the adapters folded in, in
-// double; gradients of all factors against slopes of that layer; and the same bits for any threads.
+// LoRA natively: several adapters and none in one call against a layer with merged weights, in double; gradients of all
+// factors against slopes of that layer; and the same bits for any number of threads.
 #include "check.h"
 #include "random_layer.h"
 
@@ -8,7 +8,8 @@ using namespace kt::check;
 
 namespace {
 
-// Factors of one adapter, all experts: a [E, r, in], b [E, out, r]; for bf16 numbers that it holds exactly.
+// Factors of one adapter, all experts: a [E, r, in], b [E, out, r]; for precision bf16, values that bf16 represents
+// exactly.
 template <class Real>
 struct LoraOf {
   LoraRanks ranks;
@@ -180,7 +181,7 @@ BackwardResult<Real> backward_of(const Experts& experts, const Packed& adapters,
   return result;
 }
 
-// How far `gradient` is from the slope of `value` along random directions of `at`, relative to a typical slope.
+// Difference of `gradient` and the slope of `value` along random directions of `at`, relative to a typical slope.
 template <class Real, class Value>
 double slope_error(std::vector<Real>& at, const std::vector<Real>& gradient, Value&& value) {
   std::mt19937 random(5);
@@ -252,7 +253,7 @@ void check_lora(const LayerShape& shape, const Gate& gate, const std::vector<Lor
   });
 }
 
-// With dropout: forward's own slopes, which know the same mask, and the same bits from what forward kept.
+// With dropout: against slopes of forward itself, which applies the same mask; and the same bits with gate and up kept.
 template <class Real>
 void check_dropout_in(const KernelTable& kernels) {
   const LayerShape shape{3, 37, 45, true};
@@ -304,7 +305,7 @@ TEST(lora_one_adapter_many_rows_and_chunks) {
   }
 }
 
-// More rows than are gathered at a time, of two adapters that meet inside a piece.
+// More rows than are gathered at a time, of two adapters that share a piece.
 TEST(lora_pieces_of_rows) {
   for (const KernelTable* kernels : all_kernels())
     if (kernels->precision == Precision::bf16 && (!std::strcmp(kernels->name, "generic") || kernels->elem == 2))
@@ -346,7 +347,8 @@ TEST(lora_same_bits_for_any_threads) {
   }
 }
 
-// What a token gets does not depend on the adapters around it, and none is exactly the layer without any.
+// A token's result does not depend on other adapters in the batch, and without an adapter it is exactly the base
+// layer's.
 TEST(lora_bits_do_not_depend_on_other_adapters) {
   const LayerShape shape{3, 64, 48, true};
   RandomLayer layer(shape, false);

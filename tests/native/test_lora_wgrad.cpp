@@ -1,5 +1,5 @@
-// The contraction behind gradients of LoRA's factors and the delivery of its sums, kernel by kernel against double:
-// every variant, rows of tensors and of panels, dtypes, and the ways in which a caller's tensor may lie.
+// The wgrad contraction of LoRA's factors and the store of its sums, kernel by kernel against double: every variant,
+// rows of tensors and of panels, dtypes, and layouts of the caller's tensor.
 #include "check.h"
 #include "random_layer.h"
 
@@ -10,12 +10,12 @@ namespace {
 
 struct Case {
   int32_t rows, rank, columns;
-  DType dtype;       // of the wide rows
-  int32_t in_panel;  // rows of a tile where the wide rows are a panel; 0: rows of a tensor
+  DType dtype;       // of q
+  int32_t in_panel;  // rows of a tile where q is a panel; 0: rows of a tensor
   bool weighted;
 };
 
-// A rank panel and the wide rows in the layouts that the kernel is given, and their numbers.
+// A rank panel p and rows q in the layouts that the kernel takes, and their values.
 struct Operands {
   std::vector<std::vector<char>> p, q;
   std::vector<const char*> p_at, q_at;
@@ -29,7 +29,7 @@ struct Operands {
       set_element(to, at, type, normal(random));
       values.push_back(element_of<double>(to, at, type));
     };
-    // Ranks lie in blocks of 32, zero behind the last; blocks are far from each other.
+    // Ranks are in blocks of 32, padded with zeros; blocks are not adjacent.
     p_block = 3 * kTileK * kernels.elem;
     for (int32_t m = 0; m < c.rows; m++) {
       p.emplace_back((size_t)(ceil_div(c.rank, kTileK) * p_block), 0);
@@ -48,10 +48,10 @@ struct Operands {
   }
 };
 
-// Where and how element (r, n) of the sums is to lie.
+// Layout of element (r, n) of the sums in the tensor.
 struct Place {
   bool ranks_inside;  // [n][r], else [r][n]
-  int64_t spacing;    // elements between neighbours: 1, or more in a tensor that others share
+  int64_t spacing;    // elements between neighbours: 1, or more in a strided tensor
   DType dtype;
   int32_t from, each;
 };
@@ -59,7 +59,7 @@ struct Place {
 void check_store_grad(const KernelTable& kernels, const std::vector<char>& sums, int64_t c_stride, const Case& c,
                       const std::vector<double>& expected, double limit, const Place& place) {
   const double scale = 0.75;
-  // The ranks wanted may begin and end anywhere.
+  // The ranks to store may begin and end anywhere.
   int32_t first = c.rank > 8 ? 5 : 0, ranks = c.rank - first - (c.rank > 16 ? 2 : 0);
   int32_t blocks = (int32_t)ceil_div(c.columns, kBlockN);
   int32_t count = place.each == kBlockN ? c.columns : std::min(c.columns / 2, blocks * place.each);
@@ -96,7 +96,7 @@ void check_store_grad(const KernelTable& kernels, const std::vector<char>& sums,
 void check_wgrad(const KernelTable& kernels, const Case& c) {
   std::mt19937 random(3);
   Operands operands(c, kernels, random);
-  // Wider than the columns, and full of what must not be seen.
+  // Wider than the columns, and filled with NaN that must not be read.
   int64_t c_stride = round_up(c.columns, kBlockN) + 16;
   std::vector<char> sums((size_t)(round_up(c.rank, kTileN) * c_stride * kernels.sum_bytes), (char)0xff);
   std::vector<char> scratch((size_t)wgrad_scratch(c.rank, kernels.sum_bytes) + 64, (char)0xff);
@@ -111,7 +111,7 @@ void check_wgrad(const KernelTable& kernels, const Case& c) {
   o.scratch = scratch.data() + (64 - (uintptr_t)scratch.data() % 64) % 64;
   kernels.lora_wgrad(o);
   o.first = false;
-  kernels.lora_wgrad(o);  // the same once more
+  kernels.lora_wgrad(o);  // accumulates the same again
 
   std::vector<double> expected((size_t)(c.rank * c.columns));
   for (int32_t m = 0; m < c.rows; m++)
@@ -120,7 +120,7 @@ void check_wgrad(const KernelTable& kernels, const Case& c) {
       for (int32_t n = 0; n < c.columns; n++)
         expected[(size_t)(r * c.columns + n)] += p * operands.q_values[(size_t)(m * c.columns + n)];
     }
-  // Tiles round the weighted side and what is not bf16 to bf16 once more: 2^-9 of every product at most, and products
+  // Tiles round the weighted operand and anything that is not bf16 to bf16: 2^-9 of every product at most, and products
   // of three normal numbers have long tails.
   double unit = kernels.panel == DType::bf16 ? 4e-2 : kernels.sums == DType::f64 ? 1e-12 : 1e-5;
   double limit = unit * std::sqrt((double)c.rows);
@@ -143,7 +143,7 @@ const std::vector<Case> kCases = {
 TEST(lora_wgrad_every_variant) {
   for (const KernelTable* kernels : all_kernels())
     for (Case c : kCases) {
-      // A panel is of the variant's own type.
+      // A panel has the variant's type.
       if (c.in_panel) c.dtype = kernels->panel;
       check_wgrad(*kernels, c);
     }

@@ -1,5 +1,5 @@
-// Few rows of numbers in inference: codes that are multiplied as they lie, against the numbers that they stand for, in
-// double and unrounded. Whoever learns, and more rows, see weights that are rounded.
+// Packed GEMV with f32 activations in inference, against the unrounded dequantised weights in double. With needs_grad,
+// and for more rows, weights are rounded to bf16.
 #include "check.h"
 #include "random_encoded.h"
 
@@ -18,14 +18,14 @@ constexpr Format format_of(Codec codec, int32_t group = 0, DType scale = DType::
 constexpr Format kInt8 = format_of(Codec::int8);
 constexpr Format kInt4 = format_of(Codec::int4, 32, DType::bf16);
 
-// A layer as it was released, with biases.
+// A layer in a released format, with biases.
 struct CodedLayer {
   LayerShape shape;
   LayerFormats formats;
   Gate gating;
   std::mt19937 random{4};
   RandomEncoded gate, up, down;
-  RandomLayer numbers;  // what it stands for
+  RandomLayer numbers;  // dequantised
 
   CodedLayer(const LayerShape& s, const LayerFormats& f)
       : shape(s),
@@ -91,8 +91,8 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// A number between the products may round the other way where its sum is off by a bit. Rounded weights are off by 2^-9,
-// and their square by twice that.
+// An activated value may round the other way where its sum is off by a bit. Rounded weights are off by 2^-9, and their
+// square by twice that.
 constexpr double kUnrounded = 3e-4, kRounded = 1e-2;
 
 void check_packed_gemv(const CodedLayer& layer) {
@@ -114,7 +114,7 @@ void check_packed_gemv(const CodedLayer& layer) {
 
 }  // namespace
 
-// Every kind of codes, groups of all sizes and types, mixed in the halves of a block; rows and columns fill nothing.
+// Every kind of codes, groups of all sizes and scale types, mixed in the halves of a block; odd rows and columns.
 TEST(packed_gemv_unrounded_weights) {
   const auto int4 = [](int32_t group, DType scale) { return format_of(Codec::int4, group, scale); };
   const Format mxfp4 = format_of(Codec::mxfp4), q8_0 = format_of(Codec::q8_0), q4_0 = format_of(Codec::q4_0);
@@ -127,14 +127,14 @@ TEST(packed_gemv_unrounded_weights) {
   check_packed_gemv({{2, 64, 160, true}, {q8_0, kInt4, q4_0}});
 }
 
-// K so long that it is taken in chunks, of which none begins where a group does.
+// K so long that it is taken in chunks, none of which begins at a group.
 TEST(packed_gemv_of_a_long_k) {
   const Format wide = format_of(Codec::int4, 4096, DType::bf16);
   check_packed_gemv({{1, 36000, 16, true}, {wide, kInt8, wide}});
   check_packed_gemv({{1, 32, 9000, false}, {wide, wide, format_of(Codec::int4, 928, DType::bf16)}});
 }
 
-// A codec that is not opened so, in one half of a block: all of it goes through tiles, and down, which is, does not.
+// One half of a block has a codec without packed GEMV: the whole block is dequantised to tiles, while down is not.
 TEST(packed_gemv_with_other_formats_in_the_block) {
   const CodedLayer layer({1, 96, 64, true}, {kInt4, format_of(Codec::mxfp8), kInt4});
   for (const KernelTable* kernels : bf16_kernels()) {
@@ -146,8 +146,8 @@ TEST(packed_gemv_with_other_formats_in_the_block) {
   }
 }
 
-// Where a backward pass follows weights are rounded, and a row has its bits among any neighbours; elsewhere among as
-// many as leave its expert few rows.
+// With needs_grad weights are rounded, and a row's bits do not depend on the batch; without, they do not as long as its
+// expert has few enough rows for packed GEMV.
 TEST(packed_gemv_bits_do_not_depend_on_neighbours) {
   const CodedLayer layer({2, 224, 96, true}, {kInt4, kInt8, kInt8});
   for (const KernelTable* kernels : bf16_kernels()) {
@@ -168,7 +168,7 @@ TEST(packed_gemv_bits_do_not_depend_on_neighbours) {
   }
 }
 
-// What is not finite stays in its row, or in its channel.
+// Non-finite values stay in their row, or in their channel.
 TEST(packed_gemv_non_finite_values) {
   CodedLayer layer({1, 96, 64, false}, {kInt4, kInt4, kInt4});
   set_element(layer.down.scales.data(), 2 * 5 + 1, DType::bf16, NAN);
@@ -192,7 +192,7 @@ TEST(packed_gemv_bits_do_not_depend_on_threads_or_groups) {
   }
 }
 
-// LoRA joins the sums, in every chunk that there is.
+// LoRA is added to the sums, whatever the number of chunks.
 TEST(packed_gemv_with_lora) {
   for (const LayerShape& s : {LayerShape{2, 288, 160, true}, LayerShape{1, 36000, 16, true}}) {
     const CodedLayer layer(s, {kInt4, kInt4, kInt8});

@@ -1,11 +1,10 @@
-// W8A8 where experts have few rows: codes are multiplied as they lie. Groups of int4 keep their scales, sums of int8
-// have the bits that they have among many rows.
+// Packed GEMV in W8A8. Groups of int4 keep their scales; int8 has the bits of the tile path.
 #include "w8a8_layer.h"
 
 using namespace kt;
 using namespace kt::check;
 
-// Formats of every kind, mixed by matrix; experts have from one row to more than are few.
+// Formats of every kind, mixed by matrix; experts have from one row to more than packed GEMV takes.
 TEST(packed_gemv_int8_matches_reference) {
   const int32_t groups[] = {32, 64, 96, 128, 0};
   const DType types[] = {DType::bf16, DType::f16, DType::f32};
@@ -28,7 +27,7 @@ TEST(packed_gemv_int8_matches_reference) {
   }
 }
 
-// All codes and all bytes that there are, against each other, in sums as long as they may be: no product is clipped.
+// Extreme codes and activations, in the longest sums: no product saturates.
 TEST(packed_gemv_int8_extreme_values) {
   const LayerShape s{1, 4096, 32, false};
   for (bool int4 : {false, true}) {
@@ -46,7 +45,7 @@ TEST(packed_gemv_int8_extreme_values) {
   }
 }
 
-// Rows of int8 among others and alone: K beyond what many rows take at a time, and an odd number of k tiles.
+// int8 rows in large batches and small ones: K beyond one chunk, and an odd number of k tiles.
 TEST(packed_gemv_int8_has_the_bits_of_tiles) {
   for (const LayerShape& s : {LayerShape{2, 4500, 70, true}, LayerShape{3, 90, 200, false}}) {
     Int8Layer layer(s, {s.gated ? Activation::silu : Activation::gelu_tanh, s.gated, 0, 0});
@@ -78,7 +77,7 @@ TEST(packed_gemv_int8_bits_do_not_depend_on_threads_or_groups) {
   }
 }
 
-// What is not finite stays in its row, or in its channel.
+// Non-finite values stay in their row, or in their channel.
 TEST(packed_gemv_int8_non_finite_values) {
   const LayerShape s{1, 96, 64, false};
   Int8Layer layer(s, {Activation::relu2, false, 0, 0});

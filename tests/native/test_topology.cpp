@@ -1,4 +1,5 @@
-// Made-up machines: two sockets with hyperthreads, eight nodes, containers that hide sysfs, masks, quotas; and seating.
+// Synthetic machines: two sockets with hyperthreads, eight nodes, containers that hide sysfs, masks, quotas; and thread
+// placement.
 #include <stdlib.h>
 
 #include <filesystem>
@@ -111,7 +112,7 @@ TEST(topology_restricted_affinity) {
   CHECK_EQ(t.cpus[0].id, 9);
   CHECK_EQ(t.cores, 2);
   CHECK_EQ(shown(t.nodes), "1 ");
-  CHECK_EQ(t.l2, 0u);  // the made-up tree shows caches of cpu 0 only
+  CHECK_EQ(t.l2, 0u);  // the synthetic tree has caches of cpu 0 only
   CHECK_EQ(read_topology(tree.root(), {0, 1}).l2_sharers, 1);
 }
 
@@ -153,7 +154,7 @@ TEST(topology_broken_files) {
   const Tree tree;
   tree.node(0, "garbage");
   tree.put("sys/devices/system/node/nodeX/cpulist", "0-3");
-  tree.cpu(0, "7-9");  // does not even name itself
+  tree.cpu(0, "7-9");  // does not list itself
   tree.cpu(1, "-");
   tree.cache(0, 0, 2, "Unified", "much", "");
   tree.put("proc/self/cgroup", "no colons here\n0::/a/b");
@@ -174,7 +175,7 @@ TEST(topology_cgroup_quota) {
   Topology t = read_topology(tree.root(), range(0, 16));
   CHECK_EQ(t.quota, 6.5);
   CHECK_EQ(t.thread_limit(), 7);
-  tree.put("sys/fs/cgroup/cpu.max", "50000 100000");  // the tightest on the way up counts
+  tree.put("sys/fs/cgroup/cpu.max", "50000 100000");  // the lowest on the way up counts
   t = read_topology(tree.root(), range(0, 16));
   CHECK_EQ(t.thread_limit(), 1);
   const Tree v1;

@@ -1,11 +1,10 @@
-// W8A8 on every variant: exact sums of bytes, the numbers that they become, and that nothing depends on threads, groups
-// or neighbours.
+// W8A8 on every variant: exact int32 sums, their scaling, and bits that do not depend on threads, groups or neighbours.
 #include "w8a8_layer.h"
 
 using namespace kt;
 using namespace kt::check;
 
-// One byte of an activated row may round the other way where its float is off by a bit, hence the tolerance.
+// An int8 value of an activated row may round the other way where its float is off by a bit, hence the tolerance.
 TEST(w8a8_matches_reference) {
   const Gate gates[] = {kSilu, {Activation::swiglu_oai, true, 7, 1.702}, {Activation::gelu, false, 0, 0}};
   const LayerShape shapes[] = {{3, 200, 72, true}, {2, 64, 33, true}, {3, 37, 100, false}};
@@ -23,7 +22,7 @@ TEST(w8a8_matches_reference) {
 }
 
 // Scales that are powers of two, squares of small integers between the products, one expert a token: every operation
-// but the rounding to bytes is exact, so all variants have the reference's bits.
+// but the quantisation is exact, so all variants have the reference's bits.
 TEST(w8a8_same_bits_in_every_variant) {
   const LayerShape s{2, 300, 90, false};
   Int8Layer layer(s, {Activation::relu2, false, 0, 0});
@@ -44,7 +43,7 @@ TEST(w8a8_same_bits_in_every_variant) {
   }
 }
 
-// Groups of any size with scales of any type, all of them against the definition; gate may be int8 beside them.
+// Groups of any size with scales of any type, all against the definition; gate may be int8 beside int4.
 TEST(w8a8_int4_matches_reference) {
   const int32_t groups[] = {32, 64, 128, 0};
   const DType types[] = {DType::bf16, DType::f16, DType::f32};
@@ -134,7 +133,7 @@ TEST(w8a8_bits_do_not_depend_on_threads_groups_or_neighbours) {
   }
 }
 
-// Rows of zeros give zero, what is not finite stays in its row.
+// Rows of zeros give zero; non-finite values stay in their row.
 TEST(w8a8_non_finite_rows) {
   const LayerShape s{1, 80, 64, true};
   Int8Layer layer(s, kSilu);

@@ -1,5 +1,5 @@
-// Layers in int8 and int4 for the native tests of W8A8, and what they should say: rounded where the kernels round, and
-// exact elsewhere.
+// Random layers in int8 and int4 for the native tests of W8A8, and the reference result: rounded where the kernels
+// round, exact elsewhere.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ constexpr Format format_of(Codec codec, int32_t group = 0, DType scale = DType::
   return f;
 }
 
-// A matrix of all experts as bytes with a scale for each row: in format int8, or what int4 is to become.
+// A matrix of all experts as int8 with a scale for each row: in format int8, or int4 requantised to it.
 struct Int8Matrix {
   std::vector<int8_t> codes;
   std::vector<float> scales;
@@ -45,7 +45,7 @@ struct Int8Matrix {
     }
     return m;
   }
-  // A row's codes times bytes, each group with its own scale.
+  // The dot product of a row's codes and int8 values, each group with its own scale.
   double dot_by_group(int64_t row, const std::vector<int32_t>& bytes) const {
     double sum = 0;
     for (int64_t k = 0; k < columns; k++) {
@@ -57,7 +57,8 @@ struct Int8Matrix {
   }
   int64_t groups() const { return format.group ? ceil_div(columns, format.group) : 1; }
 
-  // Becomes int4, with code(row, k) from -8 to 7 and scale(row, group); bytes and scales follow by the definition.
+  // Makes it int4, with code(row, k) from -8 to 7 and scale(row, group); the int8 values and scales follow by the
+  // definition.
   template <class Code, class Scale>
   void become_int4(int32_t group, DType type, const Code& code, const Scale& scale) {
     format = format_of(Codec::int4, group, type);
@@ -87,7 +88,7 @@ struct Int8Matrix {
   }
 };
 
-// Scales over a wide range, with zeros of both signs and negative ones among them, and whole rows of zero.
+// Scales over a wide range, including zeros of both signs, negative ones, and whole rows of zero.
 struct RandomScales {
   std::mt19937& random;
   float operator()(int64_t row, int64_t) const {
@@ -141,7 +142,7 @@ struct Int8Layer {
   }
 };
 
-// A row as bytes, by the definition.
+// A quantised row, by the definition.
 struct Int8Row {
   std::vector<int32_t> bytes;
   float scale;
@@ -156,7 +157,7 @@ struct Int8Row {
       bytes.push_back((int32_t)std::nearbyint(product));
     }
   }
-  // `packed_gemv`: rows of an expert that its codes are multiplied with as they lie.
+  // `packed_gemv`: the expert has few enough rows for it.
   double dot(const Int8Matrix& m, int64_t row, bool packed_gemv) const {
     if (packed_gemv && m.format.codec == Codec::int4) return m.dot_by_group(row, bytes) * scale;
     int64_t sum = 0;
