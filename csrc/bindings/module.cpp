@@ -87,7 +87,7 @@ int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::
 
 NB_MODULE(_core, m) {
   using namespace kt;
-  m.doc() = "The native core; ktransformers.nn is the face for users.";
+  m.doc() = "The native core; ktransformers.nn is the interface for users.";
   m.def("variants", &list_variants);
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);
