@@ -331,7 +331,7 @@ class Bench(Contest):
         layers = self.args.layers or min(TRAINED_LAYERS, shape.layers(self.cache, source.bytes))
         request = {"do": "load", "shape": shape.name, "layers": layers}
         request["max_tokens"] = max([PROBE_TOKENS, *self.args.train_tokens])
-        lent = _core.lent_bytes()
+        lent = _core.pooled_bytes()
         stand.ours.ask(request)
         resident = {name: answer["resident"] for name, answer in self.ask_peers(stand.peers, request).items()}
         mine, theirs = self.probe(stand, source, truth, truth.training_errors)
@@ -343,7 +343,7 @@ class Bench(Contest):
             self.compare(f"{shape.name} {stand.format}, {tokens} tokens with LoRA", answers)
             for cell in cells:
                 self.add_with_errors(cell, mine, theirs)
-        grown = sweeper.resident() - (_core.lent_bytes() - lent)
+        grown = sweeper.resident() - (_core.pooled_bytes() - lent)
         self.add_memory(stand, ours, grown, source, layers, resident)
 
     def compare(self, where: str, answers: dict[str, dict[str, Any]]) -> None:

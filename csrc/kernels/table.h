@@ -227,8 +227,7 @@ struct DownBackward {
   const char* keep;  // as in Up, offset so that a gate/up block is indexed by its number
   int64_t keep_stride;
   const double* weight;  // [live] routing weights
-  char* weight_grad;     // sums [live][weight_grad_stride]: this block's part of the routing weight's gradient, at its
-                      // block number
+  char* weight_grad;     // sums [live][weight_grad_stride]: the routing weight's gradient, one part per block
   int64_t weight_grad_stride;
   char* grad;  // panel [tiles][grad_k_tiles][rows][32]: gradients of gate and up in block order
   int32_t grad_k_tiles;

@@ -38,10 +38,9 @@ class Adapter {
   void leave() const { readers_.leave(); }
 
   const LoraRanks& ranks() const { return ranks_; }
-  int32_t gate_up_rank() const {
-    return ranks_.shared ? ranks_.gate : ranks_.gate + ranks_.up;
-  }                                                                  // of gate and up together
-  int32_t up_at() const { return ranks_.shared ? 0 : ranks_.gate; }  // up's first rank
+  // The rank of gate and up together, and up's first rank in it.
+  int32_t gate_up_rank() const { return ranks_.shared ? ranks_.gate : ranks_.gate + ranks_.up; }
+  int32_t up_at() const { return ranks_.shared ? 0 : ranks_.gate; }
   // Stored matrices: [R, H], [gate/up blocks, R], [r, I], [H, r].
   const BlockStore& gate_up_a() const { return gate_up_a_; }
   const BlockStore& gate_up_b() const { return gate_up_b_; }
