@@ -277,13 +277,13 @@ ThreadPlacement place_threads(const Topology& t, const std::vector<int>& cpus, i
   }
   std::vector<size_t> share(count, 1);
   for (int left = threads - groups; left > 0; --left) {
-    size_t emptiest = 0;  // the group with the fewest threads per cpu once it has one more
+    size_t least_loaded = 0;  // the group with the fewest threads per cpu once it has one more
     const auto load = [&](size_t g) {
       return static_cast<double>(share[g] + 1) / static_cast<double>(std::max<size_t>(members[g].size(), 1));
     };
     for (size_t g = 1; g < count; ++g)
-      if (load(g) < load(emptiest)) emptiest = g;
-    ++share[emptiest];
+      if (load(g) < load(least_loaded)) least_loaded = g;
+    ++share[least_loaded];
   }
   const bool cut = t.thread_limit() < static_cast<int>(t.cpus.size());
   for (size_t g = 0; g < count; ++g) {

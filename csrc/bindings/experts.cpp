@@ -273,15 +273,15 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
 
 PyCall* PyExperts::prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                            nb::handle skip, nb::handle adapters, bool w8a8) const {
-  auto made = std::make_unique<PyCall>();
-  made->bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
-  set_w8a8(w8a8, made->bound);
-  made->experts = experts;
-  made->bound.check_adapters();
+  auto prepared = std::make_unique<PyCall>();
+  prepared->bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
+  set_w8a8(w8a8, prepared->bound);
+  prepared->experts = experts;
+  prepared->bound.check_adapters();
   experts->weights().enter();  // reports now what submit() would report later
   experts->weights().leave();
-  made->call.emplace(*experts, made->bound.batch, made->bound.table());
-  return made.release();  // Python owns it from here on
+  prepared->call.emplace(*experts, prepared->bound.batch, prepared->bound.table());
+  return prepared.release();  // Python owns it from here on
 }
 
 PyCall::~PyCall() {

@@ -36,7 +36,7 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
   check_dense("x", rows);
   if (weights.size() != outs.size() || !weights.size())
     refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
-  std::vector<Array> held;  // keeps the memory alive
+  std::vector<Array> arrays;  // keeps the memory alive
   std::vector<Matrix> matrices;
   for (size_t i = 0; i < weights.size(); i++) {
     Array w = array_of("weight", weights[i], 2, {kBFloat16}), to = array_of("out", outs[i], 2, {kBFloat16, kFloat32});
@@ -48,8 +48,8 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
     check_writable("out", outs[i]);
     if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
     matrices.push_back({(const char*)w.data(), row_stride(w) * 2, n, const_cast<void*>(to.data()), row_stride(to)});
-    held.push_back(std::move(w));
-    held.push_back(std::move(to));
+    arrays.push_back(std::move(w));
+    arrays.push_back(std::move(to));
   }
   Linear l{rows.data(),     row_stride(rows),        k, dtype_of(rows), (int32_t)tokens,
            matrices.data(), (int32_t)matrices.size()};

@@ -110,12 +110,12 @@ void run_down_backward_as(const DownBackward& b) {
     const int halves = gate.gated ? 2 : 1, rows = p.rows, last = current.live - 1;
     const int64_t row_bytes = kTileK * Isa::elem, block = row_bytes * rows, row0 = (int64_t)p.tile * rows;
     const int64_t grad_tile = block * b.grad_k_tiles, hidden_tile = block * b.hidden_k_tiles;
-    const int64_t keep_stride = b.keep_stride, part_stride = b.weight_grad_stride * (int64_t)sizeof(Real);
-    const int64_t of_block = halves * row_bytes;  // bytes of a row in the blocks of gate/up
-    const char *keep = b.keep + row0 * keep_stride + p.block * of_block,
-               *next_keep = b.keep + (int64_t)current.tile * rows * keep_stride + current.block * of_block;
+    const int64_t keep_stride = b.keep_stride, weight_grad_stride = b.weight_grad_stride * (int64_t)sizeof(Real);
+    const int64_t row_bytes_of_block = halves * row_bytes;  // bytes of a row in the blocks of gate/up
+    const char *keep = b.keep + row0 * keep_stride + p.block * row_bytes_of_block,
+               *next_keep = b.keep + (int64_t)current.tile * rows * keep_stride + current.block * row_bytes_of_block;
     char *grad = b.grad + p.tile * grad_tile + p.block * halves * block,
-         *weight_grad = b.weight_grad + row0 * part_stride + p.block * (int64_t)sizeof(Real),
+         *weight_grad = b.weight_grad + row0 * weight_grad_stride + p.block * (int64_t)sizeof(Real),
          *hidden = b.hidden ? b.hidden + p.tile * hidden_tile + p.block * block : nullptr;
     const double* weight = b.weight + row0;
     const auto finish_row =
@@ -123,11 +123,11 @@ void run_down_backward_as(const DownBackward& b) {
     for (int r = first; r < end; r++) {
       // Kept rows are too far apart for the hardware prefetcher: those of the current product are prefetched.
       const char* ahead = next_keep + (r < last ? r : last) * keep_stride;
-      for (int64_t line = 0; line < of_block; line += 64) __builtin_prefetch(ahead + line, 0, 3);
+      for (int64_t line = 0; line < row_bytes_of_block; line += 64) __builtin_prefetch(ahead + line, 0, 3);
       const int second = r >= rows;
       const int64_t at = (r - second * rows) * row_bytes;
       finish_row(p.c + r * kBlockN, weight[r], gate, keep + r * keep_stride, grad + second * grad_tile + at, block,
-                 hidden ? hidden + second * hidden_tile + at : nullptr, weight_grad + r * part_stride);
+                 hidden ? hidden + second * hidden_tile + at : nullptr, weight_grad + r * weight_grad_stride);
     }
   };
   for_each_product<Isa, true>(b, b.last, nullptr, &b.transposed, b.dropout, place_sums, epilogue);

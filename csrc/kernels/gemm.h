@@ -28,8 +28,8 @@ inline V apply_dropout(V v, const Dropout& dropout, uint32_t seed, int column) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   x ^= x >> 16;
-  Mask<V> gone = __builtin_convertvector((I32<W>)(x < dropout.threshold), Mask<V>);
-  return select<V>(gone, splat<V>(0.0), v * splat<V>(dropout.scale));
+  Mask<V> dropped = __builtin_convertvector((I32<W>)(x < dropout.threshold), Mask<V>);
+  return select<V>(dropped, splat<V>(0.0), v * splat<V>(dropout.scale));
 }
 
 // Only the LoRA terms of a product, stored to p.c or added to it. Returns whether p.c holds sums.

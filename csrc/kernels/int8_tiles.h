@@ -16,10 +16,10 @@
 namespace kt {
 namespace {
 
-constexpr int kCodesAhead = 8;              // k tiles whose codes are prefetched into L1
-constexpr int kHalfTile = kTileBytes / 2;   // a k tile in int8
-constexpr float kLeastChannel = 0x1p-104f;  // below, a channel counts as zero
-constexpr float kRounding = 12582912.0f;    // 1.5 * 2^23: adding it rounds to the nearest, ties to even
+constexpr int kCodesAhead = 8;                 // k tiles whose codes are prefetched into L1
+constexpr int kHalfTile = kTileBytes / 2;      // a k tile in int8
+constexpr float kMinChannelScale = 0x1p-104f;  // below, a channel counts as zero
+constexpr float kRounding = 12582912.0f;       // 1.5 * 2^23: adding it rounds to the nearest, ties to even
 
 // Words 0, 2, 4 ... of two vectors, or 1, 3, 5 ...
 template <int W, int first>
@@ -177,7 +177,7 @@ __attribute__((noinline)) void int4_strip_to_tiles(DType type, const Strip& s, c
     F32<W> c = load<F32<W>>(channel + n);
     // A channel whose scale is not finite keeps it, so that its results are not finite either.
     F32<W> size = (F32<W>)((U32<W>)c & 0x7fffffffu);
-    Mask<F32<W>> usable = (size >= splat<F32<W>>(kLeastChannel)) & (size < splat<F32<W>>(__builtin_inff()));
+    Mask<F32<W>> usable = (size >= splat<F32<W>>(kMinChannelScale)) & (size < splat<F32<W>>(__builtin_inff()));
     times[n / W] = select<F32<W>>(usable, splat<F32<W>>(8.0f) / c, F32<W>{});
   }
   const int first = 2 * step0, last = first + 2 * count, span_tiles = s.span_tiles, span = first / span_tiles;

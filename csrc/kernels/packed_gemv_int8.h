@@ -20,9 +20,9 @@ inline bool integer_sums(const Encoding& e) {
 
 // Orders sixteen bytes of x for the nibbles of a word: those of the lower nibbles at even and odd k, then those of the
 // higher.
-typedef uint8_t Sixteen __attribute__((vector_size(16)));
-inline Sixteen in_nibble_order(Sixteen bytes) {
-  Sixteen from;
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+inline Bytes16 in_nibble_order(Bytes16 bytes) {
+  Bytes16 from;
   for (int i = 0; i < 16; i++) {
     int k = i % 4 * 4 + i / 8 * 2 + i / 4 % 2;
     from[i] = (uint8_t)(k / 8 * 8 + k % 2 * 4 + k % 8 / 2);
@@ -52,7 +52,7 @@ inline void write_row(const char* row, int64_t step, int k_tiles, int rows, char
     const char* from = row + k / 2 * step + k % 2 * kTileK;
     int64_t at = (int64_t)k * rows * kTileK;
     for (int i = 0; i < kTileK; i += 16) {
-      Sixteen x = load<Sixteen>(from + i);
+      Bytes16 x = load<Bytes16>(from + i);
       if (bytes) store(bytes + at + i, x);
       if (nibbles) store(nibbles + at + i, in_nibble_order(x));
     }

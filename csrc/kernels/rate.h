@@ -150,7 +150,7 @@ void pack_tiles(const Pack& p) {
 }
 
 template <class Isa>
-void decode_any(const Decode& d) {
+void run_decode(const Decode& d) {
   decode_block<Isa>(*d.encoding, d.block, d.k0, d.count, d.out);
 }
 
@@ -189,7 +189,7 @@ constexpr KernelTable table_of(const char* name) {
           &run_up<Isa, Int8Isa>,
           &run_down<Isa, Int8Isa>,
           &pack_tiles<Isa>,
-          &decode_any<Isa>,
+          &run_decode<Isa>,
           &run_transpose<Isa>,
           &run_down_backward<Isa>,
           &Isa::lora_wgrad,

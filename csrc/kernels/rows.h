@@ -139,8 +139,8 @@ inline void tile_by_block(int live, const char* a, int tile_rows, const char* b,
 // The int8 form, compiled once for all callers. `Arith::begin`, where it exists, initialises the sums that the products
 // add to.
 template <class Arith, int NV, int MR>
-__attribute__((noinline)) void bytes_by_block(int live, const char* a, int tile_rows, const char* b, int steps,
-                                              bool accumulate, Prefetch prefetch, int32_t* c) {
+__attribute__((noinline)) void int8_tile_by_block(int live, const char* a, int tile_rows, const char* b, int steps,
+                                                  bool accumulate, Prefetch prefetch, int32_t* c) {
   if constexpr (requires { Arith::begin(a, live, tile_rows, steps, accumulate, c); }) {
     Arith::begin(a, live, tile_rows, steps, accumulate, c);
     accumulate = true;
@@ -176,7 +176,7 @@ struct RowIsa {
       auto add = [&](const Contraction& s, bool accumulate, Prefetch fetch) {
         const char* a = s.a + (p.tile + t) * (int64_t)s.a_tile;
         if constexpr (kIntegerSums<RowIsa>) {
-          bytes_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
+          int8_tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
         } else {
           tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
         }

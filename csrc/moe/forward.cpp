@@ -103,8 +103,8 @@ void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
         down.encoded.channel = (float*)(slice + plan_.channels_at);
         down.row_scale = (const float*)(workspace_.data() + plan_.hidden_scales_at) + row;
       }
-      const char* then = down.last ? after : b + store.offset(k + now);
-      down.next = tile + tiles == whole.tiles ? then : nullptr;
+      const char* next_weights = down.last ? after : b + store.offset(k + now);
+      down.next = tile + tiles == whole.tiles ? next_weights : nullptr;
       experts_.kernels().down(down);
     });
   }

@@ -87,8 +87,8 @@ static int64_t factor_bytes(int64_t rank, int64_t sum_bytes) {
 }
 
 // Assigns offsets from `at` on to the rank panels of all runs, and sizes a thread's panels of a unit. Returns the end.
-static int64_t place_rank_panels(const Routing& routing, const Layout& layout, bool back, int64_t at, Plan& plan) {
-  const int64_t row_bytes = (int64_t)kTileK * layout.kernels.elem;
+static int64_t place_rank_panels(const Routing& routing, const PlanInput& input, bool back, int64_t at, Plan& plan) {
+  const int64_t row_bytes = (int64_t)kTileK * input.kernels.elem;
   int64_t max_panels = 0, max_sums = 0, max_transposed = 0;
   plan.ranks.clear();
   plan.pieces.clear();
@@ -99,7 +99,7 @@ static int64_t place_rank_panels(const Routing& routing, const Layout& layout, b
       for (Piece p : split_tiles((int32_t)s, t.tiles, plan.max_tiles)) plan.pieces.push_back(p);
     for (int32_t n = routing.run0[s]; n < routing.run0[s + 1]; n++) {
       const Run& run = routing.runs[(size_t)n];
-      const Adapter& adapter = *layout.adapters[(size_t)run.adapter];
+      const Adapter& adapter = *input.adapters[(size_t)run.adapter];
       int64_t wide = adapter.gate_up_tiles(), down = adapter.down_tiles(), most = std::max(wide, down);
       RankPanels r{run.first / t.rows, (int32_t)ceil_div(run.first + run.count, t.rows), 0, 0, 0, 0};
       int64_t tile = t.rows * row_bytes, tiles = r.tile1 - r.tile0 + 2;
@@ -117,8 +117,8 @@ static int64_t place_rank_panels(const Routing& routing, const Layout& layout, b
       plan.ranks.push_back(r);
       int64_t in_unit = std::min<int64_t>(tiles, plan.max_tiles + plan.max_tiles / 4 + 2);
       panels += round_up(in_unit * tile * wide, 64);
-      sums += in_unit * t.rows * kBlockN * layout.kernels.sum_bytes * most;
-      transposed += std::max(kOverlappedBlocks, kTransposedLaneBlocks) * most * 2 * layout.kernels.tile_bytes;
+      sums += in_unit * t.rows * kBlockN * input.kernels.sum_bytes * most;
+      transposed += std::max(kOverlappedBlocks, kTransposedLaneBlocks) * most * 2 * input.kernels.tile_bytes;
     }
     max_panels = std::max(max_panels, panels);
     max_sums = std::max(max_sums, sums);
@@ -130,16 +130,16 @@ static int64_t place_rank_panels(const Routing& routing, const Layout& layout, b
   return at;
 }
 
-void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,
-               Plan& plan) {
+void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, const Budget& budget,
+               Direction direction, Plan& plan) {
   const auto& segments = routing.segments;
-  const KernelTable& kernels = layout.kernels;
-  const BlockStore &up = layout.weights.up(), &down = layout.weights.down();
+  const KernelTable& kernels = input.kernels;
+  const BlockStore &up = input.weights.up(), &down = input.weights.down();
   int64_t elem_tile = (int64_t)kTileK * kernels.elem;
 
   // The rows of a full unit and its chunk of K are chosen together: about 128 rows by 2048. int8 rows take half the
   // space, but LoRA reads the float rows, which are gathered before them.
-  plan.w8a8 = layout.w8a8;
+  plan.w8a8 = input.w8a8;
   plan.gathered_tile = plan.w8a8 && routing.runs.empty() ? elem_tile / 2 : elem_tile;
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
   int32_t wide = plan.w8a8 ? 2 : 1;
@@ -156,8 +156,8 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.tilings.clear();
   plan.panels_at.clear();
   plan.units_of.assign(segments.size(), 0);
-  plan.up.assign((size_t)layout.groups, {});
-  plan.lanes.assign((size_t)layout.groups, {});
+  plan.up.assign((size_t)input.groups, {});
+  plan.lanes.assign((size_t)input.groups, {});
   int64_t hidden_bytes = 0;
   int64_t largest_rows = 0;  // of a unit
   for (const Segment& s : segments) {
@@ -173,9 +173,9 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   int32_t max_blocks = up.blocks();
   if (chunks > 1) max_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
   if (back) max_blocks = std::min(max_blocks, kMaxBackwardBlocks);
-  UpPartitioner partitioner{layout.weights, std::max(1, layout.threads / layout.groups), plan, max_blocks};
+  UpPartitioner partitioner{input.weights, std::max(1, input.threads / input.groups), plan, max_blocks};
   size_t weight_bytes = segments.size() * down.block_bytes();
-  for (int g = 0; g < layout.groups; g++) {
+  for (int g = 0; g < input.groups; g++) {
     partitioner.partition(segments, g);
     int32_t begin = down.begin(g), end = down.end(g);
     int32_t width = lane_width(end - begin, partitioner.threads, weight_bytes, hidden_bytes);
@@ -185,16 +185,16 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.hidden_at.clear();
   int64_t at = hidden_bytes;
   bool needs_hidden = false;  // gradients of down's factors contract over activated rows
-  for (const Run& run : routing.runs) needs_hidden |= back && layout.adapters[(size_t)run.adapter]->down_tiles() > 0;
+  for (const Run& run : routing.runs) needs_hidden |= back && input.adapters[(size_t)run.adapter]->down_tiles() > 0;
   for (size_t s = 0; needs_hidden && s < segments.size(); s++) {
     plan.hidden_at.push_back(at);
     at += round_up((int64_t)plan.tilings[s].tiles * plan.tilings[s].rows * elem_tile * down.k_tiles(), 64);
   }
-  at = place_rank_panels(routing, layout, back, at, plan);
+  at = place_rank_panels(routing, input, back, at, plan);
   plan.weight_grads_at = at;
   if (back) at += (int64_t)routing.token.size() * down.k_tiles() * kernels.sum_bytes;
   plan.x_int8_at = round_up(at, 64);
-  plan.x_scales_at = plan.x_int8_at + tokens * round_up(layout.weights.shape().hidden, kStepK);
+  plan.x_scales_at = plan.x_int8_at + tokens * round_up(input.weights.shape().hidden, kStepK);
   plan.hidden_scales_at = plan.x_scales_at + tokens * (int64_t)sizeof(float);
   if (plan.w8a8) at = plan.hidden_scales_at + (int64_t)(routing.token.size() * sizeof(float));
 
@@ -223,11 +223,11 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   int64_t pair = 2 * (int64_t)kernels.tiling(1 << 20).rows * elem_tile * down.k_tiles();
   plan.dropout_at = plan.rank_at + plan.thread_bytes;
   plan.thread_bytes += routing.dropout_seeds_x.empty() ? 0 : std::max(plan.panel_bytes, round_up(pair, 4096));
-  int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters), kernels.sum_bytes) : 0;
+  int64_t factors = back ? factor_bytes(largest_rank(routing, input.adapters), kernels.sum_bytes) : 0;
   plan.factors_at = round_up(plan.thread_bytes + plan.rank_at, 4096);
   plan.thread_bytes = plan.factors_at + round_up(factors, 4096);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);
-  plan.total_bytes = plan.threads_at + layout.threads * plan.thread_bytes;
+  plan.total_bytes = plan.threads_at + input.threads * plan.thread_bytes;
 }
 
 }  // namespace kt

@@ -99,7 +99,7 @@ constexpr int64_t kLaneSliceCost = 2000;  // after which a thread puts a lane ba
 Budget budget_of_machine();
 
 // Properties of a call that its plan depends on.
-struct Layout {
+struct PlanInput {
   const Weights& weights;
   const KernelTable& kernels;
   const Adapters& adapters;
@@ -107,7 +107,7 @@ struct Layout {
   bool w8a8 = false;
 };
 int64_t largest_rank(const Routing& routing, const Adapters& adapters);  // a multiple of kRankStep
-void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,
-               Plan& plan);
+void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, const Budget& budget,
+               Direction direction, Plan& plan);
 
 }  // namespace kt
