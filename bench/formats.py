@@ -319,7 +319,7 @@ class Bench(LayerBench):
         layers = self.args.layers or min(TRAINED_LAYERS, shape.layers(self.cache, source.bytes))
         request = {"do": "load", "shape": shape.name, "layers": layers}
         request["max_tokens"] = max([PROBE_TOKENS, *self.args.train_tokens])
-        before = _core.lent_bytes()
+        before = _core.pooled_bytes()
         setup.ours.ask(request)
         resident = {name: answer["resident"] for name, answer in self.ask_peers(setup.peers, request).items()}
         mine, theirs = self.probe(setup, source, truth, truth.training_errors)
@@ -331,7 +331,7 @@ class Bench(LayerBench):
             self.compare(f"{shape.name} {setup.format}, {tokens} tokens with LoRA", answers)
             for cell in cells:
                 self.add_with_errors(cell, mine, theirs)
-        grown = sweeper.resident() - (_core.lent_bytes() - before)
+        grown = sweeper.resident() - (_core.pooled_bytes() - before)
         self.add_memory(setup, ours, grown, source, layers, resident)
 
     def compare(self, where: str, answers: dict[str, dict[str, Any]]) -> None:

@@ -1,7 +1,8 @@
-// Reads CPUID, XCR0 and the AMX permission, and holds the one table that says which feature belongs to which variant.
+// Reads CPUID, XCR0 and the AMX permission, and holds the one table that maps features to variants.
 //
-// Everything here is compiled for the baseline, XGETBV included (inline assembly behind the OSXSAVE bit), so looking at
-// a CPU never executes what it lacks. The table is data: a rung of the ladder is the list of rows that carry its name.
+// Everything here is compiled for the baseline, XGETBV included (inline assembly behind the OSXSAVE bit), so detection
+// never executes an instruction that the CPU lacks. The table is data: the features of a variant are the rows that
+// carry its name.
 #include "cpu.h"
 
 #include <sys/syscall.h>
@@ -52,7 +53,8 @@ struct Alias {
   const char* name;
 };
 
-// kt-kernel builds six variants where we have four; its three in the middle differ in what we use with bf16 alone.
+// kt-kernel has six variants; its three AVX-512 ones without bf16 differ only in features that we use together with
+// bf16.
 constexpr Alias kAliases[] = {
     {"amx", "amx"},
     {"avx512_bf16", "avx512_bf16"},
@@ -101,7 +103,7 @@ uint64_t read_xcr0() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Linux 5.16 keeps tile data from a process until it asks; the answer holds for all its threads.
+// Linux 5.16 requires a process to request tile data; the permission holds for all its threads.
 bool request_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -180,7 +182,7 @@ std::vector<std::string> feature_report(const CpuState& cpu) {
     const Presence status = presence(feature, cpu);
     lines.push_back(std::string(feature.name) + ": " +
                     (status == Presence::usable           ? "yes"
-                     : status == Presence::disabled_by_os ? "in the CPU, kept by the operating system"
+                     : status == Presence::disabled_by_os ? "in the CPU, not enabled by the operating system"
                                                           : "no"));
   }
   return lines;

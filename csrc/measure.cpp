@@ -1,5 +1,5 @@
-// A job that starts when enough threads have come, which is against the grain of the pool: there a thread that comes
-// late is simply not needed. So nobody leaves before everybody is there, and waiting ends after a while.
+// A job that starts only when all measured threads have arrived, unlike other jobs, in which a late thread is simply
+// not needed. So no thread leaves before all have arrived or a timeout has passed.
 #include "measure.h"
 
 #include <cstring>
@@ -45,7 +45,7 @@ class MeasureJob final : public Job {
   }
 
  private:
-  // Everybody waits, those who do not measure too: the first to leave closes the job for all who are still to come.
+  // Threads that do not measure wait too: the first thread to return would close the job for those still to arrive.
   bool all_arrived() {
     const auto end = std::chrono::steady_clock::now() + kTimeout;
     while (arrived_.load() < rates_.size()) {

@@ -1,11 +1,11 @@
-// The pool: a queue of open jobs under a short spinlock, and two bells on which idle threads sleep.
+// The pool: a queue of open jobs under a short spinlock, and two event counts on which idle threads sleep.
 //
-// A job lives in the queue from submission until the first thread comes back from work(), which means that all its
-// units are taken. Threads join under the lock and only jobs that are in the queue, so a thread that wakes late never
-// touches a job that its owner may already have destroyed. Waking is a tree: the submitter wakes two, each woken thread
-// wakes two more while a job is open, so a submitter pays for one system call however many threads sleep, and for none
-// when they are still spinning. The surprising one is thread 0: run() brings its caller as index 0, submit() brings
-// nobody, so a stand-in sleeps on a bell of its own and takes seat 0 of submitted jobs only.
+// A job is in the queue from submission until the first thread returns from work(), which means that all its units are
+// taken. Threads join under the lock and only jobs in the queue, so a thread that wakes late never touches a job that
+// its owner may already have destroyed. Waking is a tree: the submitter wakes two threads, each woken thread wakes two
+// more while a job is open, so a submitter pays for one system call however many threads sleep, and for none while they
+// spin. Thread 0 is special: run() makes its caller index 0, submit() has no such thread, so one worker waits on an
+// event count of its own and takes index 0 of submitted jobs only.
 #include "threads.h"
 
 #include <errno.h>
@@ -31,12 +31,12 @@
 namespace kt {
 namespace {
 
-enum JobState : uint32_t { kIdle, kQueued, kAwaited, kDone };  // awaited: queued, and somebody sleeps on it
+enum JobState : uint32_t { kIdle, kQueued, kAwaited, kDone };  // awaited: queued, and a thread sleeps on it
 
-// Where idle threads look and sleep. A sleeper counts itself before it looks at `open` for the last time, a submitter
-// raises `open` before it looks at `waiters`; both are sequentially consistent, so one of the two sees the other.
+// An event count: where idle threads wait. A waiter counts itself before it reads `open` for the last time, a submitter
+// increments `open` before it reads `waiters`; both are sequentially consistent, so one of the two sees the other.
 struct alignas(64) EventCount {
-  FutexWord open{0};  // jobs that a thread of this bell may join
+  FutexWord open{0};  // jobs that a waiting thread may join
   FutexWord waiters{0};
   FutexWord epoch{0};  // the futex
 
@@ -47,7 +47,7 @@ struct alignas(64) EventCount {
   }
 };
 
-// Raised in the child by fork(), where a pool has lost its threads; cheaper to compare than a getpid() per job.
+// Incremented in the child by fork(), where a pool has lost its threads; cheaper to compare than a getpid() per job.
 std::atomic<uint32_t> forks{0};
 
 uint32_t count_forks() {
@@ -67,8 +67,8 @@ bool set_affinity(pthread_t thread, const std::vector<int>& cpus) {
   return done;
 }
 
-// Threads started in its scope take no signals: handlers belong to the program's own threads. Faults stay deliverable,
-// so that a crash report names the worker that crashed.
+// Threads started in its scope block signals: handlers belong to the program's own threads. Faults stay deliverable, so
+// that a crash report names the worker that crashed.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -172,7 +172,7 @@ void Pool::Impl::enqueue(Job& job, bool with_caller) {
   if (!with_caller) idle_submit_worker.open.fetch_add(1);
 }
 
-// The oldest job with a seat for this thread, or null.
+// The oldest job that this thread may join, or null.
 Job* Pool::Impl::join(bool as_submit_worker) {
   const EventCount& event = as_submit_worker ? idle_submit_worker : idle_workers;
   if (event.open.load() == 0) return nullptr;
@@ -183,7 +183,7 @@ Job* Pool::Impl::join(bool as_submit_worker) {
   return job;
 }
 
-// The calling thread has joined. The first to come back closes the job, the last to come back finishes it.
+// Runs a job that the calling thread has joined. The first thread to return closes the job, the last one finishes it.
 void Pool::Impl::work_and_close(Job& job, const Worker& worker) noexcept {
   job.work(worker);
   bool last;
@@ -210,25 +210,25 @@ void Pool::Impl::finish(Job& job) {
 }
 
 void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit) {
-  const auto over = [&] {
+  const auto is_over = [&] {
     const uint32_t state = job.state_.load(std::memory_order_acquire);
     return state == kDone || state == kIdle;
   };
-  if (spin_until(over, spin_limit)) return;
-  while (!over()) {
+  if (spin_until(is_over, spin_limit)) return;
+  while (!is_over()) {
     uint32_t expected = kQueued;
     job.state_.compare_exchange_strong(expected, kAwaited);
     futex_wait(job.state_, kAwaited);
   }
 }
 
-// Looks for an open job, then sleeps until the bell rings. True when it slept, or was about to.
+// Spins for an open job, then sleeps until notified. Returns whether it slept, or was about to.
 bool Pool::Impl::wait_for_work(EventCount& event) {
-  const auto wanted = [&] { return event.open.load() > 0 || stopping.load(); };
-  if (spin_until(wanted, spin)) return false;
+  const auto should_wake = [&] { return event.open.load() > 0 || stopping.load(); };
+  if (spin_until(should_wake, spin)) return false;
   event.waiters.fetch_add(1);
   const uint32_t seen = event.epoch.load();
-  if (!wanted()) futex_wait(event.epoch, seen);
+  if (!should_wake()) futex_wait(event.epoch, seen);
   event.waiters.fetch_sub(1);
   return true;
 }
@@ -248,7 +248,7 @@ void Pool::Impl::worker_loop(const Worker& worker, EventCount& event) {
 
 namespace {
 
-// Every thread of a pool multiplies at the same time; each notes its own rate.
+// Every thread of a pool multiplies at the same time; each records its own rate.
 class RateJob : public Job {
  public:
   RateJob(const KernelTable& table, size_t threads, size_t bytes) : table_(table), rates_(threads) {
@@ -276,7 +276,7 @@ class RateJob : public Job {
 };
 
 // A positive count from KT_THREADS, 0 where it is not set.
-int threads_asked() {
+int threads_from_environment() {
   const char* text = std::getenv("KT_THREADS");
   if (!text || !*text) return 0;
   char* wait_for_work = nullptr;
@@ -290,7 +290,7 @@ int threads_asked() {
 
 }  // namespace
 
-// Scratch of about half an L2: siblings share it, and it must hold what both work on.
+// Scratch of about half an L2: siblings share it, and it must hold the data of both.
 double Pool::rate_on(const std::vector<int>& cpus) {
   ThreadPlacement placement;
   for (int cpu : cpus) placement.workers.push_back({0, cpu});
@@ -309,7 +309,7 @@ Pool::Pool(const PoolOptions& options) {
   if (options.threads < 0 || options.groups < 0 || options.spin_us < 0)
     throw std::invalid_argument("a pool needs threads, groups and spin_us of 0 or more; 0 threads or groups: chosen");
   const Topology& machine = topology();
-  const int given = options.threads ? options.threads : threads_asked();
+  const int given = options.threads ? options.threads : threads_from_environment();
   std::vector<int> cpus;
   if (given) {
     for (const Cpu& cpu : machine.cpus) cpus.push_back(cpu.id);
@@ -341,7 +341,7 @@ void Pool::run(Job& job) {
   impl_->enqueue(job, true);
   impl_->idle_workers.notify(2);
   impl_->work_and_close(job, {0, 0});
-  impl_->wait_done(job, 4 * impl_->spin);  // what others have taken is as short as what this thread took
+  impl_->wait_done(job, 4 * impl_->spin);  // units taken by other threads are as short as this thread's
 }
 
 void Pool::submit(Job& job) {

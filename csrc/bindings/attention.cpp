@@ -1,4 +1,4 @@
-// Attention over slots, from Python.
+// Decode attention over a KV cache, from Python.
 #include "moe/attention.h"
 
 #include <nanobind/stl/vector.h>

@@ -1,5 +1,5 @@
-// Plain matrices from Python: linear layers, LoRA on one and a norm for a few rows, the largest of each row, and
-// transposing.
+// Dense matrices from Python: linear layers, LoRA on a linear layer and RMS norm for a few rows, argmax of rows,
+// transpose.
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
@@ -14,12 +14,12 @@ void PyExperts::transpose(nb::handle source, nb::handle target) const {
   check_shape("target", to, {columns, rows}, "columns and rows of the source");
   check_writable("target", target);
   if (to.dtype() != from.dtype()) refuse_type("target", "another dtype", "that of the source");
-  auto whole = [](const char* name, const Array& a) {
+  auto check_contiguous = [](const char* name, const Array& a) {
     if (a.size() > 1 && (a.stride(1) != 1 || a.stride(0) != (int64_t)a.shape(1)))
       refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
   };
-  whole("source", from);
-  whole("target", to);
+  check_contiguous("source", from);
+  check_contiguous("target", to);
   nb::gil_scoped_release released;
   kt::transpose(experts->engine().pool, from.data(), const_cast<void*>(to.data()), rows, columns,
                 from.dtype().bits / 8);
@@ -36,7 +36,7 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
   check_dense("x", rows);
   if (weights.size() != outs.size() || !weights.size())
     refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
-  std::vector<Array> held;  // their memory
+  std::vector<Array> arrays;  // keeps the memory alive
   std::vector<Matrix> matrices;
   for (size_t i = 0; i < weights.size(); i++) {
     Array w = array_of("weight", weights[i], 2, {kBFloat16}), to = array_of("out", outs[i], 2, {kBFloat16, kFloat32});
@@ -48,8 +48,8 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
     check_writable("out", outs[i]);
     if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
     matrices.push_back({(const char*)w.data(), row_stride(w) * 2, n, const_cast<void*>(to.data()), row_stride(to)});
-    held.push_back(std::move(w));
-    held.push_back(std::move(to));
+    arrays.push_back(std::move(w));
+    arrays.push_back(std::move(to));
   }
   Linear l{rows.data(),     row_stride(rows),        k, dtype_of(rows), (int32_t)tokens,
            matrices.data(), (int32_t)matrices.size()};
@@ -79,15 +79,15 @@ void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
   check_shape("weight", w, {size}, "columns of x");
   check_shape("out", to, {count, size}, "like x");
   check_writable("out", out);
-  auto whole = [&](const char* name, const Array& a) {
+  auto check_contiguous = [&](const char* name, const Array& a) {
     check_dense(name, a);
     if (a.ndim() == 2 && count > 1 && a.stride(0) != size)
       refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
     if (a.dtype() != rows.dtype()) refuse_type(name, "another dtype", "that of x");
   };
-  whole("x", rows);
-  whole("weight", w);
-  whole("out", to);
+  check_contiguous("x", rows);
+  check_contiguous("weight", w);
+  check_contiguous("out", to);
   if (!size) return;
   nb::gil_scoped_release released;
   kernels().norm({(const char*)rows.data(), (const char*)w.data(), (char*)const_cast<void*>(to.data()), dtype_of(rows),

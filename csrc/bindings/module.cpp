@@ -1,4 +1,4 @@
-// The Python module: its classes and functions, and the callbacks that need no Python.
+// The Python module: its classes and functions, and the host callbacks, which do not call Python.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,7 +11,7 @@ using nb::literals::operator""_a;
 namespace kt {
 namespace {
 
-// void(void*), as CUDA's host callbacks are; they need no GIL.
+// void(void*), the signature of CUDA host callbacks; they need no GIL.
 void submit_callback(void* call) {
   ((PyCall*)call)->store_error([&] { ((PyCall*)call)->submit(); });
 }
@@ -52,7 +52,7 @@ nb::dict describe_machine() {
   return d;
 }
 
-// Outlives every tensor that lies in what it lent, those of the interpreter's last moments among them.
+// Never destroyed: arrays may be released while the interpreter exits.
 BufferPool& buffer_pool() {
   static BufferPool* pool = new BufferPool;
   return *pool;
@@ -69,8 +69,8 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> pooled_array(int64_t bytes) {
   return {data, {(size_t)bytes}, owner};
 }
 
-// The driver's own copies to a device, found by whoever calls: rows of (target, source, bytes), each of which would
-// cost Python as long as a small one takes. The first error ends it.
+// Calls a copy function of the device driver, whose address the caller passes, for rows of (target, source, bytes); a
+// call from Python would take as long as a small copy. Stops at the first error.
 int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu> rows,
               uintptr_t stream) {
   const uint64_t* row = rows.data();
@@ -87,7 +87,7 @@ int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::
 
 NB_MODULE(_core, m) {
   using namespace kt;
-  m.doc() = "The native core; ktransformers.nn is the face for users.";
+  m.doc() = "The native core; ktransformers.nn is the interface for users.";
   m.def("variants", &list_variants);
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);

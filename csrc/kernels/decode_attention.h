@@ -1,8 +1,9 @@
-// One new token's attention over keys and values as a slot holds them: what decoding asks for beside experts and linear
-// layers. Heads of a group ask the same keys, so a group is computed together and each key is read once.
+// Attention of one new token over its KV cache, for decoding. The heads of a GQA group share keys, so a group is
+// computed together and each key is read once.
 //
-// A stretch of keys gives the largest score, the sum of exponentials and the weighted sum of values; stretches are
-// joined in order (moe/attention.cpp), so that a long past is the work of several threads. All in f32.
+// Each split of the keys yields the largest score, the sum of exponentials and the weighted sum of values;
+// moe/attention.cpp merges the splits in order (FlashDecoding), so that several threads share a long context. All in
+// f32.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -15,7 +16,7 @@ inline F32<W> value_at(const char* row, int64_t i, DType type) {
   return type == DType::bf16 ? from_bf16<W>(row + i * 2) : load<F32<W>>(row + i * 4);
 }
 
-// Half by half: lane by lane it would take longer than the products of a key.
+// Half by half: a lane-by-lane sum would take longer than the products of a key.
 template <int W>
 inline float sum_of(F32<W> v) {
   if constexpr (W == 2) {
@@ -27,7 +28,7 @@ inline float sum_of(F32<W> v) {
   }
 }
 
-// Scores of G heads for all keys of the stretch.
+// Scores of G heads for all keys of the split.
 template <int W, int G>
 inline void score_heads(const AttentionSplit& a, int32_t head) {
   const char* key = a.keys;
@@ -41,7 +42,7 @@ inline void score_heads(const AttentionSplit& a, int32_t head) {
   }
 }
 
-// C vectors of the values of G heads.
+// C vectors of the weighted sum of values of G heads.
 template <int W, int G, int C>
 inline void add_values(const AttentionSplit& a, int32_t head, int32_t column) {
   F32<W> sums[G][C] = {};
@@ -79,7 +80,7 @@ inline void attention_heads(const AttentionSplit& a, int32_t head) {
   for (; column < a.value_size; column += W) add_values<W, G, 1>(a, head, column);
 }
 
-// A head's numbers are the same whichever heads are computed beside it.
+// A head's result does not depend on which heads are computed together with it.
 template <int W>
 void run_attention_split(const AttentionSplit& a) {
   constexpr int max_heads = 4;

@@ -1,4 +1,5 @@
-// Encoded blocks beside the products that need them: which pairs of tiles are decoded when, and where they lie.
+// Dequantising of encoded blocks, overlapped with the products that read them: which pairs of tiles are decoded when,
+// and into which slot.
 #pragma once
 
 #include "kernels/formats.h"
@@ -10,13 +11,13 @@ namespace {
 
 constexpr int kDecodedTiles = 4;  // pairs of tiles that are decoded at a time
 
-// What comes before a block's first tiles: of bytes, the scales of its channels.
+// Setup before a block's first tiles: in W8A8, the scales of its channels.
 template <class Isa>
 inline void begin_decode(const Encoding& e, const char* block, float* channel) {
   if constexpr (kIntegerSums<Isa>) channel_scales<Isa::width>(e, block, channel);
 }
 
-// k tiles, or steps of bytes, of a block from `k0` on.
+// Unpacks k tiles, or int8 steps, of a block from `k0` on.
 template <class Isa>
 inline void unpack_block(const Encoding& e, const char* block, const float* channel, int k0, int count, char* out) {
   if constexpr (kIntegerSums<Isa>) {
@@ -26,9 +27,9 @@ inline void unpack_block(const Encoding& e, const char* block, const float* chan
   }
 }
 
-// The blocks of one unit, decoded a few pairs of tiles ahead of where they are multiplied. Where a block is multiplied
-// once, its tiles never leave L1 and those of the next block follow without a pause; where several passes read it, the
-// first of them decodes.
+// Decodes the blocks of one unit a few pairs of tiles ahead of the multiplication. Where a block is multiplied in a
+// single pass, its tiles stay in L1 in a ring, and the next block follows without a pause; with several passes, the
+// first one decodes.
 template <class Isa>
 class DecodeAhead {
  public:
@@ -45,7 +46,7 @@ class DecodeAhead {
     }
   }
 
-  // Begins the first pass over a block.
+  // Starts the first pass over a block.
   void begin() {
     if (!single_pass_) decoded_ = 0;
   }
@@ -55,7 +56,7 @@ class DecodeAhead {
       while (decoded_ <= k + kDecodedTiles && decoded_ < k_tiles_) decoded_ += decode(decoded_, k_tiles_);
       return slot_at(k);
     }
-    // Here pairs go round: `decoded_` of them have not been multiplied yet, from `consumed_` on.
+    // The ring: `decoded_` pairs are not multiplied yet, starting at `consumed_`.
     while (decoded_ <= kDecodedTiles && left_) decoded_ += decode((consumed_ + decoded_) % kRingTiles, kRingTiles);
     decoded_--;
     consumed_++;
@@ -65,7 +66,7 @@ class DecodeAhead {
  private:
   char* slot_at(int slot) const { return out_ + (int64_t)slot * 2 * Isa::tile_bytes; }
 
-  // A few pairs into the places from `slot` on; how many.
+  // Decodes a few pairs into the slots from `slot` on; returns how many.
   int decode(int slot, int slots) {
     int count = k_tiles_ - k_ < slots - slot ? k_tiles_ - k_ : slots - slot;
     if (count > kDecodedTiles) count = kDecodedTiles;
@@ -81,13 +82,13 @@ class DecodeAhead {
 
   bool single_pass_;  // every block is multiplied in one pass
   const Encoding* encoding_ = nullptr;
-  const char* block_;  // the block that is decoded
+  const char* block_;  // being decoded
   int64_t block_bytes_;
   int k0_ = 0, k_tiles_;
-  int64_t left_;  // pairs of the unit that are still to be decoded
+  int64_t left_;  // pairs of the unit still to be decoded
   char* out_ = nullptr;
   float* channel_ = nullptr;  // of that block
-  int k_ = 0;                 // of the block, to come next
+  int k_ = 0;                 // next k tile of that block
   int decoded_ = 0, consumed_ = 0;
 };
 

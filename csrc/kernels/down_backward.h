@@ -1,8 +1,8 @@
-// Backward through an expert with the weights as they lie: no transposed copy of a matrix exists anywhere.
+// Backward through an expert without a stored transposed copy of any matrix.
 //
-// A product with a transposed matrix is the forward product on transposed blocks, and those are made in scratch when
-// they are needed, 2 KB at a time, and used for all tokens of the expert: pairs along K become pairs along N, with two
-// 16-bit shuffles a row and a transpose of dwords. What remains is the way back through the activation.
+// A product with a transposed matrix is the forward product on transposed blocks, which are made in scratch on demand,
+// 2 KB at a time, and used for all tokens of the expert: pairs along K become pairs along N by two 16-bit shuffles a
+// row and a transpose of dwords (transpose_blocks.h). This file adds the epilogue: the activation's derivative.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-// The activation and its slope at g.
+// Derivative of the activation at g.
 template <class V, Activation A>
 inline V activation_derivative(V g, double alpha) {
   V one = splat<V>(1.0);
@@ -34,7 +34,7 @@ inline V activation_derivative(V g, double alpha) {
   return splat<V>(2.0) * vmax<V>(g, splat<V>(0.0));
 }
 
-// dh meets gate and up: their gradients, and h for the routing weight's.
+// Gradients dg and du from dh; returns h, for the routing weight's gradient.
 template <class V, Activation A>
 inline V gated_backward(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
   V zero = splat<V>(0.0), g_passes = splat<V>(1.0), u_passes = g_passes;
@@ -52,7 +52,7 @@ inline V gated_backward(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
   return a * u;
 }
 
-// The sum of a vector's lanes: one half joins the other, as long as there are two.
+// The sum of a vector's lanes, by halves.
 template <class V, int half = kLanes<V> / 2>
 inline Lane<V> sum_of_lanes(V v) {
   if constexpr (half == 0) {
@@ -64,8 +64,9 @@ inline Lane<V> sum_of_lanes(V v) {
   }
 }
 
-// One row of a product meets its gate and up. The 32 columns are one block of these, or two, whose gradients lie
-// `next_block` bytes apart, where a block holds 16 of gate beside 16 of up. One copy of this code, as in hidden_row.
+// Activation backward for one row of a product. Its 32 columns are one gate/up block or, where a block holds 16 of gate
+// beside 16 of up, two, whose gradients are `next_block` bytes apart. Never inlined, for the reason given at
+// hidden_row.
 template <class Isa, Activation A, bool gated>
 __attribute__((noinline)) void activation_backward_row(const typename Isa::Real* c, double weight, const Gate& gate,
                                                        const char* keep, char* grad, int64_t next_block, char* hidden,
@@ -109,24 +110,24 @@ void run_down_backward_as(const DownBackward& b) {
     const int halves = gate.gated ? 2 : 1, rows = p.rows, last = current.live - 1;
     const int64_t row_bytes = kTileK * Isa::elem, block = row_bytes * rows, row0 = (int64_t)p.tile * rows;
     const int64_t grad_tile = block * b.grad_k_tiles, hidden_tile = block * b.hidden_k_tiles;
-    const int64_t keep_stride = b.keep_stride, part_stride = b.weight_grad_stride * (int64_t)sizeof(Real);
-    const int64_t of_block = halves * row_bytes;  // bytes of a row in the blocks of gate/up
-    const char *keep = b.keep + row0 * keep_stride + p.block * of_block,
-               *next_keep = b.keep + (int64_t)current.tile * rows * keep_stride + current.block * of_block;
+    const int64_t keep_stride = b.keep_stride, weight_grad_stride = b.weight_grad_stride * (int64_t)sizeof(Real);
+    const int64_t row_bytes_of_block = halves * row_bytes;  // bytes of a row in the blocks of gate/up
+    const char *keep = b.keep + row0 * keep_stride + p.block * row_bytes_of_block,
+               *next_keep = b.keep + (int64_t)current.tile * rows * keep_stride + current.block * row_bytes_of_block;
     char *grad = b.grad + p.tile * grad_tile + p.block * halves * block,
-         *weight_grad = b.weight_grad + row0 * part_stride + p.block * (int64_t)sizeof(Real),
+         *weight_grad = b.weight_grad + row0 * weight_grad_stride + p.block * (int64_t)sizeof(Real),
          *hidden = b.hidden ? b.hidden + p.tile * hidden_tile + p.block * block : nullptr;
     const double* weight = b.weight + row0;
     const auto finish_row =
         gate.gated ? &activation_backward_row<Isa, A, true> : &activation_backward_row<Isa, A, false>;
     for (int r = first; r < end; r++) {
-      // What was kept lies rows apart, where no hardware follows: that of the product under way comes meanwhile.
+      // Kept rows are too far apart for the hardware prefetcher: those of the current product are prefetched.
       const char* ahead = next_keep + (r < last ? r : last) * keep_stride;
-      for (int64_t line = 0; line < of_block; line += 64) __builtin_prefetch(ahead + line, 0, 3);
+      for (int64_t line = 0; line < row_bytes_of_block; line += 64) __builtin_prefetch(ahead + line, 0, 3);
       const int second = r >= rows;
       const int64_t at = (r - second * rows) * row_bytes;
       finish_row(p.c + r * kBlockN, weight[r], gate, keep + r * keep_stride, grad + second * grad_tile + at, block,
-                 hidden ? hidden + second * hidden_tile + at : nullptr, weight_grad + r * part_stride);
+                 hidden ? hidden + second * hidden_tile + at : nullptr, weight_grad + r * weight_grad_stride);
     }
   };
   for_each_product<Isa, true>(b, b.last, nullptr, &b.transposed, b.dropout, place_sums, epilogue);
@@ -146,7 +147,7 @@ void run_down_backward(const DownBackward& b) {
     case Activation::swiglu_oai:
       return run_down_backward_as<Isa, Activation::swiglu_oai>(b);
     case Activation::none:
-      return;  // no expert has it
+      return;  // not an activation of experts
   }
 }
 

@@ -1,4 +1,4 @@
-// Products of bytes in the vector units: four to a lane of 32 bits, added to what the lane holds.
+// int8 dot products in the vector units: four products per 32-bit lane, added to the lane (dp4a in CUDA's terms).
 #pragma once
 
 #include "kernels/formats.h"
@@ -6,7 +6,7 @@
 namespace kt {
 namespace {
 
-// The sum of two products of 16 bits in every lane.
+// The sum of two 16-bit products in every lane.
 template <int W>
 inline I32<W> pair_product(I32<W> a, I32<W> b) {
 #ifdef __AVX512BW__
@@ -22,7 +22,7 @@ inline I32<W> pair_product(I32<W> a, I32<W> b) {
   return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 }
 
-// Bytes with a sign as pairs of 16 bits: numbers 0 and 2 of every lane, and 1 and 3.
+// Signed bytes as pairs of 16 bits: elements 0 and 2 of every lane, and 1 and 3.
 template <int W>
 struct BytePairs {
   I32<W> even, odd;
@@ -39,15 +39,14 @@ inline I32<W> add_pairs(I32<W> sum, const BytePairs<W>& a, const BytePairs<W>& b
   return sum + pair_product<W>(a.odd, b.odd);
 }
 
-// The same for emulated variants: loops that have many of these in pieces take minutes to compile.
+// Out of line for emulated variants: loops with many of these, split into narrower vectors, take minutes to compile.
 template <int W>
 __attribute__((noinline)) void add_wide(I32<W>& sum, const U32<W>& a, const U32<W>& b) {
   sum = add_pairs<W>(sum, widen<W>(a), widen<W>(b));
 }
 
-// How a variant multiplies codes with bytes of x. Words of int8 are opened first, as are those of x that they meet;
-// `offset` is what their numbers have then too much. Codes of int4 come as they are, from 0 to 15: two products of such
-// with bytes fit 16 bits.
+// dp4a of a variant. Words of int8 weights are unpacked first, and so are the matching words of x; unpacked weights are
+// `offset` too large. int4 codes are used as unsigned numbers from 0 to 15: two products of them with int8 fit 16 bits.
 template <int W>
 struct WideningDp4a {
   static constexpr int width = W, offset = 0;
@@ -59,7 +58,7 @@ struct WideningDp4a {
       return widen<W>(codes);
   }
   static auto unpack_x(U32<W> x) {
-    // Known to be one number in all lanes, it would be shifted outside the vectors and brought in twice.
+    // A broadcast known to the compiler would be shifted as a scalar and broadcast twice; the barrier prevents that.
     if constexpr (wider_than_register)
       return x;
     else

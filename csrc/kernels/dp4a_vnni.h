@@ -1,5 +1,4 @@
-// Products of bytes with VPDPBUSD, which takes one side without sign. That is the weights; those of int8 come with 128
-// added.
+// dp4a by VPDPBUSD, one of whose operands is unsigned. That is the weights; int8 weights have 128 added.
 #pragma once
 
 #include <immintrin.h>

@@ -1,13 +1,13 @@
-// The two products of an expert, written once for every ISA.
+// The two products of an expert (gate/up and down), written once for every ISA.
 //
-// An ISA brings `multiply`: up to two token tiles against one weight block of 32 outputs, into sums [rows][32]. Around
-// it stand the loops over blocks and token tiles, the activation that turns gate and up into the hidden panel, and the
-// scaled addition of down's rows into the running sums. Weights are the stream: while one block is multiplied, the next
-// one is fetched into L2, its lines spread evenly over all the k steps of the current one, so that memory and
-// arithmetic work at the same time, as far as the core lets them (docs/log.md has how far). For the same reason the
-// rows of one product are finished (activated, or added to the sums) during the k steps of the next one, where the
-// matrix unit leaves the vector units idle. What one token gets does not depend on its neighbours in the tile or on the
-// number of threads: every row sees the same operations in the same order. Few rows may go another way (packed_gemv.h).
+// An ISA provides `multiply`: up to two token tiles times one weight block of 32 outputs, into sums [rows][32]. This
+// file adds the loops over blocks and token tiles and the epilogues: the activation that makes the hidden panel of gate
+// and up, and the scaled addition of down's rows to the running sums. Weights are streamed: while one block is
+// multiplied, the next one is prefetched into L2, its lines distributed evenly over the k steps of the current one, so
+// that memory and arithmetic overlap (docs/log.md has how far). For the same reason the epilogue of one product runs
+// during the k steps of the next one, where the matrix unit leaves the vector units idle. A token's result does not
+// depend on its neighbours in the tile or on the number of threads: every row sees the same operations in the same
+// order. Small batches of quantised experts may take packed_gemv.h instead.
 #pragma once
 
 #include "kernels/pack.h"
@@ -17,8 +17,8 @@
 namespace kt {
 namespace {
 
-// W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
-// column, after the integer mixer that C. Wellons found by search ("lowbias32").
+// Dropout of W elements of a row from `column` on: dropped ones become zero, the others are scaled. The mask is a hash
+// of seed and column by the integer mixer "lowbias32" of C. Wellons.
 template <class V>
 inline V apply_dropout(V v, const Dropout& dropout, uint32_t seed, int column) {
   constexpr int W = kLanes<V>;
@@ -28,11 +28,11 @@ inline V apply_dropout(V v, const Dropout& dropout, uint32_t seed, int column) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   x ^= x >> 16;
-  Mask<V> gone = __builtin_convertvector((I32<W>)(x < dropout.threshold), Mask<V>);
-  return select<V>(gone, splat<V>(0.0), v * splat<V>(dropout.scale));
+  Mask<V> dropped = __builtin_convertvector((I32<W>)(x < dropout.threshold), Mask<V>);
+  return select<V>(dropped, splat<V>(0.0), v * splat<V>(dropout.scale));
 }
 
-// The extras of a product alone, into p.c or added to it; whether there is anything in it then.
+// Only the LoRA terms of a product, stored to p.c or added to it. Returns whether p.c holds sums.
 template <class Isa>
 inline bool multiply_lora_terms(const ProductOf<typename Isa::Real>& p) {
   NoOverlap no_overlap;
@@ -47,8 +47,8 @@ inline bool multiply_lora_terms(const ProductOf<typename Isa::Real>& p) {
   return q.accumulate;
 }
 
-// Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
-// them.
+// LoRA terms with dropout of their result cannot share the accumulation: they are computed first, and the product adds
+// to them.
 template <class Isa>
 inline void begin_with_lora_terms(ProductOf<typename Isa::Real>& p, const Dropout& dropout) {
   using V = typename Isa::Vector;
@@ -62,9 +62,9 @@ inline void begin_with_lora_terms(ProductOf<typename Isa::Real>& p, const Dropou
     }
 }
 
-// Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
-// last, unless the blocks are turned ones in scratch. `place_sums` gives a product its place for the sums,
-// `finish(product, first, end)` takes rows once they are complete.
+// Multiplies every block with every pair of token tiles. Weights are prefetched one block ahead, and `after` during the
+// last block, unless the blocks are transposed ones in scratch. `place_sums` sets the address of a product's sums,
+// `epilogue(product, first, end)` takes rows whose sums are complete.
 template <class Isa, bool transposes = false, class Unit, class PlaceSums, class Epilogue>
 inline void for_each_product(const Unit& u, bool complete, const char* after, const TransposedBlocks* transposed,
                              const Dropout& dropout, const PlaceSums& place_sums, const Epilogue& epilogue) {
@@ -133,8 +133,8 @@ void dropout_panel(const DropoutPanel& t) {
   }
 }
 
-// Row r of a product's `sums`, activated. One copy of this code: inlined into a loop that the compiler cuts in pieces,
-// it may fuse a multiplication and an addition here and not there, and a row's bits would depend on which copy it met.
+// Activates row r of a product's `sums`. Never inlined: in a loop that the compiler splits it might fuse a
+// multiplication and an addition in one copy and not in the other, and a row's bits would depend on its position.
 template <class Isa, Activation A, class Sums>
 __attribute__((noinline)) void hidden_row(const Sums& sums, int r, const Gate& gate, const typename Isa::Real* bias,
                                           char* out) {
@@ -163,14 +163,14 @@ inline void keep_row(const Sums& sums, int r, const typename Isa::Real* bias, ch
   }
 }
 
-// Sums that meet the scales of their rows and channels in the end, and have the extras added after that.
+// Whether sums are multiplied with row and channel scales at the end, and LoRA terms are added after that.
 template <class Multiplier>
 constexpr bool kScaled = kIntegerSums<Multiplier>;
 template <class Dp4a, class Sums>
 constexpr bool kScaled<PackedGemvInt8<Dp4a, Sums>> = true;
 
-// Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished. Those
-// of numbers that meet codes directly begin with them.
+// int32 sums cannot accumulate the LoRA terms: these are a separate product, added in the epilogue. Sums of the f32
+// packed GEMV start from them.
 template <class Isa, class Multiplier, class Unit>
 inline void multiply_lora_apart(const Unit& u, int buffer, ProductOf<typename Multiplier::Real>& p) {
   if constexpr (kScaled<Multiplier>) {
@@ -186,7 +186,7 @@ inline void multiply_lora_apart(const Unit& u, int buffer, ProductOf<typename Mu
   }
 }
 
-// The sums of a product's rows as numbers: W of row r from output n on.
+// Float sums of a product: W values of row r from output n on.
 template <class V>
 struct PlainSums {
   const Lane<V>* c;
@@ -204,7 +204,7 @@ inline auto sums_of(const Unit& u, const ProductOf<typename Multiplier::Real>& p
   }
 }
 
-// `Multiplier` multiplies: the ISA itself, or its products of bytes.
+// `Multiplier` computes the products: the ISA itself, its int8 form, or a packed GEMV.
 template <class Isa, class Multiplier, Activation A>
 void run_up_as(const Up& u) {
   using Real = typename Multiplier::Real;
@@ -214,14 +214,13 @@ void run_up_as(const Up& u) {
   int buffer = 0;
   auto place_sums = [&](ProductOf<Real>& p) {
     p.accumulate = !u.first;
-    // Two places take turns, because the rows in one are still being finished while the other is filled.
+    // Two buffers alternate, because the epilogue still reads one while the other is filled.
     buffer ^= 1;
     p.c = u.first && u.last ? (Real*)u.scratch + buffer * kPassTiles * kMaxRows * kBlockN
                             : (Real*)u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
     multiply_lora_apart<Isa, Multiplier>(u, buffer, p);
   };
-  // What a row needs is held in copies: its stores might go anywhere, and everything else would be read anew after
-  // them.
+  // Fields are copied to locals: the stores of a row may alias the arguments, which would be reloaded after each.
   auto epilogue = [&](const ProductOf<Real>& p, int first, int end) {
     using Number = typename Isa::Real;
     const Number* bias = u.bias ? (const Number*)u.bias + (int64_t)p.block * kBlockN : nullptr;
@@ -264,7 +263,7 @@ void run_up_with(const Up& u) {
   }
 }
 
-// `Int8Isa`: how the ISA multiplies them, or void.
+// `Int8Isa`: the int8 form of the ISA, or void.
 template <class Isa, class Int8Isa>
 void run_up(const Up& u) {
   if constexpr (kHasInt8<Int8Isa>) {
@@ -293,14 +292,14 @@ inline void write_columns(const Down& d, int token, int column, const V (&v)[kBl
   __builtin_memcpy((char*)d.out + at * (int64_t)size, edge, (d.width - column) * size);
 }
 
-// The sums of a block's tokens.
+// The running sums of a block.
 template <class Real>
 inline Real* sums_at(const Down& d, int block) {
   return (Real*)d.sum + (block - d.block0) * d.sum_block;
 }
 
-// Rows [first, end) of one expert's block join their tokens' sums: stored if first, added otherwise, rounded into the
-// output if last. `current` is the product under way. Copies for the same reason as above.
+// Adds rows [first, end) of one expert's block to their tokens' sums: stored if first, added otherwise, rounded into
+// the output if last. `current` is the product being computed. Fields are copied for the reason given above.
 template <class Isa, class Multiplier>
 inline void add_rows(const Down& d, const ProductOf<typename Multiplier::Real>& p,
                      const ProductOf<typename Multiplier::Real>& current, int first, int end) {
@@ -316,7 +315,7 @@ inline void add_rows(const Down& d, const ProductOf<typename Multiplier::Real>& 
   const Real* bias = d.bias && d.first ? (const Real*)d.bias + (int64_t)block * kBlockN : nullptr;
   Real *block_sums = sums_at<Real>(d, block), *next = sums_at<Real>(d, current.block);
   for (int r = first; r < end; r++) {
-    // Sums lie scattered by token: those that the product under way will need come into L1 meanwhile.
+    // Sums are scattered by token: those that the current product will need are prefetched into L1.
     const Real* next_sums = next + (int64_t)next_token[r < last ? r : last] * kBlockN;
     __builtin_prefetch(next_sums, 1, 3);
     __builtin_prefetch(next_sums + 16, 1, 3);
@@ -326,7 +325,9 @@ inline void add_rows(const Down& d, const ProductOf<typename Multiplier::Real>& 
     for (int i = 0; i < kBlockN / W; i++) {
       V x = sums.at(r, i * W);
       if (bias) x += load<V>(bias + i * W);
-      v[i] = apart(x * scale);  // rounded apart, or the compiler might fuse it with the addition here and not there
+      v[i] = apart(
+          x *
+          scale);  // rounded before the addition: the compiler might fuse the two in one loop copy and not in another
       if (!begins) v[i] += load<V>(sum + i * W);
     }
     if (mark[r] & ends) {
@@ -354,7 +355,7 @@ void run_down_with(const Down& d) {
   if constexpr (kIsPackedGemv<Multiplier>) {
     for_each_packed_gemv<Isa, Multiplier>(d, place_sums, epilogue);
   } else {
-    // Forward has no part in turning, and its loop is the shorter for it.
+    // Forward transposes nothing, and its loop is instantiated without that code.
     if (d.transposed.in_scratch)
       return for_each_product<Multiplier, true>(d, true, d.next, &d.transposed, d.dropout, place_sums, epilogue);
     for_each_product<Multiplier>(d, true, d.next, nullptr, d.dropout, place_sums, epilogue);

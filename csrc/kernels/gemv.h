@@ -1,10 +1,10 @@
-// A few token rows times a matrix as it lies in a checkpoint, rows of bf16: what decoding asks of every linear layer
-// that is not an expert. Memory is what it waits for, so nothing is packed and each weight is read once.
+// x W^T for a few rows of x (decoding) and a matrix W of bf16 rows in the checkpoint's layout, for linear layers that
+// are not experts. It is bound by memory bandwidth, so weights are not packed and each is read once.
 //
-// Rows of weights are read kNarrowRows at a time, a group. While one group is multiplied the next one is fetched into
-// L2, in kFetched streams of neighbouring lines: that is the order in which memory is fastest, whatever the order in
-// which the group is then taken from L2. Here vectors multiply; tiles do in gemv_amx.h. A token's sums are added up
-// in the same order, whoever is beside it.
+// Matrix rows are read in groups of kGemvGroup. While one group is multiplied the next one is prefetched into L2 in
+// kPrefetchStreams streams of consecutive lines, the order in which memory is fastest, whatever order the
+// multiplication then reads L2 in. This file uses vectors, gemv_amx.h tiles. A token's sums are added in the same order
+// whatever other tokens are in the batch.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -12,15 +12,15 @@
 namespace kt {
 namespace {
 
-constexpr int kPrefetchStreams = 4;  // streams, each of kNarrowRows / kFetched rows
-constexpr int kSlab = 8192;          // bytes of each row that are fetched ahead, at most
-constexpr int kVectorTokens = 8;     // that vectors multiply at a time
+constexpr int kPrefetchStreams = 4;  // each of kGemvGroup / kPrefetchStreams rows
+constexpr int kSlab = 8192;          // bytes of each row that are prefetched, at most
+constexpr int kVectorTokens = 8;     // multiplied at a time
 constexpr int kGemvMaxTokens = 32;   // in any variant, at most
 
-// What is fetched while something else is multiplied: `bytes` of each of kNarrowRows rows, a line of each stream at a
-// time. Rows past the end of a matrix do no harm.
+// Prefetches `bytes` of each of kGemvGroup rows while something else is multiplied, one line of each stream at a time.
+// Prefetching past the end of a matrix is harmless.
 struct GroupPrefetch {
-  const char* at;  // null: nothing
+  const char* at;  // null: nothing to prefetch
   int64_t stride, bytes;
   int64_t offset = 0, left = bytes;
 
@@ -52,7 +52,7 @@ inline float sum_of(V v) {
   return v[0];
 }
 
-// Sums [tokens][kNarrowRows] of `count` rows from `row` on, rounded into the output.
+// Rounds sums [tokens][kGemvGroup] of `count` rows from `row` on into the output.
 template <int W>
 inline void store_sums(const Gemv& n, const float* sums, int32_t row, int32_t count) {
   for (int32_t t = 0; t < n.tokens; t++, sums += kGemvGroup) {
@@ -65,7 +65,7 @@ inline void store_sums(const Gemv& n, const float* sums, int32_t row, int32_t co
   }
 }
 
-// Weights widened to f32 by a shift and a mask; of a row of activations first those of even k, then those of odd k.
+// Weights are widened to f32 by a shift and a mask; a packed row of x holds its even k first, then its odd k.
 template <int W>
 struct WidenedRows {
   static constexpr int width = W;
@@ -103,7 +103,8 @@ struct WidenedRows {
   }
 };
 
-// R rows by T tokens, from `row` and `token` on, into sums [T][kNarrowRows]; meanwhile R rows' share is fetched.
+// R matrix rows by T tokens, from `row` and `token` on, into sums [T][kGemvGroup]; prefetches the next group's share of
+// R rows.
 template <class Arith, int R, int T>
 inline void gemv_block(const Gemv& n, int32_t row, int32_t token, float* sums, GroupPrefetch& fetch) {
   constexpr int W = Arith::width, line = 16, every = line * (kGemvGroup / kPrefetchStreams) / R;
@@ -123,7 +124,7 @@ inline void gemv_block(const Gemv& n, int32_t row, int32_t token, float* sums, G
     for (int t = 0; t < T; t++) sums[t * kGemvGroup + r] = sum_of(acc[r][t]);
 }
 
-// The instance for exactly `tokens`, 1 ... T.
+// Dispatches to the instance for exactly `tokens`, 1 ... T.
 template <class Arith, int R, int T>
 inline void gemv_exact_tokens(int32_t tokens, const Gemv& n, int32_t row, int32_t token, float* sums,
                               GroupPrefetch& fetch) {
@@ -134,7 +135,7 @@ inline void gemv_exact_tokens(int32_t tokens, const Gemv& n, int32_t row, int32_
   }
 }
 
-// More tokens than fit at a time find the weights in L1.
+// Tokens beyond the first T read the weights from L1.
 template <class Arith, int R, int T>
 inline void gemv_all_tokens(const Gemv& n, int32_t row, float* sums, GroupPrefetch& fetch) {
   GroupPrefetch no_prefetch{};
@@ -147,7 +148,7 @@ inline void gemv_all_tokens(const Gemv& n, int32_t row, float* sums, GroupPrefet
 template <class Arith>
 void gemv_vectors(const Gemv& n) {
   alignas(64) float sums[kGemvMaxTokens * kGemvGroup];
-  // Longer rows are streams that the CPU follows by itself.
+  // Longer rows are sequential streams that the hardware prefetcher follows.
   int64_t bytes = (int64_t)n.k * 2, ahead = bytes <= kSlab ? bytes : 0;
   if (n.cold && ahead) GroupPrefetch{n.weights, n.weight_stride, ahead}.all();
   for (int32_t row = 0; row < n.rows; row += kGemvGroup) {
@@ -164,7 +165,7 @@ void gemv_vectors(const Gemv& n) {
   }
 }
 
-// How a variant multiplies few rows: `tokens` at most.
+// The vector implementation for `tokens` rows of x at most.
 template <int W>
 struct GemvWidened {
   static constexpr int32_t tokens = 8;

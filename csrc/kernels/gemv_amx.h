@@ -1,9 +1,9 @@
-// A few token rows times a matrix as it lies, with tiles: sixteen rows of weights by 32 k are an A operand as they are,
-// and the activations, laid out once as pairs of k, the B operand. So a product takes the same time for 1 token and for
-// 16, far less than memory takes to bring the weights, and one for 17 to 32 takes twice that.
+// gemv.h with AMX tiles: sixteen matrix rows by 32 k are an A operand in the checkpoint's layout, and the activations,
+// packed once as pairs of k, the B operand. So a product takes the same time for 1 token and for 16, far less than
+// reading the weights takes; 17 to 32 tokens take twice that.
 //
-// Tiles 0 and 1 add up the even steps of k for two times 16 tokens, 2 and 3 the odd ones; 4 and 5 hold weights, 6 and 7
-// activations. f32 rows stay f32 and go to the vectors of gemv.h.
+// Tiles 0 and 1 accumulate the even steps of k for two times 16 tokens, 2 and 3 the odd ones; 4 and 5 hold weights, 6
+// and 7 activations. f32 rows are multiplied by the vectors of gemv.h.
 #pragma once
 
 #include <immintrin.h>
@@ -19,26 +19,26 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 
   void use() const {
-    // The compiler's own header names 8 of the 64 bytes as read.
+    // The compiler's header declares only 8 of the 64 bytes as read.
     asm volatile("" : : "m"(*this));
     _tile_loadconfig(this);
   }
 };
 
-// Rows are cut into slabs of equal length.
+// Rows are divided into slabs of equal length.
 inline int64_t slab_of(int64_t row_bytes) {
   int64_t slabs = ceil_div(row_bytes, kSlab);
   return round_up(ceil_div(row_bytes, slabs), 64);
 }
 
-// Columns of a B operand: a power of two, so that few tokens need little room.
+// Columns of the B operand: a power of two, so that few tokens take little space.
 inline int columns_for(int32_t tokens) {
   int columns = 1;
   while (columns < tokens && columns < kTileN) columns *= 2;
   return columns;
 }
 
-// N vectors as one array, its halves riffled like cards: what stood at index abc... in binary stands at bc...a.
+// Interleaves the halves of N vectors seen as one array: the element at index abc... in binary moves to bc...a.
 template <class V, int N>
 inline void interleave_halves(V (&v)[N]) {
   constexpr int W = kLanes<V>;
@@ -57,7 +57,7 @@ inline void interleave_halves(V (&v)[N]) {
   for (int i = 0; i < N; i++) v[i] = out[i];
 }
 
-// Rows of N tokens as pairs [k / 2][N]; those past `live` are zero.
+// Packs rows of N tokens as pairs [k / 2][N]; rows past `live` are zero.
 template <int N>
 inline void pack_row_pairs(const char* x, int64_t stride, int32_t live, int32_t k, char* out) {
   for (int64_t pair = 0; pair < k / 2; pair += 16, out += N * 64) {
@@ -68,7 +68,7 @@ inline void pack_row_pairs(const char* x, int64_t stride, int32_t live, int32_t 
   }
 }
 
-// Sums of even and odd steps, [16 rows][N] each, added up and turned into [N][16 rows].
+// Adds the sums of even and odd steps, [16 rows][N] each, and transposes them to [N][16 rows].
 template <int N>
 inline void transpose_sums(const float* even, const float* odd, float* out) {
   F32<16> v[N];
@@ -77,7 +77,7 @@ inline void transpose_sums(const float* even, const float* odd, float* out) {
   for (int i = 0; i < N; i++) store(out + i * 16, v[i]);
 }
 
-// `use` with the number of columns as a constant.
+// Calls `use` with the number of columns as a template argument.
 template <class Use>
 inline void with_columns(int columns, Use&& use) {
   switch (columns) {
@@ -94,7 +94,7 @@ inline void with_columns(int columns, Use&& use) {
   }
 }
 
-// Steps [0, steps) of 32 k; x of the second 16 tokens lies `second` bytes after that of the first.
+// Steps [0, steps) of 32 k; x of tokens 16-31 lies `second` bytes after that of tokens 0-15.
 template <bool two>
 inline void gemv_steps(const char* w, int64_t stride, const char* x, int64_t step, int64_t second, int64_t steps,
                        GroupPrefetch& fetch) {
@@ -133,8 +133,8 @@ inline void gemv_steps(const char* w, int64_t stride, const char* x, int64_t ste
   fetch.lines(4);
 }
 
-// One group against all tokens, into sums [tokens][16]. Long rows are taken in slabs, so that what waits in L2 does not
-// grow with K.
+// One group times all tokens, into sums [tokens][16]. Long rows are taken in slabs, so that the prefetched bytes in L2
+// do not grow with K.
 template <bool two>
 inline void gemv_group(const Gemv& n, const char* w, const char* next, int columns, float* sums) {
   int64_t row = (int64_t)n.k * 2, slab = slab_of(row), step = columns * 64, second = row * columns;

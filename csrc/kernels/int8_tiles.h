@@ -1,14 +1,14 @@
-// Weights of W8A8: blocks of format int8 as tiles of bytes, blocks of format int4 made into such on the way.
+// Weights of W8A8 as int8 tiles: blocks of format int8 are reordered, blocks of format int4 requantised, when they are
+// read.
 //
-// A tile is [16 words of K][16 outputs][4 k], 64 of K: the B operand of AMX's products of bytes. A strip of int8 holds
-// the even and the odd k of every eight in two words of four bytes, side by side. Rows of bytes lie in that order too,
-// so that opening a block moves whole words: of two vectors the even words are one row of a tile, the odd ones the
-// next.
+// A tile is [16 words of K][16 outputs][4 k], 64 of K: the B operand of AMX's int8 products. A strip of int8 holds the
+// even and the odd k of every eight in two words of four bytes, side by side. Quantised rows have the same order, so
+// unpacking a block moves whole words: the even words of two vectors are one row of a tile, the odd ones the next.
 //
-// int4 has a scale for each group of k, and sums of bytes can have one for each channel only: c, a sixteenth of that of
-// the channel's scales whose magnitude is largest. A group's scale s becomes r = round(8 s / c), at least -127 and at
-// most 128, and a weight v s becomes the byte (v r + 4) >> 3, within -128 and 127. Where s is the largest, that is 16
-// v: nothing is lost. Integers and a few exact floats, so that bytes are the same on every CPU.
+// int4 has a scale per group of k, int32 sums can have one per channel only: c, a sixteenth of the channel scale with
+// the largest magnitude. A group's scale s becomes r = round(8 s / c), at least -127 and at most 128, and a weight v s
+// becomes the int8 (v r + 4) >> 3, within -128 and 127. For the largest s that is 16 v, without loss. All steps are
+// integers or exact floats, so the int8 weights are the same on every CPU.
 #pragma once
 
 #include "kernels/formats.h"
@@ -16,10 +16,10 @@
 namespace kt {
 namespace {
 
-constexpr int kCodesAhead = 8;              // k tiles whose codes come into L1 meanwhile
-constexpr int kHalfTile = kTileBytes / 2;   // a k tile in bytes
-constexpr float kLeastChannel = 0x1p-104f;  // below, a channel counts as zero
-constexpr float kRounding = 12582912.0f;    // 1.5 * 2^23: adding it rounds to the nearest, ties to even
+constexpr int kCodesAhead = 8;                 // k tiles whose codes are prefetched into L1
+constexpr int kHalfTile = kTileBytes / 2;      // a k tile in int8
+constexpr float kMinChannelScale = 0x1p-104f;  // below, a channel counts as zero
+constexpr float kRounding = 12582912.0f;       // 1.5 * 2^23: adding it rounds to the nearest, ties to even
 
 // Words 0, 2, 4 ... of two vectors, or 1, 3, 5 ...
 template <int W, int first>
@@ -29,7 +29,7 @@ inline U32<W> deinterleave(U32<W> a, U32<W> b) {
   return __builtin_shuffle(a, b, at);
 }
 
-// One k tile of codes of int8, [4][16 outputs][2 words], into half a tile of bytes.
+// Reorders one k tile of int8 codes, [4][16 outputs][2 words], into half an int8 tile.
 template <int W>
 inline void int8_tile(const char* codes, char* out) {
 #pragma GCC unroll 4
@@ -63,8 +63,8 @@ inline typename Halves<W>::plain times_ratio(typename Halves<W>::plain v, typena
   return (Plain)((Signed)((Plain)((Signed)v >> 12) * r + 4) >> 3);
 }
 
-// Of codes of 4 bits, eight to a word and with their highest bit turned around, the lower or the higher four as bytes.
-// Every byte of two codes comes twice, so that a shift alone brings the one to the top and a mask keeps the other.
+// The lower or the higher four of eight 4-bit codes of a word (highest bit flipped) as int8. Every byte of two codes is
+// duplicated, so that a shift alone brings one to the top and a mask keeps the other.
 template <int W, int higher>
 inline U32<W> widened(U32<W> codes, U32<W> ratio) {
   using Plain = typename Halves<W>::plain;
@@ -77,7 +77,7 @@ inline U32<W> widened(U32<W> codes, U32<W> ratio) {
   return (U32<W>)((even & 0xff) | (odd << 8));
 }
 
-// One k tile of codes of int4, [2][16 outputs][even and odd k] words, into half a tile of bytes.
+// Requantises one k tile of int4 codes, [2][16 outputs][even and odd k] words, into half an int8 tile.
 template <int W>
 inline void int4_tile_to_int8(const char* codes, const U32<W> (&ratio)[kTileN / W], char* out) {
 #pragma GCC unroll 2
@@ -94,7 +94,7 @@ inline void int4_tile_to_int8(const char* codes, const U32<W> (&ratio)[kTileN / 
     }
 }
 
-// W of int4's scales from row n on.
+// W int4 scales from row n on.
 template <int W>
 inline F32<W> scales_at(const char* scales, int n, DType type) {
   if (type == DType::bf16) return from_bf16<W>(scales + n * 2);
@@ -102,8 +102,8 @@ inline F32<W> scales_at(const char* scales, int n, DType type) {
   return load<F32<W>>(scales + n * 4);
 }
 
-// Of 16 rows the scales of the largest magnitude, in the scales' own type. Magnitudes compare as integers, and a NaN is
-// the largest of them; those of positive and of negative ones are held apart.
+// The scale of the largest magnitude of each of 16 rows, in the scales' type. Magnitudes compare as integers, a NaN
+// being the largest; positive and negative maxima are kept separately.
 template <class V>
 inline void largest_scales(const char* headers, int spans, int span_bytes, char* out) {
   constexpr int lane = sizeof(V{}[0]), lanes = sizeof(V) / lane;
@@ -141,7 +141,7 @@ __attribute__((noinline)) void channel_scales(const Encoding& e, const char* blo
   }
 }
 
-// What a group's codes are multiplied with, twice in every lane. `times` is 8 / c.
+// The factor of a group's codes, twice in every lane. `times` is 8 / c.
 template <int W>
 inline U32<W> ratio_of(const char* scales, int n, DType type, F32<W> times) {
   F32<W> r = vmax<F32<W>>(scales_at<W>(scales, n, type) * times, splat<F32<W>>(-127.0f));
@@ -149,7 +149,7 @@ inline U32<W> ratio_of(const char* scales, int n, DType type, F32<W> times) {
   return (bits & 0xffffu) | bits << 16;
 }
 
-// Steps [step0, step0 + count) of a strip of int8, tiles 2 * kTileBytes apart. Never inlined: every product opens
+// Steps [step0, step0 + count) of an int8 strip, tiles 2 * kTileBytes apart. Never inlined: every product unpacks
 // blocks.
 template <int W>
 __attribute__((noinline)) void int8_strip_to_tiles(const Strip& s, const char* strip, int k_tiles, int step0, int count,
@@ -167,7 +167,7 @@ __attribute__((noinline)) void int8_strip_to_tiles(const Strip& s, const char* s
   }
 }
 
-// The same of int4. `channel`: as channel_scales has them.
+// The same for int4. `channel`: the output of channel_scales.
 template <int W>
 __attribute__((noinline)) void int4_strip_to_tiles(DType type, const Strip& s, const char* strip, const float* channel,
                                                    int k_tiles, int step0, int count, char* out) {
@@ -175,16 +175,17 @@ __attribute__((noinline)) void int4_strip_to_tiles(DType type, const Strip& s, c
   F32<W> times[kTileN / W];
   for (int n = 0; n < kTileN; n += W) {
     F32<W> c = load<F32<W>>(channel + n);
-    // A channel without a finite scale keeps that, so that its results are not finite either.
+    // A channel whose scale is not finite keeps it, so that its results are not finite either.
     F32<W> size = (F32<W>)((U32<W>)c & 0x7fffffffu);
-    Mask<F32<W>> usable = (size >= splat<F32<W>>(kLeastChannel)) & (size < splat<F32<W>>(__builtin_inff()));
+    Mask<F32<W>> usable = (size >= splat<F32<W>>(kMinChannelScale)) & (size < splat<F32<W>>(__builtin_inff()));
     times[n / W] = select<F32<W>>(usable, splat<F32<W>>(8.0f) / c, F32<W>{});
   }
   const int first = 2 * step0, last = first + 2 * count, span_tiles = s.span_tiles, span = first / span_tiles;
   const int64_t span_bytes = s.span_bytes;
   const char* codes = strip + s.codes + (int64_t)first * tile_bytes;
   const char* header = strip + s.headers + span * span_bytes;
-  int begun = first - span * span_tiles, left = 0;  // k tiles of the group before the first, and those to come
+  int begun = first - span * span_tiles,
+      left = 0;  // k tiles of the first group before `first`; k tiles left in the current group
   U32<W> ratio[kTileN / W];
   for (int k = first; k < last && k < k_tiles; k++, codes += tile_bytes, left--) {
     for (int line = 0; line < tile_bytes; line += 64) __builtin_prefetch(codes + kCodesAhead * tile_bytes + line, 0, 3);
@@ -200,7 +201,7 @@ __attribute__((noinline)) void int4_strip_to_tiles(DType type, const Strip& s, c
   if (last > k_tiles) __builtin_memset(out, 0, kHalfTile);
 }
 
-// Steps [step0, step0 + count) of a block, as [count][2 tiles].
+// Unpacks steps [step0, step0 + count) of a block as [count][2 tiles].
 template <int W>
 inline void block_to_int8_tiles(const Encoding& e, const char* block, const float* channel, int step0, int count,
                                 char* out) {

@@ -1,8 +1,8 @@
-// AMX: two token tiles against two weight tiles, four accumulators, one tile load for each product.
+// AMX: two token tiles times two weight tiles, four accumulators, one tile load per product.
 //
-// Activations are the A operand, their rows as they are; weights are the B operand as they lie in memory. A tile of
-// fewer token rows takes less time (8 rows about 0.85 of 16: the latency of four accumulators remains) and fewer loads,
-// so a panel is cut into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
+// Activations are the A operand, one token per row; weights are the B operand in their stored layout. A tile of fewer
+// token rows takes less time (8 rows about 0.85 of 16: the latency of four accumulators remains) and fewer loads, so a
+// panel is divided into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
 #include <immintrin.h>
 
 #include "kernels/dp4a_vnni.h"
@@ -14,7 +14,7 @@ namespace kt {
 namespace {
 
 // Tiles 0-3 accumulate [token tile][weight tile], 4 holds activations, 6 and 7 weights; 5 is for half blocks and the
-// bare loop.
+// register rate.
 inline void configure(int rows) {
   TileConfig c = {};
   c.palette = 1;
@@ -28,7 +28,7 @@ inline void configure(int rows) {
 // Tile 4 times weights, into an accumulator: even ones take tile 6, odd ones tile 7.
 struct Bf16Products {
   using Real = float;
-  static constexpr bool halves = true;  // there are blocks with one tile of zeros
+  static constexpr bool halves = true;  // blocks may have one tile of zeros
   template <int to>
   static void add() {
     if constexpr (to == 0) _tile_dpbf16ps(0, 4, 6);
@@ -38,7 +38,7 @@ struct Bf16Products {
   }
 };
 
-// A step is 64 of K, and everything else is the same.
+// A step is 64 of K; everything else is the same.
 struct Int8Products {
   using Real = int32_t;
   using Dp4a = VnniDp4a;
@@ -52,8 +52,8 @@ struct Int8Products {
   }
 };
 
-// Both token tiles pass through tile 4. Measured against a tile for each, with loads moved around in several ways, this
-// order is never behind and up to a fifth ahead with all cores busy.
+// Both token tiles pass through tile 4. Compared with one tile for each and with other orders of the loads, this order
+// is never slower and up to a fifth faster with all cores busy.
 template <class Products, class P, class Overlap>
 inline void steps_of_two(const Contraction& s, const P& p, Prefetch prefetch, Overlap& overlapped) {
   const char* a0 = s.a + p.tile * (int64_t)s.a_tile;
@@ -78,7 +78,7 @@ inline void steps_of_two(const Contraction& s, const P& p, Prefetch prefetch, Ov
   }
 }
 
-// Weight tiles 1, 3, 5 ... are zero: a factor of LoRA with few ranks.
+// Weight tiles 1, 3, 5 ... are zero: a LoRA factor of low rank.
 template <class P, class Overlap>
 inline void half_steps(const Contraction& s, const P& p, Overlap& overlapped) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
@@ -160,8 +160,8 @@ inline void multiply_one(const P& p, Overlap& overlapped) {
   _tile_stored(1, p.c + 16, 128);
 }
 
-// Rows m and m + 1 of 32 columns, neighbours in pairs: a row of each of two weight tiles. An instruction takes four
-// columns of every eight for the one and four for the other; `in_order` undoes that where the sums leave.
+// Pairs rows m and m + 1 of 32 columns: one row of each of two weight tiles. The instruction takes four columns of
+// every eight for one tile and four for the other; `in_order` undoes that when the sums are stored.
 inline void pair_rows(const char* a, const char* b, char* out) {
   using Row = Vec<16>::pairs;
   Row low, high;
@@ -185,8 +185,8 @@ inline void in_order(F32<16> (&v)[2]) {
   v[1] = __builtin_shuffle(first, v[1], high);
 }
 
-constexpr int kPairsAhead = 2;      // of rows, fetched while others are paired
-constexpr int kPanelColumns = 128;  // of a panel, made into tiles at a time: L1 holds them
+constexpr int kPairsAhead = 2;      // pairs of rows prefetched while others are paired
+constexpr int kPanelColumns = 128;  // of a panel, converted to tiles at a time: they fit L1
 
 // One row of 32 columns as bf16.
 inline const char* bf16_row(const LoraWgrad& o, int m, int column, char (&edge)[kBlockN * 8],
@@ -213,7 +213,7 @@ inline U32<16> ranks_in_lanes(const LoraWgrad& o, int m, int rank) {
   return bf16_bits<16>(from_bf16<16>(from) * splat<F32<16>>((float)o.weight[m]));
 }
 
-// p turned: 16 ranks by 32 rows, [groups][steps] tiles.
+// p transposed: 16 ranks by 32 rows, [groups][steps] tiles.
 inline void rank_tiles(const LoraWgrad& o, int groups, int steps, char* a) {
   alignas(64) char pairs[kTileBytes];
   for (int g = 0; g < groups; g++)
@@ -226,14 +226,14 @@ inline void rank_tiles(const LoraWgrad& o, int groups, int steps, char* a) {
     }
 }
 
-// Columns [column, end) of all rows in pairs, [blocks][steps][2 tiles]. Rows of a tensor lie by token, anywhere, and
-// are read one pair after the other, because what follows a line of theirs is fetched by itself; of a panel, neighbours
-// are rows, and a few blocks are read at a time.
+// Pairs columns [column, end) of all rows, [blocks][steps][2 tiles]. Rows of a tensor are scattered by token and read
+// one pair after the other, because the hardware prefetches the lines that follow; in a panel, neighbouring lines are
+// rows, and a few blocks are read at a time.
 inline void wide_tiles(const LoraWgrad& o, int column, int end, int steps, char* b) {
   alignas(64) char edge[2][kBlockN * 8], half[2][kBlockN * 2];
   int64_t next_block = (int64_t)steps * 2 * kTileBytes;
   bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.dropout.seeds;
-  // The row and the column that are fetched while one is read, as bytes.
+  // The address to prefetch while a row is read.
   auto ahead_of = [&](int row) {
     int next = tensor ? row + kPairsAhead * 2 : row, next_column = tensor ? column : column + kPanelColumns;
     if (next >= o.rows) next -= o.rows, next_column += kWgradColumns;
@@ -260,7 +260,7 @@ inline void wide_tiles(const LoraWgrad& o, int column, int end, int steps, char*
   }
 }
 
-// Sums of 32 columns, or of 64 so that four products are under way, over all steps.
+// Sums of 32 columns, or of 64 so that four products are in flight, over all steps.
 template <bool two>
 inline void add_tiles(const LoraWgrad& o, const char* a, const char* b, int steps, float* c) {
   int64_t stride = o.c_stride * 4, block = (int64_t)steps * 2 * kTileBytes;
@@ -300,8 +300,8 @@ inline void add_tiles(const LoraWgrad& o, const char* a, const char* b, int step
   }
 }
 
-// The contraction over rows with tiles: p turned becomes the A operand, as high as there are ranks, and the wide rows,
-// taken in pairs, the B operand. Both are made in scratch, the wide one many columns at a time where rows are long.
+// The contraction over rows with tiles: p transposed is the A operand, as high as the rank, and q in pairs of rows the
+// B operand. Both are built in scratch, q many columns at a time where rows are long.
 inline void wgrad_tiles(const LoraWgrad& o) {
   int steps = (o.rows + kTileK - 1) / kTileK, groups = (o.rank + kTileN - 1) / kTileN;
   char* b = o.scratch + (int64_t)groups * steps * kTileBytes;
@@ -327,7 +327,7 @@ struct Tiles {
   using Arithmetic = Products;
   using Real = typename Products::Real;
   static constexpr int width = 16, elem = 2, tile_bytes = kTileBytes, max_rows = kMaxRows;
-  static constexpr bool overlaps = true;  // tiles are multiplied beside the vector units
+  static constexpr bool overlaps = true;  // the tile unit works in parallel with the vector units
   static void enter(int rows) { configure(rows); }
   static void leave() { _tile_release(); }
   template <class Overlap>

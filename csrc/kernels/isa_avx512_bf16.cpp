@@ -1,4 +1,4 @@
-// AVX-512 with VDPBF16PS: activations stay bf16, and one instruction takes a pair of k for 16 outputs.
+// AVX-512 with VDPBF16PS: activations stay bf16, and one instruction multiplies a pair of k for 16 outputs.
 #include <immintrin.h>
 
 #include "kernels/dp4a_vnni.h"
@@ -19,7 +19,7 @@ struct Bf16PairProduct {
   }
 };
 
-// Weights have 128 more: of every row 128 times the sum of its bytes is too much, and the sums begin with less by that.
+// Weights are 128 too large for VPDPBUSD, so the sums of a row start from -128 times the sum of its activations.
 struct VnniProduct {
   using Vector = I32<16>;
   static constexpr int elem = 2, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
@@ -59,7 +59,7 @@ struct Avx512Bf16 : RowIsa<Bf16PairProduct, 2, 12> {
   }
 };
 
-// Few rows: both sides are pairs as they lie.
+// Few rows: both operands are pairs along k in their stored order.
 struct Bf16PairRows {
   static constexpr int width = 16;
   static U32<16> unpack(const char* w) { return load<U32<16>>(w); }

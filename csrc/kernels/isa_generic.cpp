@@ -1,5 +1,5 @@
-// Any CPU: vectors of four floats or two doubles, which the compiler maps to SSE2 or NEON. The oracle's nearest
-// relative among the variants, and what runs where nothing better may.
+// Any CPU: vectors of four floats or two doubles, which the compiler maps to SSE2 or NEON. The fallback, and the
+// reference variant of the tests.
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 

@@ -1,4 +1,5 @@
-// LoRA on a linear layer for the few rows of decoding: a thread has them in the time that it takes to wake another.
+// LoRA on a linear layer for the few rows of decoding: out += scale * (x A^T) B. Single-threaded, because waking a
+// second thread takes as long as the work.
 #pragma once
 
 #include "kernels/elementwise.h"

@@ -1,9 +1,9 @@
-// Gradients of LoRA's factors contract over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
+// Weight gradients of LoRA's factors, a contraction over rows: c[r][n] += sum over m of p[m][r] * q[m][n].
 //
-// One of the two matrices is a few numbers wide, so the arithmetic is small beside the layer's own products, and here
-// the vector units do it. Both sides are first written out in the type of the sums, side by side: the wide rows come
-// from far apart, and every few ranks read them again. What was summed up leaves by 4 ranks x 32 columns, turned in
-// registers where the tensor has the ranks innermost.
+// p is only a rank wide, so the arithmetic is small compared with the layer's own products, and this file does it with
+// vectors (isa_amx.cpp with tiles). Both operands are first converted to the type of the sums in contiguous scratch:
+// rows of q are scattered, and every few ranks read them again. Sums are stored 4 ranks x 32 columns at a time,
+// transposed in registers where the tensor has the ranks innermost.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -11,7 +11,7 @@
 namespace kt {
 namespace {
 
-// 32 columns of one row, as far as they exist; what is missing is zero.
+// 32 columns of one row of q; columns past the end are zero.
 inline const char* block_of_row(const LoraWgrad& o, int m, int column, char (&edge)[kBlockN * 8]) {
   const char* from = o.q[m] + column / kBlockN * o.q_block;
   int left = o.columns - column;
@@ -21,7 +21,7 @@ inline const char* block_of_row(const LoraWgrad& o, int m, int column, char (&ed
   return edge;
 }
 
-// Columns [column, end) of row m.
+// Converts columns [column, end) of row m.
 template <class V>
 inline void widen_row(const LoraWgrad& o, int m, int column, int end, Lane<V>* out) {
   alignas(64) char edge[kBlockN * 8];
@@ -35,21 +35,21 @@ inline void widen_row(const LoraWgrad& o, int m, int column, int end, Lane<V>* o
   }
 }
 
-// Ranks [rank, rank + W) of row m, weighted.
+// Ranks [rank, rank + W) of row m, times the row's weight.
 template <class V, DType panel>
 inline V ranks_of_row(const LoraWgrad& o, int m, int rank) {
   V v = load_as<V>(o.p[m] + rank / kTileK * o.p_block, rank % kTileK, panel);
   return o.weight ? v * splat<V>(o.weight[m]) : v;
 }
 
-// The two sides written out: p [rows][p_stride], q [kWideRows][kWideStride].
+// The operands in scratch: p [rows][p_stride], q [kWideRows][kWideStride].
 template <class Real>
 struct WgradOperands {
   const Real *p, *q;
   int64_t p_stride;
 };
 
-// `ranks` rows of c by NV vectors of columns, over `rows` rows of both sides.
+// Accumulates `ranks` rows of c by NV vectors of columns, over `rows` rows of both operands.
 template <class V, int NV, int ranks>
 inline void wgrad_columns(const LoraWgrad& o, const WgradOperands<Lane<V>>& s, bool first, int rows, int rank,
                           int column) {
@@ -89,9 +89,9 @@ void run_lora_wgrad(const LoraWgrad& o) {
     }
 }
 
-constexpr int kStoreRanks = 4;  // ranks at a time
+constexpr int kStoreRanks = 4;  // stored at a time
 
-// `columns` numbers to one place after another.
+// Stores `columns` values contiguously.
 template <class V>
 inline void store_contiguous(const StoreGrad& d, int64_t at, const Lane<V>* from, int columns) {
   int i = 0;
@@ -99,7 +99,7 @@ inline void store_contiguous(const StoreGrad& d, int64_t at, const Lane<V>* from
   for (; i < columns; i++) set_element(d.data, at + i, d.dtype, from[i]);
 }
 
-// Four ranks of `columns` columns, ranks side by side.
+// Stores four ranks of `columns` columns with the ranks innermost.
 inline void store_transposed(const StoreGrad& d, int64_t at, const float* from, int columns) {
   using Four = F32<4>;
   using Order = I32<4>;
@@ -120,7 +120,7 @@ inline void store_transposed(const StoreGrad& d, int64_t at, const float* from, 
     for (int r = 0; r < kStoreRanks; r++) set_element(d.data, at + i * d.n_stride + r, d.dtype, from[r * kBlockN + i]);
 }
 
-// `order` puts 32 columns of a row of sums in order.
+// `order` restores the column order of 32 sums of a row.
 template <class V, class Order>
 void store_grad_sums(const StoreGrad& d, const Order& order) {
   using Real = Lane<V>;

@@ -1,14 +1,14 @@
-// Few rows: codes are multiplied where they lie, and no block is opened into tiles.
+// GEMV on packed codes for small batches: quantised weights are multiplied in registers, without dequantised tiles.
 //
-// With few rows weights are what takes the time, and a core keeps up with memory only if a code costs it next to
-// nothing. A word of a strip holds codes of one output, those of even or of odd k, so whatever part of the words is
-// taken, the same eight bytes of a row, in all pairs of lanes, are the other factor. Rows are written out in the order
-// of those parts first. What a part is, and what it meets, a kind of codes says: against bytes of x
-// (packed_gemv_int8.h) or against numbers (packed_gemv_f32.h). A kind has
+// With few rows the weights' bandwidth is the limit, and a core keeps up with memory only if a code costs few
+// instructions. A word of a strip holds codes of one output at even or at odd k, so every part of the words (a nibble,
+// a byte) is multiplied with the same eight bytes of a row in all pairs of lanes. The rows of x are therefore first
+// reordered by part. The template parameter `Codes` describes the arithmetic: int8 activations (packed_gemv_int8.h) or
+// f32 (packed_gemv_f32.h). It has
 //   width, words, parts   lanes of a vector; words of a lane in a k tile; parts of a word
-//   Sum, Number, chains   what sums are in, and what leaves; sums that are held apart, so that additions overlap
-//   open, factor, add     a part of words; eight bytes of a row; their product, added
-//   begin                 what sums over k tiles begin with
+//   Sum, Number, chains   types of accumulators and of results; independent accumulators, so that additions overlap
+//   unpack, factor, add   one part of the words; eight bytes of a row; multiply-add
+//   begin                 initial value of sums over k tiles
 //   scaled, scale         whether spans have scales here, and those of W lanes
 #pragma once
 
@@ -17,37 +17,37 @@
 namespace kt {
 namespace {
 
-constexpr int kPackedGemvAhead = 8;  // k tiles whose codes come into L1 meanwhile
-constexpr int kPartBytes = 8;        // of a row, that a part of the words meets
+constexpr int kPackedGemvAhead = 8;  // k tiles whose codes are prefetched into L1
+constexpr int kPartBytes = 8;        // bytes of a row that are multiplied with one part of the words
 
-// Whether `Multiplier` multiplies so: it says what it does with the rows, and which kind of codes a format has.
+// Whether `Multiplier` is a packed GEMV; it reorders the rows and maps a format to its `Codes`.
 template <class Multiplier>
 constexpr bool kIsPackedGemv = requires { Multiplier::int8_rows; };
 
-// Rows as the codes of each half of a block want them.
+// Reordered rows for the codes of each half of a block.
 struct PackedGemvPanel {
   const char* x[2];                      // [k_tiles][rows][bytes of all parts]
-  const int32_t* prefix_sums = nullptr;  // of bytes: what `begin` wants to know, [k_tiles + 1][rows][2]
+  const int32_t* prefix_sums = nullptr;  // int8: input of `begin`, [k_tiles + 1][rows][2]
 };
 
-// Eight bytes, even and odd k, in all pairs of lanes.
+// Broadcasts eight bytes, of even and odd k, to all pairs of lanes.
 template <int W>
 inline U32<W> in_pairs(const void* eight) {
   return (U32<W>)(typename Vec<W>::u64{} + load<uint64_t>(eight));
 }
 
-// What the scales of spans are.
+// Type of the scales of spans.
 enum class Scale : uint8_t { f32, bf16, f16, e8m0 };
 
-// Scales of 16 rows for W lanes from `lane` on, each for the two of its output.
+// Scales of 16 rows for W lanes from `lane` on, each repeated for the two lanes of its output.
 template <int W, Scale type>
 inline F32<W> scales_of_lanes(const char* scales, int lane) {
 #ifdef __AVX512BW__
   if constexpr (W == 16 && type == Scale::bf16) {
     Vec<16>::pairs twice;
     for (int i = 0; i < 32; i++) twice[i] = (uint16_t)(i / 4);
-    __m512i few = _mm512_zextsi128_si512(_mm_loadu_si128((const __m128i*)(scales + lane)));
-    return (F32<W>)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, (__m512i)twice, few);
+    __m512i low = _mm512_zextsi128_si512(_mm_loadu_si128((const __m128i*)(scales + lane)));
+    return (F32<W>)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, (__m512i)twice, low);
   }
 #endif
   I32<W> twice;
@@ -62,12 +62,12 @@ inline F32<W> scales_of_lanes(const char* scales, int lane) {
   return __builtin_shuffle(own, twice);
 }
 
-// Vectors of lanes that one walk over a strip takes: what the registers hold with all rows.
+// Vectors that one sweep over a strip accumulates: what the registers hold for all rows.
 template <int W, int rows>
 constexpr int kPackedGemvVectors = W == 16 || rows <= 2 ? 2 : 1;
 
-// k tiles [k0, k0 + k_tiles) of a strip, and how far from it that of the next block is, which comes into L2 meanwhile;
-// 0: none does.
+// k tiles [k0, k0 + k_tiles) of a strip; `next`: bytes from it to the strip of the next block, which is prefetched into
+// L2, or 0.
 struct CodeStrip {
   const Strip& s;
   const char* at;
@@ -84,7 +84,7 @@ inline void prefetch_codes(const char* codes, int64_t next) {
   }
 }
 
-// The codes of one k tile times rows.
+// Multiply-adds the codes of one k tile and the rows.
 template <class Codes, int rows, int NV>
 inline void add_tile(const Codes& kind, const char* codes, const char* x,
                      typename Codes::Sum (&sums)[Codes::chains][rows][NV]) {
@@ -108,7 +108,7 @@ inline void add_tile(const Codes& kind, const char* codes, const char* x,
   }
 }
 
-// Codes times rows, sums of (output, parity of k) into lanes [rows][32].
+// Codes times rows; sums of (output, parity of k) into lanes [rows][32].
 template <class Codes, int rows>
 __attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStrip& strip, const PackedGemvPanel& panel,
                                               int half, typename Codes::Number* lanes) {
@@ -159,7 +159,7 @@ __attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStri
   }
 }
 
-// act<rows>() for as many rows as there are.
+// Calls act<rows>() with the number of rows as a template argument.
 template <int rows, class Act>
 inline void with_rows(int live, const Act& act) {
   if (live == rows) {
@@ -169,7 +169,7 @@ inline void with_rows(int live, const Act& act) {
   }
 }
 
-// Lanes of even and of odd k together, 16 outputs of each row, into c or added to it.
+// Adds the lanes of even and of odd k, 16 outputs of each row, and stores to c or adds to it.
 template <int W, class Lane, class Real>
 inline void join_lanes(const Lane* lanes, int rows, bool accumulate, Real* c) {
   typedef Lane From __attribute__((vector_size(W * 4)));
@@ -185,8 +185,8 @@ inline void join_lanes(const Lane* lanes, int rows, bool accumulate, Real* c) {
     }
 }
 
-// The block of a product times its rows, `next` bytes before the one to come, into p.c; of bytes also what these sums
-// are to be multiplied with besides their rows' scales.
+// One block times the rows, into p.c. `next`: bytes from this block to the next one. For int8 also writes the channel
+// scales, by which these sums are multiplied besides the scales of their rows.
 template <class Multiplier>
 __attribute__((noinline)) void multiply_codes(const EncodedBlocks& encoded,
                                               const ProductOf<typename Multiplier::Real>& p,
@@ -212,7 +212,7 @@ __attribute__((noinline)) void multiply_codes(const EncodedBlocks& encoded,
   }
 }
 
-// Multiplies every block with the rows of a unit, as for_each_product does with panels. `Isa` multiplies the extras.
+// Multiplies every block of a unit with its rows, as for_each_product does for panels. `Isa` multiplies the LoRA terms.
 template <class Isa, class Multiplier, class Unit, class PlaceSums, class Epilogue>
 inline void for_each_packed_gemv(const Unit& u, const PlaceSums& place_sums, const Epilogue& epilogue) {
   static_assert(Isa::max_rows >= Multiplier::max_rows);

@@ -1,10 +1,10 @@
-// Few rows of numbers: codes become numbers in registers and meet those of x there, in f32.
+// Packed GEMV with f32 activations: codes are converted to floats in registers and multiplied with x.
 //
-// A part is one code of every lane: a nibble looks its number up, a byte is converted where it stands, at the top of
-// its lane, and is 2^24 times too large then. Numbers of x lie as they are, since even and odd k are neighbours. A
-// span's sum meets its scale once, where tiles have every weight scaled and rounded: of 16 weights that takes two
-// instructions and one more for each row, instead of five, and the weights are not rounded. The products of bf16
-// (VDPBF16PS) would take half as many, but each of them four times as long as one of f32.
+// A part is one code of every lane: a nibble is looked up in a table, a byte is converted at the top of its lane, which
+// makes it 2^24 times too large. Rows of x need no reordering, since even and odd k are neighbours. A span's sum is
+// multiplied with its scale once, where dequantised tiles have every weight scaled and rounded: 16 weights take two
+// instructions plus one per row instead of five, and weights are not rounded. bf16 products (VDPBF16PS) would be half
+// as many, but each takes four times as long as an f32 FMA.
 #pragma once
 
 #include "kernels/packed_gemv.h"
@@ -12,7 +12,7 @@
 namespace kt {
 namespace {
 
-// What all kinds of such codes have in common.
+// Common to all codes.
 template <int W, Scale type>
 struct F32Sums {
   static constexpr int width = W, chains = 2;
@@ -28,7 +28,7 @@ struct F32Sums {
   }
   F32<W> scale(const char* scales, int lane) const { return scales_of_lanes<W, type>(scales, lane); }
 
-  // For emulated variants: loops that have many of these in pieces take minutes to compile.
+  // Out of line for emulated variants: loops with many of these, split into narrower vectors, take minutes to compile.
   __attribute__((noinline)) static void add_wide(F32<W>& sum, const F32<W>& codes, const F32<W>& x) {
     sum += codes * x;
   }
@@ -74,8 +74,8 @@ struct ByteCodes : F32Sums<W, type> {
   }
 };
 
-// Rows at most: where tiles are multiplied beside the vector units, a row more costs them nothing, and nibbles, which
-// are looked up fast, are soon better made into tiles; measured (docs/log.md).
+// Most rows for packed GEMV. Where tiles are multiplied in parallel with the vector units, further rows are free for
+// tiles, and nibbles, which dequantise fast, profit from tiles earlier; measured (docs/log.md).
 template <class Isa>
 struct PackedGemvF32 {
   using Real = float;
@@ -97,7 +97,7 @@ struct PackedGemvF32 {
     }
   }
 
-  // Rows of bf16, into scratch that has room for decoded tiles.
+  // Widens bf16 rows to f32 in the scratch of dequantised tiles.
   __attribute__((noinline)) static PackedGemvPanel write_rows(const PackedGemvRows& input, int rows, const Encoding&,
                                                               int k_tiles, char* scratch) {
     for (int r = 0; r < rows; r++)
@@ -130,7 +130,7 @@ struct PackedGemvF32 {
   }
 };
 
-// Where an ISA multiplies so: those that hold rows as bf16, so that both ways see the same x.
+// Only ISAs whose panels are bf16 have it, so that both paths see the same x.
 template <class Isa>
 constexpr bool kHasPackedGemvF32 = Isa::panel == DType::bf16;
 

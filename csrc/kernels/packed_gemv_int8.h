@@ -1,11 +1,11 @@
-// W8A8 of few rows: codes of int8 and int4 times bytes of x, four products to a lane and instruction.
+// Packed GEMV with int8 activations (W8A8): int8 and int4 codes times int8 x, four products per lane and instruction.
 //
-// A part is a word of int8, whose bytes meet eight neighbours of a row as rows of bytes have them, or the lower or the
-// higher nibbles of a word of int4, which meet eight of sixteen.
+// A part is a word of int8, whose bytes are multiplied with eight neighbours of a quantised row, or the lower or the
+// higher nibbles of a word of int4, which are multiplied with eight of sixteen.
 //
-// Codes count from zero, so that a sum has their offset times the sum of x too much; it begins with less by that. Sums
-// of int8 are whole and the same as those of tiles. A group of int4 has its own scale here, in f32, where tiles have to
-// bring all groups of a channel to one: few rows are a little closer to the weights.
+// Codes are unsigned, so a sum is too large by their offset times the sum of x; it starts from the negative of that.
+// int8 sums are exact integers, the same as those of tiles. Each int4 group keeps its own f32 scale here, whereas tiles
+// requantise all groups of a channel to one scale: small batches are slightly more accurate.
 #pragma once
 
 #include "kernels/dp4a.h"
@@ -18,10 +18,11 @@ inline bool integer_sums(const Encoding& e) {
   return e.format[0].codec == Codec::int8 && e.format[1].codec == Codec::int8;
 }
 
-// Sixteen bytes for the nibbles of a word: the lower ones of even and of odd k, the higher ones likewise.
-typedef uint8_t Sixteen __attribute__((vector_size(16)));
-inline Sixteen in_nibble_order(Sixteen bytes) {
-  Sixteen from;
+// Orders sixteen bytes of x for the nibbles of a word: those of the lower nibbles at even and odd k, then those of the
+// higher.
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+inline Bytes16 in_nibble_order(Bytes16 bytes) {
+  Bytes16 from;
   for (int i = 0; i < 16; i++) {
     int k = i % 4 * 4 + i / 8 * 2 + i / 4 % 2;
     from[i] = (uint8_t)(k / 8 * 8 + k % 2 * 4 + k % 8 / 2);
@@ -42,7 +43,7 @@ inline I32<4> eightfold_sums(const char* bytes) {
   return part[0] + __builtin_shuffle(part[0], I32<4>{2, 3, 0, 1});
 }
 
-// One row into its places; those that nobody reads are null.
+// Writes one row in the orders that are needed; the others are null.
 template <int W>
 inline void write_row(const char* row, int64_t step, int k_tiles, int rows, char* bytes, char* nibbles,
                       int32_t* prefix_sums) {
@@ -51,7 +52,7 @@ inline void write_row(const char* row, int64_t step, int k_tiles, int rows, char
     const char* from = row + k / 2 * step + k % 2 * kTileK;
     int64_t at = (int64_t)k * rows * kTileK;
     for (int i = 0; i < kTileK; i += 16) {
-      Sixteen x = load<Sixteen>(from + i);
+      Bytes16 x = load<Bytes16>(from + i);
       if (bytes) store(bytes + at + i, x);
       if (nibbles) store(nibbles + at + i, in_nibble_order(x));
     }
@@ -61,7 +62,7 @@ inline void write_row(const char* row, int64_t step, int k_tiles, int rows, char
   __builtin_memcpy(prefix_sums, &sum, 8);
 }
 
-// What sums over k tiles from `before` to `after` begin with, codes being `eights` times eight more than they should.
+// Initial value of sums over the k tiles between two prefix sums, for codes that are `eights` times eight too large.
 template <int W>
 inline I32<W> offset_sums(const int32_t* prefix_sums, const int32_t* prefix_sums_after, int eights) {
   return ((I32<W>)in_pairs<W>(prefix_sums) - (I32<W>)in_pairs<W>(prefix_sums_after)) * eights;
@@ -99,24 +100,25 @@ struct Int4Codes {
   F32<width> scale(const char* scales, int lane) const { return scales_of_lanes<width, type>(scales, lane); }
 };
 
-// Sums are integers where both halves of a block are int8, which have to have the bits of tiles.
+// Sums are integers where both halves of a block are int8, whose results must have the bits of tiles.
 template <class Dp4a, class Sums>
 struct PackedGemvInt8 {
   using Real = Sums;
   static constexpr bool int8_rows = true;
   static constexpr int max_rows = kPackedGemvInt8Rows;
 
-  // All rows, into scratch that has room for decoded tiles.
+  // Writes all rows into the scratch of dequantised tiles.
   __attribute__((noinline)) static PackedGemvPanel write_rows(const PackedGemvRows& input, int rows, const Encoding& e,
                                                               int k_tiles, char* scratch) {
-    const bool whole[2] = {e.format[0].codec == Codec::int8, e.format[1].codec == Codec::int8};
+    const bool is_int8[2] = {e.format[0].codec == Codec::int8, e.format[1].codec == Codec::int8};
     const int64_t size = (int64_t)k_tiles * rows * kTileK;
-    char *bytes = whole[0] || whole[1] ? scratch : nullptr, *nibbles = whole[0] && whole[1] ? nullptr : scratch + size;
+    char *bytes = is_int8[0] || is_int8[1] ? scratch : nullptr,
+         *nibbles = is_int8[0] && is_int8[1] ? nullptr : scratch + size;
     int32_t* prefix_sums = (int32_t*)(scratch + 2 * size);
     for (int r = 0; r < rows; r++)
       write_row<Dp4a::width>(input.row[r], input.step, k_tiles, rows, bytes ? bytes + r * kTileK : nullptr,
                              nibbles ? nibbles + r * kTileK : nullptr, prefix_sums + 2 * r);
-    return {{whole[0] ? bytes : nibbles, whole[1] ? bytes : nibbles}, prefix_sums};
+    return {{is_int8[0] ? bytes : nibbles, is_int8[1] ? bytes : nibbles}, prefix_sums};
   }
 
   template <class Act>

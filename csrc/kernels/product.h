@@ -1,5 +1,5 @@
-// One product of an expert, as an ISA gets it, and what a core does beside it: fetch the weights that come next, finish
-// the rows of the last product, decode.
+// One block product of an expert, the unit that an ISA's `multiply` computes, and the work that is overlapped with it:
+// prefetching the next weights, the epilogue of the previous product, dequantising, transposing.
 #pragma once
 
 #include "kernels/decode_blocks.h"
@@ -9,20 +9,20 @@
 namespace kt {
 namespace {
 
-// The lines to fetch during one pass over K: `lines` of 64 bytes at every k step, from `at` on.
+// Cache lines to prefetch during one pass over K: `lines` of 64 bytes at every k step, starting at `at`.
 struct Prefetch {
   const char* at;
   int lines;
 };
 constexpr Prefetch kNoPrefetch = {nullptr, 0};
 
-// A quarter of this step's lines; called four times a step, between the instructions that keep the core busy.
+// A quarter of this step's lines; called four times a step, between the arithmetic instructions.
 inline void prefetch_quarter(const Prefetch& prefetch, int quarter) {
   int first = prefetch.lines * quarter / 4, last = prefetch.lines * (quarter + 1) / 4;
   for (int i = first; i < last; i++) __builtin_prefetch(prefetch.at + i * 64, 0, 2);
 }
 
-// Part `pass` of `passes` of the block at `next`, of k_tiles pairs of tiles.
+// The lines that pass `pass` of `passes` prefetches of the block at `next`, which has k_tiles pairs of tiles.
 inline Prefetch prefetch_share(const char* next, int pass, int passes, int k_tiles, int tile_bytes) {
   int all = 2 * tile_bytes / 64, lines = (all + passes - 1) / passes;
   if (!next || pass * lines >= all) return kNoPrefetch;
@@ -37,7 +37,7 @@ inline Prefetch prefetch_share_encoded(const char* next, int pass, int passes, i
   return {next + first, lines};
 }
 
-// What `multiply` gets: token tiles [tile, tile + tiles) of the stretch, `live` rows in them.
+// Arguments of `multiply`: token tiles [tile, tile + tiles) of the contraction, with `live` rows.
 template <class Real>
 struct ProductOf {
   Contraction contraction;
@@ -47,11 +47,11 @@ struct ProductOf {
   Real* c;  // [tiles * rows][32]
   const LoraTerm* lora_term;
   int lora_terms, block0;
-  const float* lora_sums = nullptr;  // of bytes: what the extras add, [tiles * rows][32], or nothing
+  const float* lora_sums = nullptr;  // W8A8: the sum of the LoRA terms, [tiles * rows][32], or null
 };
 using Product = ProductOf<float>;
 
-// The stretches that join this product, each at the product's block.
+// Calls act for the LoRA terms of this product's token tiles, each at the product's block.
 template <class Real, class Act>
 inline void for_each_lora_term(const ProductOf<Real>& p, Act&& act) {
   for (int i = 0; i < p.lora_terms; i++) {
@@ -65,7 +65,8 @@ inline void for_each_lora_term(const ProductOf<Real>& p, Act&& act) {
 
 constexpr int kPassTiles = 2;
 
-// The rows of the last product that are not finished yet. `multiply` calls step() once per k step, or all() at once.
+// Rows of the previous product whose epilogue is still to run. `multiply` calls step() once per k step, or all() at
+// once.
 template <class Real, class Epilogue>
 class PendingRows {
  public:
@@ -84,8 +85,7 @@ class PendingRows {
   }
 
  private:
-  // Steps of bytes are half as many, so several rows would be due in each; a few at once share what they have in
-  // common.
+  // int8 has half as many k steps, so several rows are due in each; running a few together shares their setup.
   static constexpr int kRowsTogether = (Real)0.5 == 0 ? 4 : 1;
 
   __attribute__((noinline)) void finish_rows(int end) {
@@ -98,13 +98,13 @@ class PendingRows {
   int next_ = 0, due_ = 0, per_step_ = 0;
 };
 
-// What a core does beside a product: finish the rows of the last one and, where the blocks are encoded, decode, or turn
-// the next of them.
+// Work overlapped with a product: the epilogue of the previous one and, where blocks are encoded or transposed,
+// dequantising or transposing the next ones.
 template <class Rows, class Decoding, class BlockTransposer>
 struct OverlappedWork {
   Rows& rows;
-  Decoding* decoding;           // null: blocks are tiles
-  BlockTransposer* transposer;  // null: they lie as they are read
+  Decoding* decoding;           // null: blocks are plain tiles
+  BlockTransposer* transposer;  // null: blocks are not transposed
 
   // The k-th pair of weight tiles.
   const char* tiles(const char* b, int k, int tile_bytes) {

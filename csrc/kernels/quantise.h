@@ -1,6 +1,6 @@
-// W8A8: token rows as bytes, in the order of k that int8_tiles.h has, and the way back from sums of bytes to numbers.
+// W8A8: quantises token rows to int8, in the order of k of int8_tiles.h, and scales int32 sums back to floats.
 //
-// Sums are int32 and exact, the same on every CPU; they meet the scales once all of K is in them.
+// Sums are int32 and exact, the same on every CPU; they are scaled once all of K is accumulated.
 #pragma once
 
 #include "kernels/int8_tiles.h"
@@ -16,7 +16,7 @@ constexpr bool kIntegerSums = (typename Isa::Real)0.5 == 0;
 template <class Int8Isa>
 constexpr bool kHasInt8 = requires { typename Int8Isa::Real; };
 
-// Sums of a block's 32 outputs as numbers: times the scales of their row and their channels, and what joins them.
+// A block's 32 sums as floats: times the scales of the row and the channels, plus the LoRA terms.
 template <class V, class Real = int32_t>
 struct ScaledSums {
   const Real* c;           // [rows][32]
@@ -24,18 +24,18 @@ struct ScaledSums {
   const float* channel;    // [32]
   const float* lora_sums;  // as c, or null
 
-  // Of row r from output n on.
+  // W outputs of row r from output n on.
   __attribute__((always_inline)) V at(int r, int n) const {
     typedef Real Sum __attribute__((vector_size(sizeof(V))));
     V scale = splat<V>(row_scale[r]) * load<V>(channel + n);
-    // Rounded here, not fused with whatever is added to it: that depends on the row's neighbours.
+    // Rounded here, not fused with the addition that follows, whose presence depends on the row's neighbours.
     V v = apart(__builtin_convertvector(load<Sum>(c + r * kBlockN + n), V) * scale);
     return lora_sums ? v + load<V>(lora_sums + r * kBlockN + n) : v;
   }
 };
 
-// What rows are multiplied with to become bytes, and the scale that they keep. A row without a finite largest magnitude
-// has that for its scale, so that its results are not finite either; one of tiny numbers counts as zero.
+// The factor that maps a row to int8, and its inverse scale. A row whose largest magnitude is not finite keeps that as
+// its scale, so that its results are not finite either; rows of tiny values count as zero.
 struct RowScale {
   float inverse, scale;
 };
@@ -50,7 +50,7 @@ inline RowScale scale_of(I32<W> magnitudes) {
   return {127.0f / largest, largest / 127.0f};
 }
 
-// Numbers as bytes in the low bits of their lanes, to the nearest, ties to even.
+// Rounds to int8 in the low bits of the lanes, ties to even.
 template <int W>
 inline I32<W> rounded(F32<W> v, float inverse) {
   return (I32<W>)(apart(v * splat<F32<W>>(inverse)) + splat<F32<W>>(kRounding));
@@ -61,11 +61,11 @@ inline typename Vec<W>::u8 low_bytes(I32<W> v) {
 #ifdef __AVX512F__
   if constexpr (W == 16) return (typename Vec<W>::u8)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)v);
 #endif
-  // In two steps: the compiler takes longer ones apart.
+  // In two steps: the compiler splits longer conversions.
   return __builtin_convertvector(__builtin_convertvector((U32<W>)v, typename Vec<W>::u16), typename Vec<W>::u8);
 }
 
-// 64 numbers, W of them from at(i) on, as bytes.
+// Quantises 64 values, W of them from at(i) on.
 template <int W, class At>
 inline void store_step(char* out, float inverse, const At& at) {
 #pragma GCC unroll 8
@@ -83,8 +83,8 @@ inline void store_step(char* out, float inverse, const At& at) {
   }
 }
 
-// A row of `steps` times 64 numbers, W of them from at(step, i) on, and 64 more in `tail` (or null), into bytes at out,
-// out + stride, ...; its scale.
+// Quantises a row of `steps` times 64 values, W of them from at(step, i) on, and 64 more in `tail` (or null), into out,
+// out + stride, ...; returns its scale.
 template <int W, class At>
 inline float quantise_row(int32_t steps, const At& at, const float* tail, char* out, int64_t stride) {
   // Magnitudes compare as integers; a NaN is the largest of them.
@@ -121,8 +121,8 @@ void quantise_rows(const Quantise& q) {
   }
 }
 
-// A row's bytes of a step take the place of its numbers of the k tile of the same number, which has been read by then.
-// Where a panel is not bf16 its numbers are rounded to that first: bytes are the same on every CPU.
+// The int8 values of a step overwrite the k tile of the same index, which has been read by then. Panels that are not
+// bf16 are rounded to bf16 first, so that the int8 values are the same on every CPU.
 template <class Isa>
 void run_quantise_panel(const QuantisePanel& h) {
   constexpr int W = Isa::width;

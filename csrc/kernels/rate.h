@@ -1,6 +1,8 @@
-// Bare loops that say what this CPU can do: arithmetic from registers, the inner product over panels in L2, and reads.
+// Peak rates of this CPU measured by bare loops (arithmetic from registers, the inner product over panels in L2, memory
+// reads), and `table_of`, which assembles a variant's kernel table.
 //
-// The benches set every cell against these, measured in the same run with the same threads; the thread probe uses them.
+// The benches report every cell relative to these rates, measured in the same run with the same threads; the thread
+// probe uses them too.
 #pragma once
 
 #include <time.h>
@@ -20,7 +22,7 @@ inline double seconds_now() {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Calls `body` until `seconds` have passed; units of work per second.
+// Calls `body` until `seconds` have passed; returns units of work per second.
 template <class Body>
 inline double per_second(double seconds, Body&& body) {
   double start = seconds_now(), now, units = 0;
@@ -31,9 +33,8 @@ inline double per_second(double seconds, Body&& body) {
   return units / (now - start);
 }
 
-// Random bytes, or bf16, f32 or f64 numbers below 1 with random signs and mantissas. What the arithmetic can do depends
-// on its data: on zeros or constants a matrix unit draws less power and runs up to twice as fast as it ever will on
-// weights.
+// Random bytes, or bf16, f32 or f64 values below 1 with random signs and mantissas. Arithmetic throughput depends on
+// the data: on zeros or constants a matrix unit draws less power and runs up to twice as fast as on weights.
 inline void fill_with_noise(char* out, size_t bytes, int elem) {
   uint64_t x = 88172645463325252u;
   for (size_t at = 0; at + (size_t)elem <= bytes; at += (size_t)elem) {
@@ -55,7 +56,7 @@ inline void fill_with_noise(char* out, size_t bytes, int elem) {
   }
 }
 
-// Two token tiles against blocks of K = 2048, everything packed and resident, nothing stored but the sums.
+// Two token tiles times blocks of K = 2048, everything packed and in cache, only the sums stored.
 template <class Isa>
 double panel_rate(double seconds, char* scratch, size_t bytes) {
   constexpr int k_tiles = 2048 / (kIntegerSums<Isa> ? kStepK : kTileK), each = kIntegerSums<Isa> ? 1 : Isa::elem;
@@ -101,16 +102,16 @@ double read_rate(double seconds, const char* scratch, size_t bytes) {
     return (double)at;
   });
   for (int i = 1; i < 8; i++) sum[0] ^= sum[i];
-  // The sum must be seen, or the loop is dropped.
+  // The sum must be used, or the compiler removes the loop.
   asm volatile("" : : "g"(sum[0][0]) : "memory");
   return rate;
 }
 
-// Multiply-adds on MR x NV accumulators that never leave their registers.
+// Multiply-adds on accumulators that stay in registers.
 template <class V, int chains>
 double register_rate(double seconds) {
   constexpr int W = kLanes<V>;
-  // Numbers that the compiler cannot see, or it would leave the multiplication by one out.
+  // Values unknown to the compiler, which would drop a multiplication by one.
   alignas(64) Lane<V> noise[2 * W];
   fill_with_noise((char*)noise, sizeof noise, sizeof noise[0]);
   V acc[chains], x = load<V>(noise), y = load<V>(noise + W);
@@ -135,7 +136,7 @@ double measure_rate(Rate what, double seconds, char* scratch, size_t bytes) {
   return Isa::registers(seconds);
 }
 
-// Tiles of bf16 hold pairs, those of the exact kinds single numbers.
+// bf16 tiles hold pairs along K, f32 and f64 tiles single values.
 template <class Isa>
 constexpr bool kPairs = Isa::tile_bytes == kTileBytes;
 
@@ -149,11 +150,11 @@ void pack_tiles(const Pack& p) {
 }
 
 template <class Isa>
-void decode_any(const Decode& d) {
+void run_decode(const Decode& d) {
   decode_block<Isa>(*d.encoding, d.block, d.k0, d.count, d.out);
 }
 
-// What decoding asks for beside experts exists once for each variant, with the bf16 kernels.
+// Kernels other than the experts' exist once per variant, in the bf16 table.
 template <class Isa, class Argument>
 constexpr auto bf16_only(void (*kernel)(const Argument&)) {
   return kPairs<Isa> ? kernel : nullptr;
@@ -166,11 +167,11 @@ constexpr auto if_int8(void (*kernel)(const Argument&)) {
 
 template <class Isa, class Int8Isa>
 constexpr auto quantise_panel_of() -> void (*)(const QuantisePanel&) {
-  if constexpr (kHasInt8<Int8Isa>) return &run_quantise_panel<Isa>;  // there is none of doubles
+  if constexpr (kHasInt8<Int8Isa>) return &run_quantise_panel<Isa>;  // f64 has no W8A8
   return nullptr;
 }
 
-// `Int8Isa` says how a variant multiplies bytes, `GemvImpl` how it multiplies few rows (gemv.h).
+// `Int8Isa` is the int8 form of a variant, `GemvImpl` its GEMV for few rows (gemv.h).
 template <class Isa, class Int8Isa = void, class GemvImpl = GemvWidened<Isa::width>>
 constexpr KernelTable table_of(const char* name) {
   constexpr bool wide = sizeof(typename Isa::Real) == 8;
@@ -188,7 +189,7 @@ constexpr KernelTable table_of(const char* name) {
           &run_up<Isa, Int8Isa>,
           &run_down<Isa, Int8Isa>,
           &pack_tiles<Isa>,
-          &decode_any<Isa>,
+          &run_decode<Isa>,
           &run_transpose<Isa>,
           &run_down_backward<Isa>,
           &Isa::lora_wgrad,

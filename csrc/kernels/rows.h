@@ -1,9 +1,9 @@
-// `multiply` for CPUs without tiles: a few token rows at a time in vector registers, weights widened on the way.
+// `multiply` for CPUs without tiles: a few token rows at a time in vector registers, weights widened on the fly.
 //
 // A weight vector holds, for W outputs, the neighbours k and k + 1 as bf16. Where the CPU has no bf16 product, a shift
-// and a mask make two f32 vectors of it (exactly), and each meets the broadcast activation of its k. The exact kinds
-// have one k a vector, in the type in which they multiply. NV vectors and MR rows fill the register file; a block of 32
-// outputs takes 32 / (NV * W) walks over K, or one where rows are few.
+// and a mask make two f32 vectors of it (exactly), each multiplied with the broadcast activation of its k. The exact
+// precisions (f32, f64) have one k per vector. NV vectors and MR rows fill the register file; a block of 32 outputs
+// takes 32 / (NV * W) sweeps over K, or one for few rows.
 #pragma once
 
 #include "kernels/gemm.h"
@@ -12,7 +12,7 @@
 namespace kt {
 namespace {
 
-// acc[m] += x[m][k] * w[k] + x[m][k + 1] * w[k + 1] in plain f32, activations f32.
+// acc[m] += x[m][k] * w[k] + x[m][k + 1] * w[k + 1] in f32, activations f32.
 template <int W>
 struct WidenToF32 {
   using Vector = F32<W>;
@@ -31,7 +31,7 @@ struct WidenToF32 {
   }
 };
 
-// acc[m] += x[m][k] * w[k], everything unrounded.
+// acc[m] += x[m][k] * w[k] in the type of the sums.
 template <class V>
 struct Exact {
   using Vector = V;
@@ -41,8 +41,8 @@ struct Exact {
   static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
 };
 
-// acc[m] += four products of bytes, widened to pairs of 16 bits on both sides. A row of a tile of bytes is as long as
-// one of bf16 pairs, and the panel's rows are as far apart as those of numbers, which are 4 bytes here.
+// acc[m] += four int8 products, both sides widened to pairs of 16 bits. A row of an int8 tile is as long as one of bf16
+// pairs, and the panel's row stride is that of floats, 4 bytes an element here.
 template <int W>
 struct WidenInt8 {
   using Vector = I32<W>;
@@ -56,7 +56,7 @@ struct WidenInt8 {
   }
 };
 
-// The same with a lane for every byte, where pairs have no product.
+// The same with one lane per byte, for CPUs without a product of 16-bit pairs.
 template <int W>
 struct WidenInt8PerLane {
   using Vector = I32<W>;
@@ -76,7 +76,7 @@ struct WidenInt8PerLane {
   }
 };
 
-// Where output n of a block begins.
+// Byte offset of output n in a block.
 template <class Arith>
 constexpr int column_at(int n) {
   return n / kTileN * Arith::tile_bytes + n % kTileN * (Arith::tile_bytes / kTileK / kTileN) * Arith::step_k;
@@ -117,13 +117,13 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
     for (int v = 0; v < NV; v++) store(c + m * kBlockN + v * W, acc[m][v]);
 }
 
-// One tile with `live` rows, 1 ... rows: the instance for exactly that many.
+// Dispatches to the instance for exactly `live` rows, 1 ... rows.
 template <class Arith, int NV, int rows>
 inline void tile_by_block(int live, const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate,
                           Prefetch prefetch, Lane<typename Arith::Vector>* c) {
   constexpr int W = kLanes<typename Arith::Vector>;
   if (live == rows) {
-    // Few rows leave registers for the whole block: its weights are then read in one walk, as they lie.
+    // Few rows leave registers for the whole block, whose weights are then read in one sequential sweep.
     constexpr bool full_block = rows * (kBlockN / W) <= 8;
     constexpr int NW = full_block ? kBlockN / W : NV;
     for (int column = 0; column < kBlockN; column += NW * W) {
@@ -136,11 +136,11 @@ inline void tile_by_block(int live, const char* a, int tile_rows, const char* b,
   }
 }
 
-// The same for bytes, once for all that has them multiplied. `Arith::begin`, where there is one, leaves something in
-// the sums that the products add to.
+// The int8 form, compiled once for all callers. `Arith::begin`, where it exists, initialises the sums that the products
+// add to.
 template <class Arith, int NV, int MR>
-__attribute__((noinline)) void bytes_by_block(int live, const char* a, int tile_rows, const char* b, int steps,
-                                              bool accumulate, Prefetch prefetch, int32_t* c) {
+__attribute__((noinline)) void int8_tile_by_block(int live, const char* a, int tile_rows, const char* b, int steps,
+                                                  bool accumulate, Prefetch prefetch, int32_t* c) {
   if constexpr (requires { Arith::begin(a, live, tile_rows, steps, accumulate, c); }) {
     Arith::begin(a, live, tile_rows, steps, accumulate, c);
     accumulate = true;
@@ -148,7 +148,7 @@ __attribute__((noinline)) void bytes_by_block(int live, const char* a, int tile_
   tile_by_block<Arith, NV, MR>(live, a, tile_rows, b, steps, accumulate, prefetch, c);
 }
 
-// An ISA that works on rows: MR rows by NV vectors in registers.
+// An ISA that multiplies rows: MR rows by NV vectors in registers.
 template <class Arith, int NV, int MR>
 struct RowIsa {
   using Arithmetic = Arith;
@@ -164,7 +164,7 @@ struct RowIsa {
   static void store_grad(const StoreGrad& d) {
     store_grad_sums<Vector>(d, [](auto&) {});
   }
-  // The vector units do the product itself, so nothing is gained by mixing other rows' work into it.
+  // The vector units compute the product itself, so interleaving an epilogue with it gains nothing.
   template <class Overlap>
   static void multiply(const ProductOf<Real>& p, Overlap& overlapped) {
     overlapped.all();
@@ -176,7 +176,7 @@ struct RowIsa {
       auto add = [&](const Contraction& s, bool accumulate, Prefetch fetch) {
         const char* a = s.a + (p.tile + t) * (int64_t)s.a_tile;
         if constexpr (kIntegerSums<RowIsa>) {
-          bytes_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
+          int8_tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
         } else {
           tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
         }

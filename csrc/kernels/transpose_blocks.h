@@ -1,9 +1,9 @@
-// Stored blocks turned around: a tile of pairs along K becomes one of pairs along N.
+// Transposes stored weight blocks for backward: a tile of pairs along K becomes one of pairs along N.
 //
-// Blocks that are bytes are turned as such (transpose_codes.h), other encoded ones are decoded first. A product that
-// goes over turned blocks finds the first of them in scratch; the others are turned while those before them are
-// multiplied, half a block at a time, since the matrix unit leaves the vector units idle and the cache to fetch what
-// comes next.
+// int8 and int4 blocks are transposed as codes (transpose_codes.h), other encoded blocks are dequantised first. A
+// product over transposed blocks starts with the first of them in scratch; each further one is transposed while the one
+// before it is multiplied, half a block at a time, because the matrix unit leaves the vector units idle and the cache
+// free to prefetch.
 #pragma once
 
 #include "kernels/formats.h"
@@ -13,7 +13,7 @@
 namespace kt {
 namespace {
 
-// Four k of eight n: from two rows of pairs along k to four rows of pairs along n.
+// Four k by eight n: two rows of pairs along k become four rows of pairs along n.
 inline void transpose_square(const char* in, char* out) {
   using Four = U32<4>;
   Four transposed[4];
@@ -34,7 +34,7 @@ inline void transpose_square(const char* in, char* out) {
 }
 
 // One half of n: in is a tile [16 pairs of k][16 n], out two tiles [16 pairs of n][16 k], k 0-15 and 16-31, of which
-// this is half of the rows.
+// half of the rows are written.
 inline void transpose_tile(const char* in, int half, char* out) {
   for (int n = 0; n < kTileN; n += 8)
     for (int k = 0; k < kTileK; k += 4)
@@ -43,12 +43,12 @@ inline void transpose_tile(const char* in, int half, char* out) {
 }
 
 // The same with whole rows in registers. Sixteen bytes of each of four rows make a register, so that the transpose of
-// 16 x 16 dwords has two stages left, inside those quarters; which rows come together is chosen such that the last
-// stage, which pairs neighbours along n, leaves k in order.
+// 16 x 16 dwords has two stages left, inside those quarters; the four rows are chosen such that the last stage, which
+// pairs neighbours along n, leaves k in order.
 #ifdef __AVX512F__
 template <int W>
 inline U32<W> load_quarters(const char* a, const char* b, const char* c, const char* d) {
-  // Inserting from memory needs no shuffle unit; the compiler's own way of joining vectors would.
+  // Inserting from memory needs no shuffle unit, which the compiler's code for joining vectors would use.
   __m512i all = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)a));
   all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)b), 1);
   all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)c), 2);
@@ -66,7 +66,7 @@ inline U32<W> load_quarters(const char* a, const char* b, const char* c, const c
 }
 #endif
 
-// Elements of a and b in turns, from the lower or the upper half of every quarter.
+// Interleaves a and b, from the lower or the upper half of every quarter.
 template <int W, class V, bool upper>
 inline U32<W> interleave(U32<W> a, U32<W> b) {
   V order;
@@ -98,7 +98,7 @@ inline void transpose_tile_wide(const char* in, int half, char* out) {
   }
 }
 
-// One half of n of a block of an exact kind, whose tiles are [32 k][16 n].
+// One half of n of an f32 or f64 block, whose tiles are [32 k][16 n].
 template <class Real>
 inline void transpose_exact(const char* in, int half, char* out) {
   constexpr int tile = kTileK * kTileN;
@@ -121,17 +121,17 @@ inline void transpose_half(const char* in, int half, char* out) {
   }
 }
 
-// Neighbouring blocks lie far apart, where no hardware follows: each is brought into L2 while the eighth before it is
-// turned, and into L1 while the one before is.
+// Neighbouring blocks are too far apart for the hardware prefetcher: each is prefetched into L2 eight blocks before it
+// is transposed, and into L1 one block before.
 constexpr int kTransposeAhead = 8;
 
-// The blocks of a list of transposes, half by half.
+// Transposes the blocks of a list of jobs, half by half.
 template <class Isa>
 class BlockTransposer {
  public:
   BlockTransposer(const Transpose* jobs, int count) : job_(jobs), end_(jobs + count), ahead_job_(job_) { skip_empty(); }
 
-  // Halves that are left in [at, end).
+  // Halves in [at, end).
   static int halves(const Transpose* at, const Transpose* end) {
     int sum = 0;
     for (; at < end; at++) sum += 2 * at->count;
@@ -139,12 +139,12 @@ class BlockTransposer {
   }
 
   void all() { to(end_); }
-  // Up to a later one of the list.
+  // Continues up to a later job of the list.
   void to(const Transpose* job) {
     while (job_ < job && job_ < end_) half();
   }
 
-  // One half; nothing where all are turned.
+  // Transposes one half; does nothing at the end of the list.
   void half() {
     if (job_ >= end_) return;
     const Transpose& t = *job_;
@@ -180,7 +180,7 @@ class BlockTransposer {
     while (job_ < end_ && !job_->count) job_++;
   }
 
-  // The next block that has not been fetched.
+  // Prefetches the next block that has not been prefetched.
   void prefetch() {
     while (ahead_job_ < end_ && ahead_block_ >= ahead_job_->count) ahead_job_++, ahead_block_ = 0;
     if (ahead_job_ == end_) return;
@@ -202,12 +202,12 @@ class BlockTransposer {
   }
 
   const Transpose *job_, *end_;
-  int block_ = 0, half_ = 0;  // of *at_, to come next
+  int block_ = 0, half_ = 0;  // next block and half of *job_
   const Transpose* ahead_job_;
-  int ahead_block_ = 0, prefetched_ = 0;  // blocks that were fetched and are not turned yet
+  int ahead_block_ = 0, prefetched_ = 0;  // blocks that are prefetched and not transposed yet
 };
 
-// The next block of a product turned while one is multiplied: some halves at every k step.
+// Transposes the next block of a product while one is multiplied: some halves at every k step.
 template <class Isa>
 class OverlappedTranspose {
  public:
@@ -217,7 +217,7 @@ class OverlappedTranspose {
         end_(t ? t->jobs + t->count : nullptr),
         jobs_per_block_(t ? t->jobs_per_block : 0) {}
 
-  // The passes over a block begin, of so many steps together.
+  // Starts the passes over a block, `steps` k steps in all.
   void begin(int steps) {
     const Transpose* after = next_ + jobs_per_block_ < end_ ? next_ + jobs_per_block_ : end_;
     halves_per_block_ = BlockTransposer<Isa>::halves(next_, after);
@@ -228,7 +228,7 @@ class OverlappedTranspose {
   void step() {
     for (due_ += halves_per_block_; due_ >= steps_; due_ -= steps_) transposer_.half();
   }
-  // They have ended.
+  // Completes the next block.
   void finish() { transposer_.to(next_); }
 
  private:
@@ -237,7 +237,7 @@ class OverlappedTranspose {
   int jobs_per_block_, halves_per_block_ = 0, steps_ = 1, due_ = 0;
 };
 
-// Of products that have no such blocks.
+// For products whose blocks are not transposed.
 struct NoTranspose {
   explicit NoTranspose(const TransposedBlocks*) {}
   void begin(int) {}

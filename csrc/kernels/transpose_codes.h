@@ -1,9 +1,9 @@
-// Blocks of int8 and int4 turned around before they are widened.
+// Transposes int8 and int4 blocks before they are widened.
 //
-// Sixteen bytes of a strip hold eight k of two neighbouring outputs, or sixteen k in int4. They are brought into the
-// order of a row of a turned tile (k after k, the two outputs side by side) and then widened, scaled and rounded as
-// decoding does it, so the bits are those of a tile that was decoded first and turned then. Moving bytes takes a
-// quarter of the shuffles that moving numbers takes, and both scales of a row are the same for all of its k.
+// Sixteen bytes of a strip hold eight k of two neighbouring outputs, or sixteen k in int4. They are shuffled into the
+// order of a row of a transposed tile (k by k, the two outputs side by side) and then widened, scaled and rounded as in
+// dequantising, so the bits are those of a tile that was dequantised first and then transposed. Shuffling bytes takes a
+// quarter of the shuffles of 32-bit values, and a row's two scales are the same for all of its k.
 #pragma once
 
 #include "kernels/int8_tiles.h"
@@ -15,7 +15,7 @@ constexpr int kPairBytes = 16;                        // of two outputs
 constexpr int kPieces = 4;                            // of eight k in a k tile
 constexpr int kPieceBytes = kTileN / 2 * kPairBytes;  // a piece: all pairs of a strip
 
-// W signed bytes as numbers.
+// W signed bytes as floats.
 template <int W>
 inline F32<W> signed_bytes(const char* at) {
 #ifdef __AVX512F__  // masked: without one, gcc's header reads an undefined vector and warns of it
@@ -32,7 +32,7 @@ inline F32<W> signed_bytes(const char* at) {
   return v;
 }
 
-// Of each sixteen bytes [2 outputs][even k, odd k][4], which go where in [4][even k, odd k][2 outputs].
+// Reorders each sixteen bytes from [2 outputs][even k, odd k][4] to [4][even k, odd k][2 outputs].
 template <int W>
 inline typename Halves<W>::bytes by_k(typename Halves<W>::bytes v) {
   typename Halves<W>::bytes order;
@@ -40,7 +40,7 @@ inline typename Halves<W>::bytes by_k(typename Halves<W>::bytes v) {
   return __builtin_shuffle(v, order);
 }
 
-// A k tile of codes into pieces of signed bytes, [4 pieces][8 pairs][8 k][2 outputs].
+// Unpacks a k tile of codes into pieces of signed bytes, [4 pieces][8 pairs][8 k][2 outputs].
 template <Codec>
 struct PairOrder;
 
@@ -59,7 +59,7 @@ struct PairOrder<Codec::int4> {
   template <int W>
   static void unpack(const char* codes, char* pieces) {
     using Bytes = typename Halves<W>::bytes;
-    I32<W> lower, upper;  // four bytes from here, four from there
+    I32<W> lower, upper;  // shuffles that take four bytes of one vector, then four of the other
     for (int i = 0; i < W; i++) {
       lower[i] = i / 4 * 4 + i % 4 / 2 + i % 2 * W;
       upper[i] = lower[i] + 2;
@@ -76,7 +76,8 @@ struct PairOrder<Codec::int4> {
   }
 };
 
-// One k tile of a strip into rows `row0` ... of two turned tiles, k 0-15 and 16-31. Never inlined, as decode_strip_as.
+// One k tile of a strip into rows `row0` ... of two transposed tiles, k 0-15 and 16-31. Never inlined, like
+// decode_strip_as.
 template <int W, Codec C>
 __attribute__((noinline)) void transpose_strip(const Format& f, const Strip& s, const char* strip, int k_tile, int row0,
                                                char* out) {

@@ -1,5 +1,5 @@
-// Numbers are compared as integers of their own bits, many at a time: first the largest of each stretch, by all
-// threads, then its place in the one stretch of a row that has it.
+// Floats are compared as integers, by their bits: threads find the largest of each part of a row, then its index is
+// searched in the one part that has it.
 #include "moe/argmax.h"
 
 #include <algorithm>
@@ -12,23 +12,23 @@ namespace {
 
 constexpr int64_t kPart = 16384;  // columns that a thread takes at a time
 
-// Ordered as the numbers are: the magnitude, negated where the sign is set, so that both zeros are the same. V is Int
-// or a vector of them.
+// An integer key in the order of the floats: the magnitude, negated where the sign is set, so that both zeros are
+// equal; NaN is the largest. V is Int or a vector of them.
 template <class Int, Int infinity, class V>
 inline V key_of(V bits) {
   constexpr int sign = sizeof(Int) * 8 - 1;
-  constexpr Int most = (Int) ~((Int)1 << sign);
-  V negative = bits >> sign, magnitude = bits & most;
+  constexpr Int max_magnitude = (Int) ~((Int)1 << sign);
+  V negative = bits >> sign, magnitude = bits & max_magnitude;
   V key = (magnitude ^ negative) - negative, is_nan = (V)(infinity - magnitude) >> sign;
-  return (is_nan & most) | (~is_nan & key);
+  return (is_nan & max_magnitude) | (~is_nan & key);
 }
 
 template <class Int, Int infinity>
 inline Int max_key_of(const Int* at, int64_t count) {
   typedef Int V __attribute__((vector_size(16)));
   constexpr int lanes = sizeof(V) / sizeof(Int);
-  Int most = key_of<Int, infinity, Int>(at[0]);
-  V all = V{} + most;
+  Int max_key = key_of<Int, infinity, Int>(at[0]);
+  V all = V{} + max_key;
   int64_t c = 0;
   for (; c + lanes <= count; c += lanes) {
     V bits;
@@ -36,9 +36,9 @@ inline Int max_key_of(const Int* at, int64_t count) {
     V key = key_of<Int, infinity, V>(bits), more = key > all;
     all = (more & key) | (~more & all);
   }
-  for (int i = 0; i < lanes; i++) most = std::max<Int>(most, all[i]);
-  for (; c < count; c++) most = std::max(most, key_of<Int, infinity, Int>(at[c]));
-  return most;
+  for (int i = 0; i < lanes; i++) max_key = std::max<Int>(max_key, all[i]);
+  for (; c < count; c++) max_key = std::max(max_key, key_of<Int, infinity, Int>(at[c]));
+  return max_key;
 }
 
 template <class Int, Int infinity>

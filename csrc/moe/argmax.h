@@ -1,4 +1,4 @@
-// The place of the largest number in each row, which greedy decoding asks of logits [rows, columns].
+// Argmax of each row of logits [rows, columns], for greedy decoding.
 #pragma once
 
 #include "threads.h"
@@ -6,7 +6,7 @@
 
 namespace kt {
 
-// The first one where several are the largest; a NaN is larger than anything. `type` is bf16 or f32, `stride` in
+// The first index where several are the largest; a NaN is larger than any number. `type` is bf16 or f32, `stride` in
 // elements.
 void argmax(Pool& pool, const void* x, DType type, int64_t rows, int64_t columns, int64_t stride, int64_t* index);
 

@@ -9,8 +9,8 @@ namespace kt {
 
 namespace {
 
-// A unit is one group of heads of one sequence and one stretch of its keys. Whoever ends the last stretch of a group
-// joins them, in order, so the numbers do not depend on threads.
+// A unit is one GQA group of one sequence and one split of its keys. The thread that finishes the last split of a group
+// merges them, in order, so the result does not depend on the number of threads.
 class AttentionJob : public Job {
  public:
   AttentionJob(const KernelTable& kernels, const Attention& attention) : kernels_(kernels), a_(attention) {
@@ -92,7 +92,7 @@ class AttentionJob : public Job {
 
   const KernelTable& kernels_;
   const Attention& a_;
-  int32_t per_group_ = 0, result_size_ = 0;  // heads; numbers of a unit's result
+  int32_t per_group_ = 0, result_size_ = 0;  // heads of a group; floats of a unit's result
   std::vector<Unit> units_;
   std::vector<Group> groups_;
   std::vector<std::atomic<int32_t>> left_;

@@ -1,11 +1,10 @@
 // Backward with frozen weights: gradients of the hidden states and of the routing weights; those of LoRA's factors are
 // in lora_backward.cpp.
 //
-// A unit computes gate and up again (or finds them kept), multiplies the output's gradient with down transposed, and
-// takes the result back through the activation into the gradient panel. A lane multiplies that panel with gate/up
-// transposed and adds. The routing weight's gradient is the inner product of h with the gradient before it was scaled,
-// so no output of down is ever needed. Blocks are transposed into the thread's scratch, a few at a time, and used for
-// all rows.
+// A unit recomputes gate and up (or reads the kept ones), multiplies the output's gradient with down transposed, and
+// applies the activation's derivative, into the gradient panel. A lane multiplies that panel with gate/up transposed
+// and adds. The routing weight's gradient is the inner product of h with the unscaled gradient, so down's output is
+// never needed. Blocks are transposed into the thread's scratch, a few at a time, and used for all rows.
 #include <algorithm>
 #include <cstring>
 
@@ -21,8 +20,8 @@ void Backward::begin() {
   begin_lora();
 }
 
-// The k tile of stored blocks [first, first + count) as one block of the transposed matrix: a job for each of the
-// groups with which the blocks may lie.
+// Jobs that transpose the k tile of stored blocks [first, first + count) into one block of the transposed matrix: one
+// job per NUMA part of the store.
 void Backward::add_transposes(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
                               char* out, std::vector<Transpose>& jobs) const {
   for (int g = 0; g < store.parts(); g++) {
@@ -41,8 +40,8 @@ void Backward::transpose_block(const BlockStore& store, int32_t expert, int32_t 
     if (job.count) experts_.kernels().transpose(job);
 }
 
-// Blocks [block0, block1) of the transposed matrix for one product: all of them, or the first only, if the others can
-// be made beside the products before them, in two places that take turns.
+// Blocks [block0, block1) of the transposed matrix for one product: all of them, or with `overlap` only the first, the
+// others being transposed during the products before them, into two alternating buffers.
 TransposedBlocks Backward::transpose_blocks(const BlockStore& store, int32_t expert, int32_t first, int32_t count,
                                             int32_t block0, int32_t block1, bool overlap, char* out,
                                             std::vector<Transpose>& jobs) const {
@@ -122,13 +121,13 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
   }
 }
 
-// All columns of the segment's rows have been back through the activation.
+// All units of the segment are done: the gradient panel is complete.
 void Backward::segment_done(size_t index, char* slice) {
   with_sums_of(experts_.kernels(), [&](auto zero) { add_weight_gradients<decltype(zero)>(index); });
   lora_shrink_gradients(index, slice);
 }
 
-// The shares of the routing weights' gradients are added up in order.
+// Adds up the per-block parts of the routing weights' gradients, in order.
 template <class Real>
 void Backward::add_weight_gradients(size_t index) {
   const Segment& segment = routing_.segments[index];
@@ -177,7 +176,7 @@ void Backward::run_lane_segment(const Lane& lane, size_t index, char* slice) {
         down.tiling = {whole.rows, tiles};
         down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
         down.dropout = dropout_from(routing_.dropout_seeds_x, row);
-        // Gradients of gate and up carry the routing weight already.
+        // Gradients of gate and up include the routing weight already.
         down.rows = {routing_.token.data() + row, nullptr, routing_.mark.data() + row};
         down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, transposed,
                      now};

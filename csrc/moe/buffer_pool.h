@@ -1,9 +1,9 @@
-// Memory that is borrowed and given back, because what the system hands out fresh it first has to clear, page by page,
-// at a tenth of the speed at which it can be written.
+// Pools of reusable buffers, because the system zeroes fresh pages at a tenth of the speed at which they can be
+// written.
 //
-// An Arena is for the work of calls: those of one pool run one after another most of the time, so all layers of a model
-// share one buffer that has grown to the largest call. A Lender is for tensors that a training step makes and the next
-// one makes again: activations kept for backward, gradients.
+// Arena holds workspaces of calls: the calls of one thread pool run one after another most of the time, so all layers
+// of a model share one buffer that has grown to the largest call. BufferPool holds tensors that every training step
+// allocates again: activations kept for backward, gradients.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ class Arena {
     std::lock_guard lock(mutex_);
     auto it = std::find_if(free_.begin(), free_.end(), [&](const Buffer& b) { return b.size() >= bytes; });
     if (it == free_.end()) {
-      // What is too small is let go: a larger one replaces it.
+      // A buffer that is too small is freed: the larger one replaces it.
       if (!free_.empty()) free_.pop_back();
       return Buffer(bytes);
     }
@@ -40,7 +40,7 @@ class Arena {
   std::vector<Buffer> free_;
 };
 
-// Never holds more than was in use at one time.
+// Never holds more bytes than were in use at one time.
 class BufferPool {
  public:
   Buffer acquire(size_t bytes) {
@@ -80,7 +80,7 @@ class BufferPool {
  private:
   static constexpr size_t kStep = 2 << 20;
 
-  // Lets the oldest go until at most so many bytes lie unused.
+  // Frees the least recently released buffers until at most `bytes` are unused.
   void shrink_to(size_t bytes) {
     size_t sum = 0;
     for (const Buffer& b : free_) sum += b.size();
@@ -90,7 +90,7 @@ class BufferPool {
   }
 
   mutable std::mutex mutex_;
-  std::vector<Buffer> free_;  // in the order in which they came back
+  std::vector<Buffer> free_;  // in the order of their release
   size_t in_use_ = 0, peak_ = 0;
 };
 

@@ -1,7 +1,7 @@
-// Forward: units leave activated rows in the hidden panel, lanes multiply them with down and add.
+// Forward: units write activated rows to the hidden panel, lanes multiply them with down and add.
 //
-// In W8A8 every row of x is made into bytes once, before the units that gather it, and every activated row once its
-// segment is done, when the largest of its numbers is known.
+// In W8A8 every row of x is quantised once, before the units that gather it, and every activated row once its segment
+// is done and the row's largest magnitude is known.
 #include <algorithm>
 
 #include "futex.h"
@@ -9,7 +9,7 @@
 
 namespace kt {
 
-constexpr int32_t kMaxTokensTaken = 16;  // by a thread at a time, at most, to make bytes of them
+constexpr int32_t kMaxTokensTaken = 16;  // rows that a thread quantises at a time, at most
 
 void Call::begin() {
   next_tokens_ = 0;
@@ -19,7 +19,7 @@ void Call::begin() {
 void Call::before_units(char*) {
   if (!w8a8()) return;
   int32_t hidden = experts_.shape().hidden;
-  // Everybody waits for the last row: few are taken one by one.
+  // All threads wait for the last row, so few rows are taken one by one.
   int32_t taken = std::clamp(batch_.tokens / (2 * experts_.engine().pool.threads()), 1, kMaxTokensTaken);
   for (int32_t t; (t = next_tokens_.fetch_add(taken, std::memory_order_relaxed)) < batch_.tokens;) {
     int32_t count = std::min(taken, batch_.tokens - t);
@@ -29,7 +29,7 @@ void Call::before_units(char*) {
                                  (float*)(workspace_.data() + plan_.x_scales_at) + t});
     tokens_left_.fetch_sub(count, std::memory_order_acq_rel);
   }
-  // Those that are left are in the hands of running threads.
+  // The remaining rows are being quantised by running threads.
   for (int spins = 0; tokens_left_.load(std::memory_order_acquire); spins++)
     spins < 1000 ? relax() : (void)sched_yield();
 }
@@ -103,8 +103,8 @@ void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
         down.encoded.channel = (float*)(slice + plan_.channels_at);
         down.row_scale = (const float*)(workspace_.data() + plan_.hidden_scales_at) + row;
       }
-      const char* then = down.last ? after : b + store.offset(k + now);
-      down.next = tile + tiles == whole.tiles ? then : nullptr;
+      const char* next_weights = down.last ? after : b + store.offset(k + now);
+      down.next = tile + tiles == whole.tiles ? next_weights : nullptr;
       experts_.kernels().down(down);
     });
   }

@@ -1,6 +1,6 @@
-// Threads take pieces of the matrices, one group of rows or several: long ones first, because each piece is one run
-// through memory, single groups in the end, so that all are done together. Everyone takes a piece ahead: what comes
-// next is fetched while this is multiplied.
+// Threads take pieces of the matrices, of one group of rows or several: long pieces first, because each is one
+// sequential read, single groups at the end, so that all threads finish together. A thread claims its next piece before
+// it multiplies the current one, so that the next weights are prefetched.
 #include "moe/linear.h"
 
 #include <algorithm>
@@ -11,10 +11,10 @@ namespace kt {
 
 namespace {
 
-constexpr int64_t kMaxGroups = 16;  // in a piece
-constexpr int64_t kPieces = 4;      // for each thread, of what is left
+constexpr int64_t kMaxGroups = 16;  // of a piece
+constexpr int64_t kPieces = 4;      // per thread, of the remaining groups
 
-// Activations as they are multiplied; kept by the thread that asks, because it asks for every layer of every token.
+// Packed activations; one buffer per calling thread, which is reused by every layer and token.
 char* scratch_of(int64_t bytes) {
   struct Free {
     void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
@@ -50,7 +50,7 @@ class LinearJob : public Job {
 
  private:
   struct Piece {
-    const Matrix* matrix;  // null: nothing is left
+    const Matrix* matrix;  // null: no piece is left
     int64_t row, rows;
   };
 

@@ -1,7 +1,7 @@
-// Factors are small and come in any strides and dtype, so each expert's are first written out as plain matrices in the
-// type of the sums, scaled and in place, and packed from there like any weights. PEFT's B has the experts innermost, 16
-// of them in a line of memory: a few experts are written out together, so that a line is fetched a few times, not 16.
-// They are written into memory that calls have used before: fresh pages cost more than the packing.
+// Packs LoRA factors. They are small and come in any strides and dtype, so each expert's are first copied to contiguous
+// matrices in the type of the sums, scaled, and packed from there like weights. PEFT's B has the experts innermost, 16
+// of them in a cache line: a few experts are copied together, so that a line is read a few times, not 16. The copies
+// use workspace memory of earlier calls: fresh pages would cost more than the packing.
 #include "moe/lora.h"
 
 #include <algorithm>
@@ -16,8 +16,7 @@ int32_t tiles_of(int32_t rank) { return (int32_t)ceil_div(rank, kTileK); }
 
 constexpr int32_t kExpertsTogether = 4;  // experts
 
-// What write_out is asked for; the dtype is a constant below, so that the loops are vectors where numbers are side by
-// side.
+// Arguments of copy_factor; the dtype is a template argument below, so that contiguous loops are vectorised.
 template <class Real>
 struct FactorCopy {
   const SourceMatrix& m;
@@ -50,7 +49,7 @@ void copy_factor_as(const FactorCopy<Real>& p) {
     }
 }
 
-// out[n][k] = scale * m(n, k), rows of `width`; the same for `count` experts, each `next` further on.
+// out[n][k] = scale * m(n, k), rows of `width`; likewise for `count` experts, `next` elements apart.
 template <class Real>
 void copy_factor(const SourceMatrix& m, int32_t expert, int32_t count, int32_t rows, int32_t columns, Real scale,
                  Real* out, int64_t width, int64_t next) {
@@ -88,7 +87,7 @@ class FactorJob : public Job {
   void work(const Worker& worker) override {
     Real *a = (Real*)(memory_.data() + worker.index * bytes_), *wide = a + a_size_ * experts_together_,
          *down = wide + gate_up_size_ * experts_together_;
-    // Whole tiles of K are packed faster, so the ranks of B are filled up with zeros, once for all experts.
+    // Whole tiles of K are packed faster, so the ranks of B are padded with zeros, once for all experts.
     bool cleared = false;
     for (int32_t e; (e = next_.fetch_add(experts_together_)) < a_.layer_.experts;) {
       int32_t count = std::min(experts_together_, a_.layer_.experts - e);
@@ -155,8 +154,8 @@ class FactorJob : public Job {
   Adapter& a_;
   const SourceLora& source_;
   int32_t experts_together_ = 1;                           // experts
-  int64_t a_size_ = 0, gate_up_size_ = 0, down_size_ = 0;  // numbers of one expert: an A, B of gate and up, B of down
-  int64_t bytes_ = 0;                                      // of a thread
+  int64_t a_size_ = 0, gate_up_size_ = 0, down_size_ = 0;  // elements of one expert: an A, B of gate and up, B of down
+  int64_t bytes_ = 0;                                      // per thread
   Buffer memory_;
   std::atomic<int32_t> next_{0};
 };

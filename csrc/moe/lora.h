@@ -1,9 +1,9 @@
-// LoRA of one layer: for every expert and each of its matrices y += scale * B (A x), the factors packed as weights are.
+// LoRA of one layer: for every expert and each of its matrices y += scale * B (A x), the factors packed like weights.
 //
-// Gate and up share a product with x: their A are stacked into one matrix of rank R (once only where both have the same
-// A), and their B stand side by side in the blocks of gate/up, zero where the other's rank would be. A rank is one more
-// stretch of K, so it is rounded up to a tile; the scale is folded into B before rounding. Both directions read the
-// same bytes.
+// Gate and up share a product with x: their A are stacked into one matrix of rank R (stored once where both have the
+// same A), and their B are side by side in the blocks of gate/up, zero at the other's ranks. The rank is one more range
+// of K, so it is rounded up to a tile; the scale is folded into B before rounding. Forward and backward read the same
+// bytes.
 #pragma once
 
 #include <mutex>
@@ -18,7 +18,7 @@ struct LoraRanks {
   bool shared;             // gate and up have one A
 };
 
-// As the caller has it, for all experts: a [E, r, in], b [E, out, r].
+// Factors in the caller's layout, for all experts: a [E, r, in], b [E, out, r].
 struct SourceFactor {
   SourceMatrix a, b;
   double scale;
@@ -38,14 +38,15 @@ class Adapter {
   void leave() const { readers_.leave(); }
 
   const LoraRanks& ranks() const { return ranks_; }
-  int32_t gate_up_rank() const { return ranks_.shared ? ranks_.gate : ranks_.gate + ranks_.up; }  // of gate and up
-  int32_t up_at() const { return ranks_.shared ? 0 : ranks_.gate; }                               // up's first in there
+  // The rank of gate and up together, and up's first rank in it.
+  int32_t gate_up_rank() const { return ranks_.shared ? ranks_.gate : ranks_.gate + ranks_.up; }
+  int32_t up_at() const { return ranks_.shared ? 0 : ranks_.gate; }
   // Stored matrices: [R, H], [gate/up blocks, R], [r, I], [H, r].
   const BlockStore& gate_up_a() const { return gate_up_a_; }
   const BlockStore& gate_up_b() const { return gate_up_b_; }
   const BlockStore& down_a() const { return down_a_; }
   const BlockStore& down_b() const { return down_b_; }
-  // Ranks that fill no more than half a block of an A or of a turned B.
+  // Whether the ranks fill at most half a block of A, or of B transposed.
   bool gate_up_half() const { return gate_up_rank() <= kTileN; }
   bool down_half() const { return ranks_.down <= kTileN; }
   int32_t gate_up_tiles() const { return gate_up_b_.k_tiles(); }  // 0: neither gate nor up

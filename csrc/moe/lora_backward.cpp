@@ -1,18 +1,17 @@
 // Gradients of LoRA's factors.
 //
 // With x, h the inputs of gate/up and down, g the gradient of gate/up, y that of the output (times the routing weight w
-// where it says so), B' = scale * B, and sums over the rows of one expert that carry the adapter:
+// where given), B' = scale * B, and sums over the rows of one expert that have the adapter:
 //
-//   gate/up:  dA = (g B')^T x    dB = scale g^T (x A^T)    and g B' A joins the gradient of x
-//   down:     dA = (w y B')^T h  dB = scale (w y)^T (h A^T)  and y B' A joins the gradient of h
+//   gate/up:  dA = (g B')^T x    dB = scale g^T (x A^T)    and g B' A is added to the gradient of x
+//   down:     dA = (w y B')^T h  dB = scale (w y)^T (h A^T)  and y B' A is added to the gradient of h
 //
-// So there are four rank panels. Gathering rows of x and y from their tokens costs more than a product with a rank, so
-// both are gathered once for all that is done with them: y by the units, the first of which to have a piece's rows
-// makes their panel, and x by the contraction that is dA of gate/up. Where rows are not gathered whole (a long K is
-// taken in chunks), or gate and up are computed again, which takes the panel of x, the panels are made before anything
-// else. Those of h and g are made once a segment's units are done; the contractions over rows come last, a few hundred
-// columns of one factor of one expert at a time, each by one thread in the order of the rows, so that the bits do not
-// depend on the threads.
+// So there are four rank panels. Gathering rows of x and y by token costs more than a product with a rank, so both are
+// gathered once for all uses: y by the units, the first of which computes the panel of a piece, and x by the wgrad that
+// computes dA of gate/up. Where K is too long to be gathered whole, or gate and up are recomputed, which needs the
+// panel of x, the panels are computed before the units. Those of h and g are computed once a segment's units are done.
+// The contractions over rows come last, a few hundred columns of one factor of one expert at a time, each by one thread
+// in row order, so that the bits do not depend on the number of threads.
 #include <algorithm>
 #include <cstring>
 
@@ -50,7 +49,7 @@ void Backward::begin_lora() {
   }
 }
 
-// Pieces of rows whose panels cannot be made on the way: x times A of gate/up, and y times B of down.
+// Computes the panels that units and wgrad cannot: x times A of gate/up, and y times B of down.
 void Backward::before_units(char* slice) {
   if (gathers_full_k_ && wgrad_makes_xa_) return;
   for (int32_t n; (n = next_piece_++) < (int32_t)plan_.pieces.size();) {
@@ -63,15 +62,15 @@ void Backward::before_units(char* slice) {
 
 namespace {
 template <class Number>
-void wait_for(const std::atomic<Number>& number, Number wanted) {
-  for (int spins = 0; number.load(std::memory_order_acquire) != wanted; spins++)
+void wait_for(const std::atomic<Number>& number, Number value) {
+  for (int spins = 0; number.load(std::memory_order_acquire) != value; spins++)
     spins < 1000 ? relax() : (void)sched_yield();
 }
 }  // namespace
 
 void Backward::wait_for_ranks(size_t segment) const { wait_for(ranks_left_[segment], 0); }
 
-// y times B of down, from the rows that a unit has just gathered: by the first unit that has them.
+// y times B of down, from the rows that a unit has just gathered; done by the first unit of a piece, the others wait.
 void Backward::lora_shrink_gathered(const UpUnit& unit, const UnitRows& r, char* slice) {
   size_t n = (size_t)piece0_[(size_t)unit.segment], end = (size_t)piece0_[(size_t)unit.segment + 1];
   if (n == end || !gathers_full_k_) return;
@@ -97,7 +96,7 @@ void Backward::lora_shrink_piece(const Piece& piece, bool output, char* slice) {
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
     experts_.kernels().gather(gather);
-    // Dropout is of LoRA's inputs: of x here, not of y.
+    // Dropout applies to LoRA's inputs: to x here, not to y.
     const char* input_rows =
         apply_dropout(slice, r.tiling, r.live, gather.k0, now,
                       dropout_from(output ? none : routing_.dropout_seeds_x, segment.begin + r.first), slice);
@@ -107,7 +106,7 @@ void Backward::lora_shrink_piece(const Piece& piece, bool output, char* slice) {
   }
 }
 
-// The share of one run in a chunk of a piece's rows.
+// The product of one run's rows in a chunk of a piece.
 void Backward::lora_shrink_run(int32_t n, ShrinkInput& from, char* slice) const {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
@@ -138,7 +137,7 @@ void Backward::lora_shrink_run(int32_t n, ShrinkInput& from, char* slice) const 
     from.sums += block_sums * k_tiles;
   }
   if (!last) return;
-  // The ends of the run's panel belong to its first and its last piece.
+  // The outer tiles of the run's panel are zeroed with its first and its last piece.
   int32_t before = tile0 == ranks.tile0 ? 1 : 0, after = tile1 == ranks.tile1 ? 1 : 0;
   zero_other_rows(run, tile0 - before, tile1 + after, k_tiles, panel - before * panel_tile);
 }
@@ -167,8 +166,8 @@ void Backward::lora_shrink_gradients(size_t index, char* slice) {
   });
 }
 
-// What will be turned next comes into L2 meanwhile: of A of down a unit's next blocks, of A of gate/up a lane's own
-// ones of the next expert. They are too short for the hardware to follow.
+// Prefetches into L2 the factor blocks to transpose next: of A of down a unit's next blocks, of A of gate/up a lane's
+// own blocks of the next expert. They are too short for the hardware prefetcher.
 void Backward::prefetch_next_factor(size_t segment, const BlockStore& store, bool down, int32_t block0,
                                     int32_t block1) const {
   int32_t first = down ? block1 : block0, count = std::min(block1 - block0, store.k_tiles() - first);
@@ -180,7 +179,8 @@ void Backward::prefetch_next_factor(size_t segment, const BlockStore& store, boo
   }
 }
 
-// A of down (or of gate/up) transposed, at columns of blocks [block0, block1), against the panels of y (or of g).
+// LoRA terms of A of down (or of gate/up) transposed, at the columns of blocks [block0, block1), with the panels of y
+// (or of g).
 std::vector<LoraTerm> Backward::transposed_lora_terms(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
                                                       char* slice) const {
   std::vector<LoraTerm> lora_terms;
@@ -202,8 +202,8 @@ std::vector<LoraTerm> Backward::transposed_lora_terms(const Piece& piece, Factor
   return lora_terms;
 }
 
-// Pieces of all factors of all experts of all adapters; experts without rows get zeros. All of A of gate/up come first:
-// they make the panels of x that their B wait for.
+// Takes parts of all factors of all experts of all adapters; experts without rows get zeros. A of gate/up comes first:
+// it computes the panels of x that the wgrad of B waits for.
 void Backward::after_lanes(char* slice) {
   if (gradients_.lora.empty()) return;
   int32_t blocks[4] = {experts_.weights().down().blocks(), experts_.weights().up().blocks(),
@@ -220,7 +220,7 @@ void Backward::after_lanes(char* slice) {
   }
 }
 
-// The wide side of a contraction: rows of x or y by token, or of a panel.
+// The wide operand of wgrad: rows of x or y by token, or of a panel.
 Backward::WgradRows Backward::wgrad_rows(Factor factor, const Run& run) const {
   Tiling t = plan_.tilings[(size_t)run.segment];
   DType panel_type = experts_.kernels().panel;
@@ -244,7 +244,7 @@ Backward::WgradRows Backward::wgrad_rows(Factor factor, const Run& run) const {
           false};
 }
 
-// Rows [begin, end) of a run join `columns` columns of one factor's gradient from `column` on, in sums
+// Accumulates rows [begin, end) of a run into `columns` columns of one factor's gradient from `column` on, in sums
 // [rank][sums_stride()].
 void Backward::contract(Factor factor, int32_t n, const WgradRows& wide, int32_t begin, int32_t end, int32_t column,
                         int32_t columns, const Sums& to) const {
@@ -292,8 +292,8 @@ void Backward::contract(Factor factor, int32_t n, const WgradRows& wide, int32_t
   }
 }
 
-// All of x is gathered, a piece of a run's rows at a time, for the gradient of A and, where that is not made yet, for
-// its product with A.
+// Wgrad of A of gate/up from gathered x, a piece of a run's rows at a time; also computes x times A where that panel is
+// missing.
 void Backward::contract_gathered(int32_t n, const Sums& to, char* slice) {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
@@ -346,7 +346,7 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
   store_grad(index, expert, factor, column, columns, sums);
 }
 
-// Sums [rank][columns] into the caller's tensors: A as it lies, B turned and scaled.
+// Stores sums [rank][columns] into the caller's tensors: A in its own order, B transposed and scaled.
 void Backward::store_grad(size_t index, int32_t expert, Factor factor, int32_t column, int32_t columns,
                           const char* sums) const {
   const LoraTargets& to = gradients_.lora[index];
@@ -355,7 +355,7 @@ void Backward::store_grad(size_t index, int32_t expert, Factor factor, int32_t c
   const LayerShape& s = experts_.shape();
   StoreGrad d{};
   d.c_stride = sums_stride(columns_);
-  // Ranks [first, first + count) of the sums; element (r, n) of the tensor is `at` on.
+  // Stores ranks [first, first + count) of the sums; the tensor's element (r, n) starts at `at`.
   auto store = [&](const Target& t, int32_t first, int32_t count, int64_t at, int64_t r_stride, int64_t n_stride) {
     if (!t.data) return;
     d.c = sums + first * d.c_stride * experts_.kernels().sum_bytes;
@@ -366,12 +366,12 @@ void Backward::store_grad(size_t index, int32_t expert, Factor factor, int32_t c
     d.n_stride = n_stride;
     experts_.kernels().store_grad(d);
   };
-  // They are rows of an A ...
+  // Ranks are rows of an A ...
   auto store_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
     d.from = 0, d.each = kBlockN, d.count = std::min(columns, width - column), d.scale = 1;
     store(t, first, count, column * t.k_stride, t.n_stride, t.k_stride);
   };
-  // ... or columns of a B, whose rows from `n` on are all of the sums' columns, or 16 of every 32.
+  // ... or columns of a B, whose rows from `n` on are all columns of the sums, or 16 of every 32.
   auto store_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t from, int32_t each,
                      int32_t rows) {
     int32_t n = column / kBlockN * each;

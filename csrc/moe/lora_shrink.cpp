@@ -1,9 +1,9 @@
-// Products with LoRA's factors: from rows of H or I numbers down to a rank, and where the result meets the base
-// product.
+// LoRA shrink: rows of H or I elements times A (or B transposed) into rank panels, and the LoRA terms that add them to
+// the base product.
 //
-// A rank panel has the shape of any activation panel, with the rank for its K. It belongs to one run and reaches one
-// tile beyond it on each side, because a product takes two tiles at a time and may begin with either; rows in it that
-// are not the run's are zero, so that a tile may straddle adapters.
+// A rank panel has the shape of any activation panel, with the rank as its K. It belongs to one run (the rows of one
+// adapter in one expert) and extends one tile beyond it on each side, because a product takes two tiles at a time and
+// may begin with either; rows of other runs are zero, so that a tile may contain several adapters.
 #include <algorithm>
 #include <cstring>
 
@@ -44,7 +44,7 @@ void Task::lora_shrink(const LoraShrink& n, const Tiling& tiling, int32_t live, 
 void Task::zero_other_rows(const Run& run, int32_t tile0, int32_t tile1, int32_t k_tiles, char* panel) const {
   const Segment& segment = routing_.segments[(size_t)run.segment];
   Tiling t = plan_.tilings[(size_t)run.segment];
-  if (run.count == segment.count) return;  // nobody else's rows
+  if (run.count == segment.count) return;  // the segment has no other rows
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, step = t.rows * row_bytes;
   for (int32_t row = tile0 * t.rows; row < tile1 * t.rows; row++) {
     if (row >= run.first && row < run.first + run.count) continue;

@@ -1,6 +1,6 @@
 // Sizes, in the order in which they are chosen: token tiles per unit and the chunk of K (so that the gathered rows stay
-// in L2), blocks per unit (large at first, smaller towards the end, so that all threads finish together), columns per
-// lane (wide enough to reuse the hidden rows, narrow enough to keep every thread busy).
+// in L2), blocks per unit (large first, smaller towards the end, so that all threads finish together), columns per lane
+// (enough to reuse the hidden rows, few enough to keep every thread busy).
 #include "moe/plan.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-constexpr int32_t kMaxBackwardBlocks = 32;  // gate/up blocks of a backward unit: what it keeps of them stays in L2
+constexpr int32_t kMaxBackwardBlocks = 32;  // gate/up blocks of a backward unit: its kept rows stay in L2
 constexpr int64_t kScratchSums = 2 * 2 * kMaxRows * kBlockN;
 
 // Token tiles of one segment in pieces of about `most`, at most a quarter more, none much smaller than the others.
@@ -28,7 +28,7 @@ struct UpPartitioner {
   Plan& plan;
   int32_t max_blocks;
 
-  // Blocks [begin, end) of every segment, cut for one group of threads.
+  // Units over blocks [begin, end) of every segment, for one group of threads.
   void partition(const std::vector<Segment>& segments, int group) {
     int32_t begin = weights.up().begin(group), end = weights.up().end(group), step = weights.shape().gated ? 2 : 1;
     if (begin == end) return;  // more groups than blocks
@@ -41,7 +41,7 @@ struct UpPartitioner {
       int64_t fair = std::max<int64_t>(left / (2 * threads), 1);
       int64_t parts = std::clamp<int64_t>(ceil_div(cost / (int64_t)pieces.size(), fair), 1, (end - begin) / step);
       int32_t per_part = (int32_t)std::min<int64_t>(round_up(ceil_div(end - begin, parts), step), max_blocks);
-      // Neighbours in the queue share weights: the pieces of one block range follow each other.
+      // Neighbours in the queue share weights: the pieces of one block range are adjacent.
       for (int32_t b = begin; b < end; b += per_part)
         for (const Piece& p : pieces)
           plan.up[(size_t)group].push_back({p.segment, p.tile0, p.tile1, b, std::min(b + per_part, end)});
@@ -51,9 +51,9 @@ struct UpPartitioner {
   }
 };
 
-// Blocks per lane. A lane reads its own weights once and every hidden row once, from the cache that all share, so wide
-// lanes read rows less often; there must be a third more than threads, or those that are ahead find nothing to help
-// with. Where rows are few, so are their bytes, and single blocks keep the end even.
+// Blocks per lane. A lane reads its own weights once and every hidden row once, from the shared cache, so wide lanes
+// read rows less often; there must be a third more lanes than threads, or threads that finish early have nothing to
+// take. With few rows the hidden rows are small, and single blocks balance best.
 int32_t lane_width(int32_t blocks, int threads, size_t weight_bytes, int64_t hidden_bytes) {
   if (hidden_bytes * 4 < (int64_t)weight_bytes) return 1;
   return (int32_t)std::max<int64_t>(1, blocks * 3 / (4 * threads));
@@ -65,7 +65,7 @@ Budget budget_of_machine() {
   const Topology& t = topology();
   int64_t l2 = t.l2 ? (int64_t)t.l2 : 1 << 20;
   int64_t share = l2 / std::max(1, t.l2_sharers);
-  // Guests hide siblings: an L2 of 2 MB is taken to have two threads at it even where the guest shows one.
+  // Guests hide hyperthread siblings: an L2 is assumed to be shared by two threads even where the guest shows one.
   if (t.hypervisor && t.l2_sharers == 1) share = l2 / 2;
   share = std::max<int64_t>(share, 256 << 10);
   return {share * 5 / 8, share * 3 / 8};
@@ -80,15 +80,15 @@ int64_t largest_rank(const Routing& routing, const Adapters& adapters) {
   return round_up(rank, kRankStep);
 }
 
-// What a thread needs for gradients of factors, once everything else is done: a piece of sums and a chunk of rows.
+// A thread's memory for gradients of factors: sums of some columns and the scratch of wgrad.
 static int64_t factor_bytes(int64_t rank, int64_t sum_bytes) {
   int64_t sums = round_up(rank, kTileN) * sums_stride(factor_columns(rank)) * sum_bytes;
   return rank ? sums + wgrad_scratch(rank, sum_bytes) : 0;
 }
 
-// Where the panels of all runs lie, from `at` on, and what a thread needs for those of a unit.
-static int64_t place_rank_panels(const Routing& routing, const Layout& layout, bool back, int64_t at, Plan& plan) {
-  const int64_t row_bytes = (int64_t)kTileK * layout.kernels.elem;
+// Assigns offsets from `at` on to the rank panels of all runs, and sizes a thread's panels of a unit. Returns the end.
+static int64_t place_rank_panels(const Routing& routing, const PlanInput& input, bool back, int64_t at, Plan& plan) {
+  const int64_t row_bytes = (int64_t)kTileK * input.kernels.elem;
   int64_t max_panels = 0, max_sums = 0, max_transposed = 0;
   plan.ranks.clear();
   plan.pieces.clear();
@@ -99,7 +99,7 @@ static int64_t place_rank_panels(const Routing& routing, const Layout& layout, b
       for (Piece p : split_tiles((int32_t)s, t.tiles, plan.max_tiles)) plan.pieces.push_back(p);
     for (int32_t n = routing.run0[s]; n < routing.run0[s + 1]; n++) {
       const Run& run = routing.runs[(size_t)n];
-      const Adapter& adapter = *layout.adapters[(size_t)run.adapter];
+      const Adapter& adapter = *input.adapters[(size_t)run.adapter];
       int64_t wide = adapter.gate_up_tiles(), down = adapter.down_tiles(), most = std::max(wide, down);
       RankPanels r{run.first / t.rows, (int32_t)ceil_div(run.first + run.count, t.rows), 0, 0, 0, 0};
       int64_t tile = t.rows * row_bytes, tiles = r.tile1 - r.tile0 + 2;
@@ -117,29 +117,29 @@ static int64_t place_rank_panels(const Routing& routing, const Layout& layout, b
       plan.ranks.push_back(r);
       int64_t in_unit = std::min<int64_t>(tiles, plan.max_tiles + plan.max_tiles / 4 + 2);
       panels += round_up(in_unit * tile * wide, 64);
-      sums += in_unit * t.rows * kBlockN * layout.kernels.sum_bytes * most;
-      transposed += std::max(kOverlappedBlocks, kTransposedLaneBlocks) * most * 2 * layout.kernels.tile_bytes;
+      sums += in_unit * t.rows * kBlockN * input.kernels.sum_bytes * most;
+      transposed += std::max(kOverlappedBlocks, kTransposedLaneBlocks) * most * 2 * input.kernels.tile_bytes;
     }
     max_panels = std::max(max_panels, panels);
     max_sums = std::max(max_sums, sums);
     max_transposed = std::max(max_transposed, transposed);
   }
-  plan.rank_sums_at = max_panels;  // from rank_at; made absolute once that is known
+  plan.rank_sums_at = max_panels;  // relative to rank_at until that is known
   plan.rank_transposed_at = plan.rank_sums_at + round_up(max_sums, 64);
   plan.thread_bytes = plan.rank_transposed_at + (back ? max_transposed : 0);
   return at;
 }
 
-void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, const Budget& budget, Direction direction,
-               Plan& plan) {
+void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, const Budget& budget,
+               Direction direction, Plan& plan) {
   const auto& segments = routing.segments;
-  const KernelTable& kernels = layout.kernels;
-  const BlockStore &up = layout.weights.up(), &down = layout.weights.down();
+  const KernelTable& kernels = input.kernels;
+  const BlockStore &up = input.weights.up(), &down = input.weights.down();
   int64_t elem_tile = (int64_t)kTileK * kernels.elem;
 
-  // The rows of a full unit and the K that they take are chosen together: about 128 rows by 2048. Bytes take half the
-  // room, but LoRA reads the numbers, which are gathered before them.
-  plan.w8a8 = layout.w8a8;
+  // The rows of a full unit and its chunk of K are chosen together: about 128 rows by 2048. int8 rows take half the
+  // space, but LoRA reads the float rows, which are gathered before them.
+  plan.w8a8 = input.w8a8;
   plan.gathered_tile = plan.w8a8 && routing.runs.empty() ? elem_tile / 2 : elem_tile;
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
   int32_t wide = plan.w8a8 ? 2 : 1;
@@ -149,15 +149,15 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
       (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * plan.gathered_tile * tile_rows) / 2 * 2);
   bool back = direction == Direction::backward;
   plan.panel_k_tiles = back ? up.blocks() : down.k_tiles();
-  // Sums of bytes are whole: down has all of its K at once.
+  // int32 sums cannot be split: down takes all of K at once.
   plan.down_chunk = plan.w8a8 ? plan.panel_k_tiles
                               : (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
 
   plan.tilings.clear();
   plan.panels_at.clear();
   plan.units_of.assign(segments.size(), 0);
-  plan.up.assign((size_t)layout.groups, {});
-  plan.lanes.assign((size_t)layout.groups, {});
+  plan.up.assign((size_t)input.groups, {});
+  plan.lanes.assign((size_t)input.groups, {});
   int64_t hidden_bytes = 0;
   int64_t largest_rows = 0;  // of a unit
   for (const Segment& s : segments) {
@@ -168,14 +168,14 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
     for (const Piece& p : split_tiles(0, t.tiles, plan.max_tiles))
       largest_rows = std::max<int64_t>(largest_rows, (p.tile1 - p.tile0) * t.rows);
   }
-  // Between chunks of K a unit's sums wait in L2; the fewer its blocks, the more often its rows are gathered.
+  // Between chunks of K a unit's sums stay in L2; the fewer its blocks, the more often its rows are gathered.
   int64_t block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * kernels.sum_bytes;
   int32_t max_blocks = up.blocks();
   if (chunks > 1) max_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
   if (back) max_blocks = std::min(max_blocks, kMaxBackwardBlocks);
-  UpPartitioner partitioner{layout.weights, std::max(1, layout.threads / layout.groups), plan, max_blocks};
+  UpPartitioner partitioner{input.weights, std::max(1, input.threads / input.groups), plan, max_blocks};
   size_t weight_bytes = segments.size() * down.block_bytes();
-  for (int g = 0; g < layout.groups; g++) {
+  for (int g = 0; g < input.groups; g++) {
     partitioner.partition(segments, g);
     int32_t begin = down.begin(g), end = down.end(g);
     int32_t width = lane_width(end - begin, partitioner.threads, weight_bytes, hidden_bytes);
@@ -185,16 +185,16 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.hidden_at.clear();
   int64_t at = hidden_bytes;
   bool needs_hidden = false;  // gradients of down's factors contract over activated rows
-  for (const Run& run : routing.runs) needs_hidden |= back && layout.adapters[(size_t)run.adapter]->down_tiles() > 0;
+  for (const Run& run : routing.runs) needs_hidden |= back && input.adapters[(size_t)run.adapter]->down_tiles() > 0;
   for (size_t s = 0; needs_hidden && s < segments.size(); s++) {
     plan.hidden_at.push_back(at);
     at += round_up((int64_t)plan.tilings[s].tiles * plan.tilings[s].rows * elem_tile * down.k_tiles(), 64);
   }
-  at = place_rank_panels(routing, layout, back, at, plan);
+  at = place_rank_panels(routing, input, back, at, plan);
   plan.weight_grads_at = at;
   if (back) at += (int64_t)routing.token.size() * down.k_tiles() * kernels.sum_bytes;
   plan.x_int8_at = round_up(at, 64);
-  plan.x_scales_at = plan.x_int8_at + tokens * round_up(layout.weights.shape().hidden, kStepK);
+  plan.x_scales_at = plan.x_int8_at + tokens * round_up(input.weights.shape().hidden, kStepK);
   plan.hidden_scales_at = plan.x_scales_at + tokens * (int64_t)sizeof(float);
   if (plan.w8a8) at = plan.hidden_scales_at + (int64_t)(routing.token.size() * sizeof(float));
 
@@ -219,15 +219,15 @@ void make_plan(const Routing& routing, const Layout& layout, int32_t tokens, con
   plan.rank_at = plan.transposed_at + (back ? transposed : 0);
   plan.rank_sums_at += plan.rank_at;
   plan.rank_transposed_at += plan.rank_at;
-  // Dropout wants a second panel of a unit's rows, or a pair of tiles as wide as I.
+  // Dropout needs a second panel of a unit's rows, or a pair of tiles as wide as I.
   int64_t pair = 2 * (int64_t)kernels.tiling(1 << 20).rows * elem_tile * down.k_tiles();
   plan.dropout_at = plan.rank_at + plan.thread_bytes;
   plan.thread_bytes += routing.dropout_seeds_x.empty() ? 0 : std::max(plan.panel_bytes, round_up(pair, 4096));
-  int64_t factors = back ? factor_bytes(largest_rank(routing, layout.adapters), kernels.sum_bytes) : 0;
+  int64_t factors = back ? factor_bytes(largest_rank(routing, input.adapters), kernels.sum_bytes) : 0;
   plan.factors_at = round_up(plan.thread_bytes + plan.rank_at, 4096);
   plan.thread_bytes = plan.factors_at + round_up(factors, 4096);
   plan.threads_at = plan.sums_at + round_up(sums, 4096);
-  plan.total_bytes = plan.threads_at + layout.threads * plan.thread_bytes;
+  plan.total_bytes = plan.threads_at + input.threads * plan.thread_bytes;
 }
 
 }  // namespace kt

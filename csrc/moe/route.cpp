@@ -1,4 +1,4 @@
-// A counting sort over T * k entries: two walks, no comparison, no allocation once the vectors have grown.
+// A counting sort over T * k entries: two sweeps, no comparison, no allocation once the vectors have grown.
 #include "moe/route.h"
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace kt {
 namespace {
 
-// The experts of all entries, -1 where one is not here, and how many there are of each and for each token. The caller's
-// ids are read once: whoever writes them meanwhile gets strange sums, not strange memory.
+// The expert of every entry, -1 if it is not local, and counts per expert and per token. The caller's ids are read only
+// once: a concurrent write to them may give wrong sums, but no access out of bounds.
 template <class Id>
 void read_ids(const Batch& b, int32_t experts, int32_t* expert, int32_t* count, int32_t* left) {
   for (int32_t t = 0; t < b.tokens; t++) {
@@ -24,14 +24,14 @@ void read_ids(const Batch& b, int32_t experts, int32_t* expert, int32_t* count, 
   }
 }
 
-// Tokens in the order in which they enter their experts: by adapter, then as they come.
+// Tokens in the order in which they enter their experts: by adapter, then by index.
 void order_by_adapter(const Batch& b, std::vector<int32_t>& order) {
   order.resize((size_t)b.tokens);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) { return b.adapter[x] < b.adapter[y]; });
 }
 
-// The adapters of every segment's rows, which lie sorted by them.
+// The runs of every segment, whose rows are sorted by adapter.
 void make_runs(const Batch& b, Routing& r) {
   r.runs.clear();
   r.run0.assign(1, 0);
@@ -49,7 +49,7 @@ void make_runs(const Batch& b, Routing& r) {
   }
 }
 
-// A token's seeds depend on the token and its slot alone, not on who else is in the batch.
+// A token's seeds depend on the token and its slot alone, not on the other tokens of the batch.
 uint32_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;

@@ -1,4 +1,4 @@
-// The schedule of a call and the pieces of work that forward and backward have in common.
+// The schedule of a call and the steps that forward and backward share.
 #include "moe/task.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace kt {
 
-constexpr int64_t kPrefetchWaiting = 256 << 10;  // bytes of weights that a waiting thread brings into L2
+constexpr int64_t kPrefetchWaiting = 256 << 10;  // bytes of weights that a waiting thread prefetches into L2
 
 Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine,
                  const LayerFormats& formats)
@@ -37,11 +37,11 @@ void Task::close() {
   try {
     wait();
   } catch (...) {
-    // Only after fork(), in the child: nobody is at work here.
+    // Only after fork(), in the child: the pool has no threads there.
   }
 }
 
-// Tokens that no expert here takes: their output is zero.
+// Zeroes the output of tokens that no local expert takes.
 void Task::zero_idle_tokens() {
   size_t size = size_of(batch_.out_dtype);
   for (int32_t token : routing_.idle)
@@ -49,7 +49,7 @@ void Task::zero_idle_tokens() {
                 (size_t)experts_.shape().hidden * size);
 }
 
-// Borrows what a run needs; finish() gives it back, also where prepare() or the pool throws.
+// Acquires what a run needs; finish() releases it, also where prepare() or the pool throws.
 void Task::prepare() {
   static const Budget budget = budget_of_machine();
   Pool& pool = experts_.engine().pool;
@@ -79,7 +79,7 @@ void Task::finish() {
   in_flight_.store(false, std::memory_order_release);
 }
 
-// Waits for what is under way.
+// Waits for a run in flight.
 void Task::wait_pending() {
   if (!in_flight_) return;
   experts_.engine().pool.wait(*this);
@@ -122,8 +122,8 @@ void Task::wait() {
 bool Task::done() const { return !in_flight_.load(std::memory_order_acquire) || experts_.engine().pool.done(*this); }
 
 namespace {
-// Whatever the calling thread has set (flushed denormals, another rounding), a call's numbers are those of the default:
-// they must not depend on which thread takes which unit.
+// Sets the default floating-point environment: results must not depend on what a calling thread has set (flushed
+// denormals, another rounding mode), nor on which thread takes which unit.
 class DefaultArithmetic {
  public:
   DefaultArithmetic() {
@@ -250,8 +250,8 @@ bool Task::uses_packed_gemv(size_t segment, const BlockStore& store) const {
   const int32_t rows = routing_.segments[segment].count;
   if (w8a8()) return rows <= kPackedGemvInt8Rows;
   if (direction_ == Direction::backward || batch_.needs_grad || !store.encoding()) return false;
-  auto* most = experts_.kernels().packed_gemv_rows;
-  return most && rows <= most(*store.encoding());
+  auto* max_rows = experts_.kernels().packed_gemv_rows;
+  return max_rows && rows <= max_rows(*store.encoding());
 }
 
 PackedGemvRows Task::panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const {
@@ -262,7 +262,7 @@ PackedGemvRows Task::panel_rows(const Contraction& panel, const Tiling& tiling, 
   return rows;
 }
 
-// The same rows and columns once more, as bytes in the place of the numbers.
+// The same rows and columns as int8, in place of the float panel.
 void Task::gather_int8(const Gather& numbers, Up& up, char* slice) const {
   int32_t steps = (int32_t)ceil_div(numbers.k_tiles, 2), step0 = numbers.k0 / kStepK;
   float* scales = (float*)(slice + plan_.unit_scales_at);
@@ -277,7 +277,7 @@ void Task::gather_int8(const Gather& numbers, Up& up, char* slice) const {
   up.row_scale = scales;
 }
 
-// Where they lie, all of K at once, whatever chunk LoRA has come to.
+// Points at the quantised rows in place, all of K at once, in the chunk in which LoRA is complete.
 void Task::point_at_int8_rows(const Gather& numbers, Up& up, char* slice) const {
   float* scales = (float*)(slice + plan_.unit_scales_at);
   const char* x = workspace_.data() + plan_.x_int8_at;
@@ -307,8 +307,8 @@ Down Task::lane_output(const Lane& lane, char* slice) const {
   return down;
 }
 
-// The units are in the hands of running threads; one that lost its cpu to this very loop must get it back. With few
-// tokens everyone waits here for the last units: the lane's own weights come into L2 meanwhile.
+// The remaining units are being computed by running threads; yields, in case this loop has taken a cpu from one of
+// them. With few tokens all threads wait here for the last units: the lane's weights are prefetched into L2 meanwhile.
 void Task::wait_for_segment(const Lane& lane, size_t segment) {
   const int64_t bytes = (int64_t)(lane.block1 - lane.block0) * (int64_t)experts_.weights().down().block_bytes();
   int64_t fetched = 0, at = 0;
@@ -327,7 +327,7 @@ void Task::wait_for_segment(const Lane& lane, size_t segment) {
   }
 }
 
-// Brings a lane forward from `segment` by a turn's worth of work; where it stands then.
+// Advances a lane from `segment` on by one slice of work; returns its next segment.
 int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
   int64_t cost = 0, per_block = (int64_t)(lane.block1 - lane.block0) * plan_.panel_k_tiles;
   int32_t end = (int32_t)routing_.segments.size();

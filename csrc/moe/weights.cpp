@@ -1,4 +1,4 @@
-// Packing runs on the pool, one unit per block, those of a group first by its own threads.
+// Packs on the thread pool, one unit per block; each group of threads packs its own blocks first.
 #include "moe/weights.h"
 
 #include <algorithm>
@@ -24,8 +24,8 @@ void Readers::lock(const char* what) {
 }
 
 namespace {
-// Backward walks across blocks, k tile by k tile. At a distance of a large power of two all of them would fall into a
-// few sets of the cache, and what is fetched ahead would be gone before it is used.
+// Backward sweeps across blocks, k tile by k tile. If they were a large power of two apart, they would map to a few
+// cache sets and evict each other before use.
 size_t block_distance(int32_t k_tiles, int32_t tile_bytes) {
   return (size_t)(2 * k_tiles + (k_tiles % 8 == 0 && k_tiles ? 1 : 0)) * (size_t)tile_bytes;
 }
@@ -77,7 +77,7 @@ int32_t up_blocks(const LayerShape& s) {
   return s.gated ? 2 * tiles : tiles;
 }
 
-// All blocks of the call's experts, taken one by one; gate/up first, then down.
+// All blocks of the call's experts, one by one; gate/up first, then down.
 class PackJob : public Job {
  public:
   PackJob(const SourceLayer& source, const LayerShape& shape, const KernelTable& kernels, BlockStore& up,
@@ -152,7 +152,7 @@ class PackJob : public Job {
   std::vector<std::atomic<int64_t>> next_;
 };
 
-// Biases are not rounded further: they join the sums. An absent one is zero.
+// Biases are added to the sums and not rounded further. An absent one is zero.
 template <class Real>
 Real bias_at(const SourceMatrix& m, int32_t expert, int32_t n) {
   if (!m.source.data) return 0;
@@ -195,7 +195,7 @@ void Weights::enter() const {
 
 template <class Real>
 void Weights::pack_biases(const SourceLayer& s) {
-  // An expert without a bias of its own has zeros where others have one.
+  // An expert without biases has zeros where others have some.
   bool up = s.gate_bias.source.data || s.up_bias.source.data || !up_bias_.empty();
   bool down = s.down_bias.source.data || !down_bias_.empty();
   size_t up_row = (size_t)up_.blocks() * kBlockN, down_row = (size_t)down_.blocks() * kBlockN;

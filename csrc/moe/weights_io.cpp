@@ -1,5 +1,5 @@
-// Packed experts in and out: bytes that another process packed are taken over as they lie, and any matrix can be read
-// back in rows.
+// Import and export of packed experts: blocks packed by another process are used in place, and any matrix can be
+// dequantised to rows.
 #include <algorithm>
 #include <cstring>
 
@@ -51,7 +51,7 @@ void Weights::adopt_biases(const char* up, const char* down) {
 void Weights::decode(Matrix matrix, int32_t expert, char* out) const {
   const BlockStore& store = matrix == Matrix::down ? down_ : up_;
   const int64_t rows = rows_of(matrix), columns = columns_of(matrix);
-  const bool halves = matrix != Matrix::down && shape_.gated;  // one half of every block is this matrix's
+  const bool halves = matrix != Matrix::down && shape_.gated;  // one half of every block belongs to this matrix
   const int32_t tile_bytes = kernels_.tile_bytes, size = tile_bytes / (kTileK * kTileN);
   std::vector<char> tiles(store.k_bytes(store.k_tiles()));
   for (int32_t block = 0; block < store.blocks(); block++) {

@@ -1,4 +1,4 @@
-// Matrices in the bytes of a release, at random, for the native tests of formats.
+// Random matrices in the released layout of a format, for the native tests of formats.
 #pragma once
 
 #include <cstring>
@@ -7,14 +7,14 @@
 
 namespace kt::check {
 
-// Random released bytes of one matrix of all experts. Scales are small ordinary numbers wherever a format has them.
-struct MadeUpBytes {
+// Random released bytes of one matrix of all experts. Scales are small normal numbers in every format.
+struct RandomEncoded {
   std::vector<uint8_t> codes;
   std::vector<char> scales;
   std::vector<float> tensor;
   SourceMatrix source{};
 
-  MadeUpBytes(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
+  RandomEncoded(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
     const CodecRow& row = f.row();
     int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
     codes.resize((size_t)(experts * rows * row_bytes));
@@ -47,7 +47,7 @@ struct MadeUpBytes {
     source.released.tensor = tensor.data();
   }
 
-  // GGUF's scales of 16 bits, wherever they are in a block.
+  // Sets GGUF's 16-bit scales, at their offsets in a block.
   void put_halves(const Format& f, int64_t blocks) {
     auto places = [](Codec codec) -> std::vector<int> {
       switch (codec) {
@@ -79,7 +79,7 @@ struct MadeUpBytes {
           std::memcpy(block + place, &half, 2);
           continue;
         }
-        // Four bits of it at the top of each word of scales.
+        // Its four nibbles are at the top of the words of scales.
         for (int i = 0; i < 4; i++)
           block[49 + 2 * i] = (uint8_t)((block[49 + 2 * i] & 15) | ((half >> (4 * i)) & 15) << 4);
       }

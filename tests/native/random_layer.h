@@ -1,4 +1,4 @@
-// A made-up expert layer and batch for the native tests, and what the layer should say, in double.
+// A random expert layer and batch for the native tests, and the reference result in double.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ inline std::vector<float> random_f32(size_t count, float scale, std::mt19937& ra
   return random_reals<float>(count, scale, random);
 }
 
-// Random numbers as a tensor of some dtype, and the same ones in double.
+// Random values as a tensor of some dtype, and the same values in double.
 struct Numbers {
   DType dtype = DType::bf16;
   std::vector<char> bytes;
@@ -41,25 +41,25 @@ struct Numbers {
   }
   bool empty() const { return values.empty(); }
   double operator[](size_t n) const { return values[n]; }
-  // Rows of `columns`, `size` numbers an expert, from expert `first` on.
+  // Rows of `columns`, `size` elements an expert, from expert `first` on.
   SourceMatrix source(int32_t first, int64_t size, int64_t n_stride, int64_t k_stride) const {
     const char* at = empty() ? nullptr : bytes.data() + (size_t)(first * size) * size_of(dtype);
     return {{at, dtype, n_stride, k_stride}, size};
   }
 };
 
-// Of weights that a table packs without rounding them.
+// The dtype of weights that a table packs without rounding.
 inline DType dtype_of(Precision precision) {
   return precision == Precision::f64 ? DType::f64 : precision == Precision::f32 ? DType::f32 : DType::bf16;
 }
 
-// Weights of one layer, rows as checkpoints have them: gate and up [E, I, H], down [E, H, I].
-struct MadeUpLayer {
+// Weights of one layer in checkpoint layout: gate and up [E, I, H], down [E, H, I].
+struct RandomLayer {
   LayerShape shape;
   Numbers gate, up, down;
   Numbers gate_bias, up_bias, down_bias;  // empty: none
 
-  MadeUpLayer(const LayerShape& s, bool biases, Precision precision = Precision::bf16) : shape(s) {
+  RandomLayer(const LayerShape& s, bool biases, Precision precision = Precision::bf16) : shape(s) {
     std::mt19937 random(1);
     DType type = dtype_of(precision), bias_type = precision == Precision::f64 ? DType::f64 : DType::f32;
     size_t e = (size_t)s.experts, h = (size_t)s.hidden, i = (size_t)s.intermediate;
@@ -100,7 +100,7 @@ struct BatchOf {
     hidden = random_reals<Real>((size_t)t * (size_t)s.hidden, 1, random);
     weights = random_reals<Real>((size_t)t * (size_t)k, 0.5, random);
     out.assign((size_t)t * (size_t)s.hidden, NAN);
-    std::uniform_int_distribution<int32_t> any(-1, s.experts);  // both ends mean "not here"
+    std::uniform_int_distribution<int32_t> any(-1, s.experts);  // both ends are not local
     for (int32_t n = 0; n < t * k; n++) ids.push_back(any(random));
   }
 
@@ -114,7 +114,7 @@ struct BatchOf {
     return b;
   }
 };
-using MadeUpBatch = BatchOf<float>;
+using RandomBatch = BatchOf<float>;
 
 inline double activated(double g, Activation kind, double alpha) {
   switch (kind) {
@@ -136,9 +136,9 @@ inline double activated(double g, Activation kind, double alpha) {
 
 inline double to_bf16(double x) { return to_float(from_float((float)x, DType::bf16), DType::bf16); }
 
-// `rounded`: hidden states and what lies between the products are what bf16 has of them.
+// `rounded`: hidden states and activated rows are rounded to bf16.
 template <class Real>
-std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
+std::vector<double> expected(const RandomLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
                              bool rounded = false) {
   size_t h = (size_t)layer.shape.hidden, i = (size_t)layer.shape.intermediate;
   std::vector<double> out((size_t)batch.tokens * h), inner(i);
@@ -173,7 +173,7 @@ std::vector<double> expected(const MadeUpLayer& layer, const Gate& gate, const B
   return out;
 }
 
-// Relative L2; the infinite where anything is not a number.
+// Relative L2 error; infinite where a value is not finite.
 template <class Real>
 double error_of(const std::vector<Real>& got, const std::vector<double>& want) {
   double off = 0, all = 0;
@@ -185,13 +185,13 @@ double error_of(const std::vector<Real>& got, const std::vector<double>& want) {
   return std::isfinite(off) ? std::sqrt(off / all) : INFINITY;
 }
 
-// f32 and f64 activations err in the order of sums; bf16 ones round the hidden states and what lies between the
-// products.
+// f32 and f64 activations differ by the order of summation; bf16 ones by the rounding of hidden states and activated
+// rows.
 inline double tolerance(const KernelTable& kernels) {
   return kernels.panel == DType::bf16 ? 6e-3 : kernels.panel == DType::f64 ? 1e-13 : 3e-6;
 }
 
-// Of every variant and precision.
+// The tables of every variant and precision.
 inline std::vector<const KernelTable*> all_kernels() {
   std::vector<const KernelTable*> all;
   for (int v = 0; v < variant_count(); v++)
@@ -215,7 +215,7 @@ inline std::shared_ptr<Engine> engine_of(int threads, int groups = 1) {
 
 inline constexpr Gate kSilu{Activation::silu, true, 0, 0};
 
-inline std::unique_ptr<Experts> packed(const MadeUpLayer& layer, const Gate& gate, const KernelTable& kernels,
+inline std::unique_ptr<Experts> packed(const RandomLayer& layer, const Gate& gate, const KernelTable& kernels,
                                        std::shared_ptr<Engine> engine) {
   auto experts = std::make_unique<Experts>(layer.shape, gate, kernels, std::move(engine));
   experts->weights().pack(layer.source(0, layer.shape.experts));

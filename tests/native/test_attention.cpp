@@ -1,5 +1,5 @@
-// Attention of single tokens on every variant against double: groups of heads, unequal sizes, more keys than a stretch,
-// and each sequence's bits the same whoever is beside it.
+// Decode attention on every variant against double: groups of heads, unequal head sizes, more keys than one split, and
+// the same bits for a sequence whatever others are in the batch.
 #include "check.h"
 #include "moe/attention.h"
 #include "random_layer.h"
@@ -73,8 +73,8 @@ TEST(attention_every_variant) {
       for (Sequence& one : all) {
         for (int32_t head = 0; head < kHeads; head++)
           for (int32_t i = 0; i < kValue; i++) {
-            double found = element_of<double>(one.out.data(), head * kValue + i, type);
-            CHECK(std::abs(found - one.expected(head, i, (double)scale)) < (type == DType::f32 ? 1e-5 : 1e-2));
+            double actual = element_of<double>(one.out.data(), head * kValue + i, type);
+            CHECK(std::abs(actual - one.expected(head, i, (double)scale)) < (type == DType::f32 ? 1e-5 : 1e-2));
           }
         std::vector<char> before = one.out;
         attend(pool, *kernels, {{one.kv(type)}, kHeads, kGroups, kKey, kValue, type, scale});

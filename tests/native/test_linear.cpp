@@ -1,5 +1,5 @@
-// Products, norms and LoRA of few rows on every variant against double, each row's bits the same whoever is beside it;
-// and the largest of rows, and transposing.
+// GEMV, norm and LoRA of few rows on every variant against double, with the same bits for a row whatever others are in
+// the batch; argmax; transpose.
 #include "check.h"
 #include "moe/argmax.h"
 #include "moe/linear.h"
@@ -33,10 +33,10 @@ void check_products(Pool& pool, const KernelTable& kernels, DType type, int64_t 
           double sum = 0;
           for (int64_t k = 0; k < columns; k++)
             sum += x.values[(size_t)(t * columns + k)] * weights[m].values[(size_t)(n * columns + k)];
-          double found = element_of<double>(out[m].data(), t * kOutputs[m] + n, type);
-          CHECK(std::abs(sum - found) < (type == DType::f32 ? 5e-4 : std::max(1.0, std::abs(sum)) / 128));
+          double actual = element_of<double>(out[m].data(), t * kOutputs[m] + n, type);
+          CHECK(std::abs(sum - actual) < (type == DType::f32 ? 5e-4 : std::max(1.0, std::abs(sum)) / 128));
         }
-      // The bits of every token are those that it had when it was the last of fewer.
+      // A token's bits are those that it had as the last of fewer.
       CHECK(std::equal(first[m].begin(), first[m].end(), out[m].begin()));
       first[m] = out[m];
     }
@@ -74,15 +74,15 @@ TEST(norm_every_variant) {
           for (int64_t i = 0; i < size; i++) {
             double want = x.values[(size_t)(r * size + i)] / std::sqrt(squares / (double)size + 1e-6);
             want *= weight.values[(size_t)i];
-            double found = element_of<double>(out.data(), r * size + i, type);
-            CHECK(std::abs(found - want) <= (type == DType::f32 ? 2e-6 : 1e-2) * std::max(1.0, std::abs(want)));
+            double actual = element_of<double>(out.data(), r * size + i, type);
+            CHECK(std::abs(actual - want) <= (type == DType::f32 ? 2e-6 : 1e-2) * std::max(1.0, std::abs(want)));
           }
         }
       }
   }
 }
 
-TEST(adapt_every_variant) {
+TEST(lora_gemv_every_variant) {
   std::mt19937 random(7);
   constexpr int64_t rows = 2, rank = 3;
   for (const KernelTable* kernels : all_kernels()) {
@@ -104,20 +104,20 @@ TEST(adapt_every_variant) {
                 for (int64_t i = 0; i < k; i++) sum += x.values[(size_t)(row * k + i)] * a.values[(size_t)(r * k + i)];
                 want += 0.5 * sum * b.values[(size_t)(r * columns + column)];
               }
-              double found = element_of<double>(out.bytes.data(), row * columns + column, type);
-              CHECK(std::abs(found - want) <= (type == DType::f32 ? 1e-5 : 1e-2) * std::max(1.0, std::abs(want)));
+              double actual = element_of<double>(out.bytes.data(), row * columns + column, type);
+              CHECK(std::abs(actual - want) <= (type == DType::f32 ? 1e-5 : 1e-2) * std::max(1.0, std::abs(want)));
             }
         }
   }
 }
 
-TEST(largest_of_each_row) {
+TEST(argmax_of_each_row) {
   PoolOptions options;
   options.threads = 3;
   Pool pool(options);
   const double inf = std::numeric_limits<double>::infinity(), nan = std::nan("");
   for (DType type : {DType::bf16, DType::f32}) {
-    constexpr int64_t columns = 40000;  // more than two stretches
+    constexpr int64_t columns = 40000;  // more than two parts
     const std::vector<std::pair<std::vector<std::pair<int64_t, double>>, int64_t>> rows = {
         {{{7, 2.0}, {20000, 3.0}, {39999, 3.0}}, 20000},
         {{{0, -0.0}, {1, 0.0}}, 0},
@@ -131,9 +131,9 @@ TEST(largest_of_each_row) {
         set_element(x.data(), (int64_t)r * columns + c, type, rows[r].first.empty() ? -inf : -1.0 - (double)(c % 5));
       for (auto [c, value] : rows[r].first) set_element(x.data(), (int64_t)r * columns + c, type, value);
     }
-    std::vector<int64_t> found(rows.size());
-    argmax(pool, x.data(), type, (int64_t)rows.size(), columns, columns, found.data());
-    for (size_t r = 0; r < rows.size(); r++) CHECK(found[r] == rows[r].second);
+    std::vector<int64_t> actual(rows.size());
+    argmax(pool, x.data(), type, (int64_t)rows.size(), columns, columns, actual.data());
+    for (size_t r = 0; r < rows.size(); r++) CHECK(actual[r] == rows[r].second);
   }
 }
 

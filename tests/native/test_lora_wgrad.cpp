@@ -1,5 +1,5 @@
-// The contraction behind gradients of LoRA's factors and the delivery of its sums, kernel by kernel against double:
-// every variant, rows of tensors and of panels, dtypes, and the ways in which a caller's tensor may lie.
+// The wgrad contraction of LoRA's factors and the store of its sums, kernel by kernel against double: every variant,
+// rows of tensors and of panels, dtypes, and layouts of the caller's tensor.
 #include "check.h"
 #include "random_layer.h"
 
@@ -10,26 +10,26 @@ namespace {
 
 struct Case {
   int32_t rows, rank, columns;
-  DType dtype;       // of the wide rows
-  int32_t in_panel;  // rows of a tile where the wide rows are a panel; 0: rows of a tensor
+  DType dtype;       // of q
+  int32_t in_panel;  // rows of a tile where q is a panel; 0: rows of a tensor
   bool weighted;
 };
 
-// A rank panel and the wide rows in the layouts that the kernel is given, and their numbers.
-struct Sides {
+// A rank panel p and rows q in the layouts that the kernel takes, and their values.
+struct Operands {
   std::vector<std::vector<char>> p, q;
   std::vector<const char*> p_at, q_at;
   std::vector<double> p_values, q_values;  // [rows][rank], [rows][columns]
   std::vector<double> weight;
   int64_t p_block, q_block;
 
-  Sides(const Case& c, const KernelTable& kernels, std::mt19937& random) {
+  Operands(const Case& c, const KernelTable& kernels, std::mt19937& random) {
     std::normal_distribution<double> normal(0, 1);
     auto element = [&](char* to, int64_t at, DType type, std::vector<double>& values) {
       set_element(to, at, type, normal(random));
       values.push_back(element_of<double>(to, at, type));
     };
-    // Ranks lie in blocks of 32, zero behind the last; blocks are far from each other.
+    // Ranks are in blocks of 32, padded with zeros; blocks are not adjacent.
     p_block = 3 * kTileK * kernels.elem;
     for (int32_t m = 0; m < c.rows; m++) {
       p.emplace_back((size_t)(ceil_div(c.rank, kTileK) * p_block), 0);
@@ -48,23 +48,23 @@ struct Sides {
   }
 };
 
-// Where and how element (r, n) of the sums is to lie.
+// Layout of element (r, n) of the sums in the tensor.
 struct Place {
   bool ranks_inside;  // [n][r], else [r][n]
-  int64_t apart;      // elements between neighbours: 1, or more in a tensor that others share
+  int64_t spacing;    // elements between neighbours: 1, or more in a strided tensor
   DType dtype;
   int32_t from, each;
 };
 
-void check_delivery(const KernelTable& kernels, const std::vector<char>& sums, int64_t c_stride, const Case& c,
-                    const std::vector<double>& expected, double limit, const Place& place) {
+void check_store_grad(const KernelTable& kernels, const std::vector<char>& sums, int64_t c_stride, const Case& c,
+                      const std::vector<double>& expected, double limit, const Place& place) {
   const double scale = 0.75;
-  // The ranks wanted may begin and end anywhere.
+  // The ranks to store may begin and end anywhere.
   int32_t first = c.rank > 8 ? 5 : 0, ranks = c.rank - first - (c.rank > 16 ? 2 : 0);
   int32_t blocks = (int32_t)ceil_div(c.columns, kBlockN);
   int32_t count = place.each == kBlockN ? c.columns : std::min(c.columns / 2, blocks * place.each);
-  int64_t r_stride = place.ranks_inside ? place.apart : count * place.apart + 3;
-  int64_t n_stride = place.ranks_inside ? ranks * place.apart + 1 : place.apart;
+  int64_t r_stride = place.ranks_inside ? place.spacing : count * place.spacing + 3;
+  int64_t n_stride = place.ranks_inside ? ranks * place.spacing + 1 : place.spacing;
   std::vector<char> to((size_t)((ranks * r_stride + count * n_stride + 64) * 8), 0x11), untouched = to;
   StoreGrad d{sums.data() + first * c_stride * kernels.sum_bytes,
               c_stride,
@@ -84,52 +84,52 @@ void check_delivery(const KernelTable& kernels, const std::vector<char>& sums, i
     for (int32_t n = 0; n < count; n++) {
       int32_t column = n / place.each * kBlockN + place.from + n % place.each;
       int64_t at = r * r_stride + n * n_stride;
-      double found = element_of<double>(to.data(), at, place.dtype);
-      double wanted = column < c.columns ? scale * expected[(size_t)((first + r) * c.columns + column)] : found;
-      worst = std::max(worst, std::abs(found - wanted) / (limit + rounding * std::abs(wanted)));
+      double actual = element_of<double>(to.data(), at, place.dtype);
+      double want = column < c.columns ? scale * expected[(size_t)((first + r) * c.columns + column)] : actual;
+      worst = std::max(worst, std::abs(actual - want) / (limit + rounding * std::abs(want)));
       std::memcpy(to.data() + (size_t)at * size, untouched.data(), size);
     }
   CHECK(worst < 1);
   CHECK(to == untouched);  // nothing else was written
 }
 
-void check_outer(const KernelTable& kernels, const Case& c) {
+void check_wgrad(const KernelTable& kernels, const Case& c) {
   std::mt19937 random(3);
-  Sides sides(c, kernels, random);
-  // Wider than the columns, and full of what must not be seen.
+  Operands operands(c, kernels, random);
+  // Wider than the columns, and filled with NaN that must not be read.
   int64_t c_stride = round_up(c.columns, kBlockN) + 16;
   std::vector<char> sums((size_t)(round_up(c.rank, kTileN) * c_stride * kernels.sum_bytes), (char)0xff);
   std::vector<char> scratch((size_t)wgrad_scratch(c.rank, kernels.sum_bytes) + 64, (char)0xff);
   LoraWgrad o{};
-  o.p = sides.p_at.data(), o.p_block = sides.p_block;
-  o.weight = c.weighted ? sides.weight.data() : nullptr;
+  o.p = operands.p_at.data(), o.p_block = operands.p_block;
+  o.weight = c.weighted ? operands.weight.data() : nullptr;
   o.rows = c.rows, o.rank = c.rank;
-  o.q = sides.q_at.data(), o.q_block = sides.q_block;
+  o.q = operands.q_at.data(), o.q_block = operands.q_block;
   o.dtype = c.dtype, o.columns = c.columns;
   o.first = true;
   o.c = sums.data(), o.c_stride = c_stride;
   o.scratch = scratch.data() + (64 - (uintptr_t)scratch.data() % 64) % 64;
   kernels.lora_wgrad(o);
   o.first = false;
-  kernels.lora_wgrad(o);  // the same once more
+  kernels.lora_wgrad(o);  // accumulates the same again
 
   std::vector<double> expected((size_t)(c.rank * c.columns));
   for (int32_t m = 0; m < c.rows; m++)
     for (int32_t r = 0; r < c.rank; r++) {
-      double p = 2 * sides.p_values[(size_t)(m * c.rank + r)] * (c.weighted ? sides.weight[(size_t)m] : 1);
+      double p = 2 * operands.p_values[(size_t)(m * c.rank + r)] * (c.weighted ? operands.weight[(size_t)m] : 1);
       for (int32_t n = 0; n < c.columns; n++)
-        expected[(size_t)(r * c.columns + n)] += p * sides.q_values[(size_t)(m * c.columns + n)];
+        expected[(size_t)(r * c.columns + n)] += p * operands.q_values[(size_t)(m * c.columns + n)];
     }
-  // Tiles round the weighted side and what is not bf16 to bf16 once more: 2^-9 of every product at most, and products
+  // Tiles round the weighted operand and anything that is not bf16 to bf16: 2^-9 of every product at most, and products
   // of three normal numbers have long tails.
   double unit = kernels.panel == DType::bf16 ? 4e-2 : kernels.sums == DType::f64 ? 1e-12 : 1e-5;
   double limit = unit * std::sqrt((double)c.rows);
-  check_delivery(kernels, sums, c_stride, c, expected, limit, {false, 1, DType::f32, 0, kBlockN});
-  check_delivery(kernels, sums, c_stride, c, expected, limit, {true, 1, DType::f32, 0, kBlockN});
-  check_delivery(kernels, sums, c_stride, c, expected, limit, {false, 1, DType::bf16, 0, kBlockN});
-  check_delivery(kernels, sums, c_stride, c, expected, limit, {true, 1, DType::bf16, 0, kTileN});
-  check_delivery(kernels, sums, c_stride, c, expected, limit, {true, 1, DType::f16, kTileN, kTileN});
-  check_delivery(kernels, sums, c_stride, c, expected, limit, {true, 3, DType::f64, 0, kBlockN});
+  check_store_grad(kernels, sums, c_stride, c, expected, limit, {false, 1, DType::f32, 0, kBlockN});
+  check_store_grad(kernels, sums, c_stride, c, expected, limit, {true, 1, DType::f32, 0, kBlockN});
+  check_store_grad(kernels, sums, c_stride, c, expected, limit, {false, 1, DType::bf16, 0, kBlockN});
+  check_store_grad(kernels, sums, c_stride, c, expected, limit, {true, 1, DType::bf16, 0, kTileN});
+  check_store_grad(kernels, sums, c_stride, c, expected, limit, {true, 1, DType::f16, kTileN, kTileN});
+  check_store_grad(kernels, sums, c_stride, c, expected, limit, {true, 3, DType::f64, 0, kBlockN});
 }
 
 const std::vector<Case> kCases = {
@@ -140,11 +140,11 @@ const std::vector<Case> kCases = {
 
 }  // namespace
 
-TEST(outer_every_variant) {
+TEST(lora_wgrad_every_variant) {
   for (const KernelTable* kernels : all_kernels())
     for (Case c : kCases) {
-      // A panel is of the variant's own type.
+      // A panel has the variant's type.
       if (c.in_panel) c.dtype = kernels->panel;
-      check_outer(*kernels, c);
+      check_wgrad(*kernels, c);
     }
 }

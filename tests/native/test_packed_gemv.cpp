@@ -1,5 +1,5 @@
-// Few rows of numbers in inference: codes that are multiplied as they lie, against the numbers that they stand for, in
-// double and unrounded. Whoever learns, and more rows, see weights that are rounded.
+// Packed GEMV with f32 activations in inference, against the unrounded dequantised weights in double. With needs_grad,
+// and for more rows, weights are rounded to bf16.
 #include "check.h"
 #include "random_encoded.h"
 
@@ -18,14 +18,14 @@ constexpr Format format_of(Codec codec, int32_t group = 0, DType scale = DType::
 constexpr Format kInt8 = format_of(Codec::int8);
 constexpr Format kInt4 = format_of(Codec::int4, 32, DType::bf16);
 
-// A layer as it was released, with biases.
+// A layer in a released format, with biases.
 struct CodedLayer {
   LayerShape shape;
   LayerFormats formats;
   Gate gating;
   std::mt19937 random{4};
-  MadeUpBytes gate, up, down;
-  MadeUpLayer numbers;  // what it stands for
+  RandomEncoded gate, up, down;
+  RandomLayer numbers;  // dequantised
 
   CodedLayer(const LayerShape& s, const LayerFormats& f)
       : shape(s),
@@ -59,13 +59,13 @@ struct CodedLayer {
 };
 
 // Rows that all go to one expert.
-MadeUpBatch rows_of_one(const LayerShape& s, int32_t rows) {
-  MadeUpBatch batch(s, rows, 1);
+RandomBatch rows_of_one(const LayerShape& s, int32_t rows) {
+  RandomBatch batch(s, rows, 1);
   std::fill(batch.ids.begin(), batch.ids.end(), s.experts - 1);
   return batch;
 }
 
-std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool needs_grad = false,
+std::vector<float> run(const Experts& experts, RandomBatch& batch, bool needs_grad = false,
                        const Adapters& adapters = {}) {
   Batch b = batch.batch(experts.shape());
   b.needs_grad = needs_grad;
@@ -75,33 +75,34 @@ std::vector<float> run(const Experts& experts, MadeUpBatch& batch, bool needs_gr
   return batch.out;
 }
 
-int32_t few_of(const Experts& experts, const BlockStore& store) {
-  auto* most = experts.kernels().packed_gemv_rows;
-  return most && store.encoding() ? most(*store.encoding()) : 0;
+int32_t packed_gemv_rows_of(const Experts& experts, const BlockStore& store) {
+  auto* max_rows = experts.kernels().packed_gemv_rows;
+  return max_rows && store.encoding() ? max_rows(*store.encoding()) : 0;
 }
 
-std::vector<const KernelTable*> kernels_in_bf16() {
-  std::vector<const KernelTable*> found;
+std::vector<const KernelTable*> bf16_kernels() {
+  std::vector<const KernelTable*> list;
   for (const KernelTable* kernels : all_kernels())
-    if (kernels->panel == DType::bf16) found.push_back(kernels);
-  return found;
+    if (kernels->panel == DType::bf16) list.push_back(kernels);
+  return list;
 }
 
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// A number between the products may round the other way where its sum is off by a bit. Rounded weights are off by 2^-9,
-// and their square by twice that.
+// An activated value may round the other way where its sum is off by a bit. Rounded weights are off by 2^-9, and their
+// square by twice that.
 constexpr double kUnrounded = 3e-4, kRounded = 1e-2;
 
-void check_few(const CodedLayer& layer) {
-  for (const KernelTable* kernels : kernels_in_bf16()) {
+void check_packed_gemv(const CodedLayer& layer) {
+  for (const KernelTable* kernels : bf16_kernels()) {
     auto experts = layer.packed(*kernels, engine_of(2));
-    const int32_t up = few_of(*experts, experts->weights().up()), down = few_of(*experts, experts->weights().down());
+    const int32_t up = packed_gemv_rows_of(*experts, experts->weights().up()),
+                  down = packed_gemv_rows_of(*experts, experts->weights().down());
     CHECK(up > 0 && down > 0);
     for (int32_t rows = 1; rows <= kPackedGemvRows + 1; rows++) {
-      MadeUpBatch batch = rows_of_one(layer.shape, rows);
+      RandomBatch batch = rows_of_one(layer.shape, rows);
       std::vector<double> want = expected(layer.numbers, layer.gating, batch, true);
       double error = error_of(run(*experts, batch), want), limit = rows <= up && rows <= down ? kUnrounded : kRounded;
       CHECK(error < limit);
@@ -113,47 +114,47 @@ void check_few(const CodedLayer& layer) {
 
 }  // namespace
 
-// Every kind of codes, groups of all sizes and types, mixed in the halves of a block; rows and columns fill nothing.
-TEST(few_rows_meet_unrounded_weights) {
+// Every kind of codes, groups of all sizes and scale types, mixed in the halves of a block; odd rows and columns.
+TEST(packed_gemv_unrounded_weights) {
   const auto int4 = [](int32_t group, DType scale) { return format_of(Codec::int4, group, scale); };
   const Format mxfp4 = format_of(Codec::mxfp4), q8_0 = format_of(Codec::q8_0), q4_0 = format_of(Codec::q4_0);
-  check_few({{2, 160, 98, true}, {kInt4, kInt8, int4(64, DType::f16)}});
-  check_few({{2, 202, 74, true}, {int4(128, DType::f32), int4(0, DType::f32), kInt8}});
-  check_few({{1, 322, 40, false}, {kInt4, int4(96, DType::bf16), int4(0, DType::bf16)}});
-  check_few({{1, 130, 34, false}, {kInt8, kInt8, int4(128, DType::f16)}});
-  check_few({{2, 96, 64, true}, {mxfp4, mxfp4, mxfp4}});
-  check_few({{2, 160, 96, true}, {q4_0, format_of(Codec::iq4_nl), q8_0}});
-  check_few({{2, 64, 160, true}, {q8_0, kInt4, q4_0}});
+  check_packed_gemv({{2, 160, 98, true}, {kInt4, kInt8, int4(64, DType::f16)}});
+  check_packed_gemv({{2, 202, 74, true}, {int4(128, DType::f32), int4(0, DType::f32), kInt8}});
+  check_packed_gemv({{1, 322, 40, false}, {kInt4, int4(96, DType::bf16), int4(0, DType::bf16)}});
+  check_packed_gemv({{1, 130, 34, false}, {kInt8, kInt8, int4(128, DType::f16)}});
+  check_packed_gemv({{2, 96, 64, true}, {mxfp4, mxfp4, mxfp4}});
+  check_packed_gemv({{2, 160, 96, true}, {q4_0, format_of(Codec::iq4_nl), q8_0}});
+  check_packed_gemv({{2, 64, 160, true}, {q8_0, kInt4, q4_0}});
 }
 
-// K so long that it is taken in chunks, of which none begins where a group does.
-TEST(few_rows_of_a_long_k) {
+// K so long that it is taken in chunks, none of which begins at a group.
+TEST(packed_gemv_of_a_long_k) {
   const Format wide = format_of(Codec::int4, 4096, DType::bf16);
-  check_few({{1, 36000, 16, true}, {wide, kInt8, wide}});
-  check_few({{1, 32, 9000, false}, {wide, wide, format_of(Codec::int4, 928, DType::bf16)}});
+  check_packed_gemv({{1, 36000, 16, true}, {wide, kInt8, wide}});
+  check_packed_gemv({{1, 32, 9000, false}, {wide, wide, format_of(Codec::int4, 928, DType::bf16)}});
 }
 
-// A codec that is not opened so, in one half of a block: all of it goes through tiles, and down, which is, does not.
-TEST(few_rows_beside_other_formats) {
+// One half of a block has a codec without packed GEMV: the whole block is dequantised to tiles, while down is not.
+TEST(packed_gemv_with_other_formats_in_the_block) {
   const CodedLayer layer({1, 96, 64, true}, {kInt4, format_of(Codec::mxfp8), kInt4});
-  for (const KernelTable* kernels : kernels_in_bf16()) {
+  for (const KernelTable* kernels : bf16_kernels()) {
     auto experts = layer.packed(*kernels, engine_of(1));
-    CHECK_EQ(few_of(*experts, experts->weights().up()), 0);
-    CHECK(few_of(*experts, experts->weights().down()) > 0);
-    MadeUpBatch batch = rows_of_one(layer.shape, 2);
+    CHECK_EQ(packed_gemv_rows_of(*experts, experts->weights().up()), 0);
+    CHECK(packed_gemv_rows_of(*experts, experts->weights().down()) > 0);
+    RandomBatch batch = rows_of_one(layer.shape, 2);
     CHECK(error_of(run(*experts, batch), expected(layer.numbers, layer.gating, batch, true)) < kRounded);
   }
 }
 
-// Where a backward pass follows weights are rounded, and a row has its bits among any neighbours; elsewhere among as
-// many as leave its expert few rows.
-TEST(few_rows_and_their_neighbours) {
+// With needs_grad weights are rounded, and a row's bits do not depend on the batch; without, they do not as long as its
+// expert has few enough rows for packed GEMV.
+TEST(packed_gemv_bits_do_not_depend_on_neighbours) {
   const CodedLayer layer({2, 224, 96, true}, {kInt4, kInt8, kInt8});
-  for (const KernelTable* kernels : kernels_in_bf16()) {
+  for (const KernelTable* kernels : bf16_kernels()) {
     auto experts = layer.packed(*kernels, engine_of(2));
-    const int32_t few =
-        std::min(few_of(*experts, experts->weights().up()), few_of(*experts, experts->weights().down()));
-    MadeUpBatch all = rows_of_one(layer.shape, few), alone = all;
+    const int32_t max_rows = std::min(packed_gemv_rows_of(*experts, experts->weights().up()),
+                                      packed_gemv_rows_of(*experts, experts->weights().down()));
+    RandomBatch all = rows_of_one(layer.shape, max_rows), alone = all;
     alone.tokens = 1;
     for (bool needs_grad : {false, true}) {
       std::vector<float> rows = run(*experts, all, needs_grad), one = run(*experts, alone, needs_grad);
@@ -161,19 +162,19 @@ TEST(few_rows_and_their_neighbours) {
     }
     CHECK(!same(run(*experts, alone), run(*experts, alone, true)));
     std::vector<char> kept((size_t)experts->keep_row_bytes());
-    std::vector<float> learning = run(*experts, alone, true);
+    std::vector<float> with_grad = run(*experts, alone, true);
     Call(*experts, alone.batch(layer.shape), {}, kept.data()).run();
-    CHECK(same(alone.out, learning));
+    CHECK(same(alone.out, with_grad));
   }
 }
 
-// What is not finite stays in its row, or in its channel.
-TEST(few_rows_without_a_number) {
+// Non-finite values stay in their row, or in their channel.
+TEST(packed_gemv_non_finite_values) {
   CodedLayer layer({1, 96, 64, false}, {kInt4, kInt4, kInt4});
   set_element(layer.down.scales.data(), 2 * 5 + 1, DType::bf16, NAN);
   set_element(layer.down.scales.data(), 2 * 40, DType::bf16, INFINITY);
-  for (const KernelTable* kernels : kernels_in_bf16()) {
-    MadeUpBatch batch = rows_of_one(layer.shape, 4);
+  for (const KernelTable* kernels : bf16_kernels()) {
+    RandomBatch batch = rows_of_one(layer.shape, 4);
     batch.hidden[2 * 96 + 7] = NAN;
     batch.hidden[3 * 96 + 79] = INFINITY;
     std::vector<float> out = run(*layer.packed(*kernels, engine_of(2)), batch);
@@ -181,21 +182,21 @@ TEST(few_rows_without_a_number) {
   }
 }
 
-TEST(few_rows_do_not_depend_on_threads_or_groups) {
+TEST(packed_gemv_bits_do_not_depend_on_threads_or_groups) {
   const CodedLayer layer({4, 1000, 70, true}, {kInt8, kInt4, kInt4});
-  for (const KernelTable* kernels : kernels_in_bf16()) {
-    MadeUpBatch batch(layer.shape, 5, 2);
+  for (const KernelTable* kernels : bf16_kernels()) {
+    RandomBatch batch(layer.shape, 5, 2);
     std::vector<float> one = run(*layer.packed(*kernels, engine_of(1)), batch);
     CHECK(same(one, run(*layer.packed(*kernels, engine_of(3)), batch)));
     CHECK(same(one, run(*layer.packed(*kernels, engine_of(4, 2)), batch)));
   }
 }
 
-// LoRA joins the sums, in every chunk that there is.
-TEST(few_rows_with_lora) {
+// LoRA is added to the sums, whatever the number of chunks.
+TEST(packed_gemv_with_lora) {
   for (const LayerShape& s : {LayerShape{2, 288, 160, true}, LayerShape{1, 36000, 16, true}}) {
     const CodedLayer layer(s, {kInt4, kInt4, kInt8});
-    for (const KernelTable* kernels : kernels_in_bf16()) {
+    for (const KernelTable* kernels : bf16_kernels()) {
       auto experts = layer.packed(*kernels, engine_of(2));
       const LoraRanks ranks{8, 20, 33, false};
       Adapter adapter(s, ranks, *kernels, experts->engine().pool, experts->engine().arena);
@@ -210,7 +211,7 @@ TEST(few_rows_with_lora) {
                       {factor(20, s.hidden), factor(s.intermediate, 20), 1.0},
                       {factor(33, s.intermediate), factor(s.hidden, 33), 1.0}};
       adapter.pack(lora);
-      MadeUpBatch batch = rows_of_one(s, 3);
+      RandomBatch batch = rows_of_one(s, 3);
       auto wide = [](const std::vector<float>& v) { return std::vector<double>(v.begin(), v.end()); };
       std::vector<double> tiles = wide(run(*experts, batch, true, {&adapter}));
       std::vector<float> without = run(*experts, batch), with = run(*experts, batch, false, {&adapter});

@@ -1,4 +1,5 @@
-// Made-up machines: two sockets with hyperthreads, eight nodes, containers that hide sysfs, masks, quotas; and seating.
+// Synthetic machines: two sockets with hyperthreads, eight nodes, containers that hide sysfs, masks, quotas; and thread
+// placement.
 #include <stdlib.h>
 
 #include <filesystem>
@@ -111,7 +112,7 @@ TEST(topology_restricted_affinity) {
   CHECK_EQ(t.cpus[0].id, 9);
   CHECK_EQ(t.cores, 2);
   CHECK_EQ(shown(t.nodes), "1 ");
-  CHECK_EQ(t.l2, 0u);  // the made-up tree shows caches of cpu 0 only
+  CHECK_EQ(t.l2, 0u);  // the synthetic tree has caches of cpu 0 only
   CHECK_EQ(read_topology(tree.root(), {0, 1}).l2_sharers, 1);
 }
 
@@ -153,7 +154,7 @@ TEST(topology_broken_files) {
   const Tree tree;
   tree.node(0, "garbage");
   tree.put("sys/devices/system/node/nodeX/cpulist", "0-3");
-  tree.cpu(0, "7-9");  // does not even name itself
+  tree.cpu(0, "7-9");  // does not list itself
   tree.cpu(1, "-");
   tree.cache(0, 0, 2, "Unified", "much", "");
   tree.put("proc/self/cgroup", "no colons here\n0::/a/b");
@@ -174,7 +175,7 @@ TEST(topology_cgroup_quota) {
   Topology t = read_topology(tree.root(), range(0, 16));
   CHECK_EQ(t.quota, 6.5);
   CHECK_EQ(t.thread_limit(), 7);
-  tree.put("sys/fs/cgroup/cpu.max", "50000 100000");  // the tightest on the way up counts
+  tree.put("sys/fs/cgroup/cpu.max", "50000 100000");  // the lowest on the way up counts
   t = read_topology(tree.root(), range(0, 16));
   CHECK_EQ(t.thread_limit(), 1);
   const Tree v1;
@@ -238,7 +239,7 @@ TEST(probe_uses_listed_siblings) {
   CHECK_EQ(shown(useful_cpus(t, half_is_better)), shown(range(0, 16)));
 }
 
-TEST(seating_follows_nodes_and_takes_cores_before_siblings) {
+TEST(placement_follows_nodes_and_takes_cores_before_siblings) {
   const Tree tree;
   two_sockets(tree);
   const Topology t = read_topology(tree.root(), range(0, 32));
@@ -251,7 +252,7 @@ TEST(seating_follows_nodes_and_takes_cores_before_siblings) {
   CHECK(!s.oversubscribed);
 }
 
-TEST(seating_shares_threads_by_cpus) {
+TEST(placement_shares_threads_by_cpus) {
   const Tree tree;
   two_sockets(tree);
   const std::vector<int> allowed{0, 1, 2, 3, 4, 5, 8, 9};
@@ -261,7 +262,7 @@ TEST(seating_shares_threads_by_cpus) {
   CHECK_EQ(s.workers[7].cpu, 9);
 }
 
-TEST(seating_simulates_groups) {
+TEST(placement_simulates_groups) {
   const Topology t = guest(8);
   const ThreadPlacement s = place_threads(t, range(0, 8), 8, 4);
   CHECK_EQ(shown(s.node_of), "-1 -1 -1 -1 ");
@@ -276,7 +277,7 @@ TEST(seating_simulates_groups) {
   CHECK_EQ(shown(one.node_of), "-1 ");  // one group over two nodes has no node
 }
 
-TEST(seating_leaves_threads_free_when_crowded_or_cut) {
+TEST(placement_leaves_threads_free_when_crowded_or_cut) {
   Topology t = guest(4);
   const ThreadPlacement oversubscribed = place_threads(t, range(0, 4), 6, 1);
   CHECK(oversubscribed.oversubscribed);

@@ -1,19 +1,18 @@
-// W8A8 on every variant: exact sums of bytes, the numbers that they become, and that nothing depends on threads, groups
-// or neighbours.
+// W8A8 on every variant: exact int32 sums, their scaling, and bits that do not depend on threads, groups or neighbours.
 #include "w8a8_layer.h"
 
 using namespace kt;
 using namespace kt::check;
 
-// One byte of an activated row may round the other way where its float is off by a bit, hence the tolerance.
-TEST(bytes_are_what_they_should_be) {
+// An int8 value of an activated row may round the other way where its float is off by a bit, hence the tolerance.
+TEST(w8a8_matches_reference) {
   const Gate gates[] = {kSilu, {Activation::swiglu_oai, true, 7, 1.702}, {Activation::gelu, false, 0, 0}};
   const LayerShape shapes[] = {{3, 200, 72, true}, {2, 64, 33, true}, {3, 37, 100, false}};
   for (int n = 0; n < 3; n++) {
-    ByteLayer layer(shapes[n], gates[n]);
-    MadeUpBatch batch(shapes[n], 70, 2);
+    Int8Layer layer(shapes[n], gates[n]);
+    RandomBatch batch(shapes[n], 70, 2);
     std::vector<double> want = expected_w8a8(layer, batch, n > 0);
-    for (const KernelTable* kernels : kernels_of_bytes()) {
+    for (const KernelTable* kernels : int8_kernels()) {
       auto experts = layer.packed(*kernels, engine_of(2), n > 0);
       double error = error_of(run_w8a8(*experts, batch), want);
       CHECK(error < 1e-3);
@@ -23,40 +22,40 @@ TEST(bytes_are_what_they_should_be) {
 }
 
 // Scales that are powers of two, squares of small integers between the products, one expert a token: every operation
-// but the rounding to bytes is exact, so all variants have the reference's bits.
-TEST(bytes_have_the_same_bits_everywhere) {
+// but the quantisation is exact, so all variants have the reference's bits.
+TEST(w8a8_same_bits_in_every_variant) {
   const LayerShape s{2, 300, 90, false};
-  ByteLayer layer(s, {Activation::relu2, false, 0, 0});
+  Int8Layer layer(s, {Activation::relu2, false, 0, 0});
   std::mt19937 random(7);
   std::uniform_int_distribution<int> any(-127, 127), place(0, s.hidden - 1);
   std::fill(layer.up.codes.begin(), layer.up.codes.end(), (int8_t)0);
   for (int64_t r = 0; r < s.experts * s.intermediate; r++)
     for (int n = 0; n < 2; n++) layer.up.codes[(size_t)(r * s.hidden + place(random))] = (int8_t)(n ? 1 : -1);
-  for (ByteMatrix* m : {&layer.up, &layer.down}) std::fill(m->scales.begin(), m->scales.end(), 0.125f);
-  MadeUpBatch batch(s, 67, 1);
+  for (Int8Matrix* m : {&layer.up, &layer.down}) std::fill(m->scales.begin(), m->scales.end(), 0.125f);
+  RandomBatch batch(s, 67, 1);
   for (float& x : batch.hidden) x = (float)any(random) * 0.5f;
   for (int32_t t = 0; t < batch.tokens; t++) batch.hidden[(size_t)(t * s.hidden + t)] = 63.5f;
   for (float& w : batch.weights) w = 0.5f;
   std::vector<double> want = expected_w8a8(layer, batch, false);
-  for (const KernelTable* kernels : kernels_of_bytes()) {
+  for (const KernelTable* kernels : int8_kernels()) {
     std::vector<float> got = run_w8a8(*layer.packed(*kernels, engine_of(3), false), batch);
     for (size_t n = 0; n < got.size(); n++) CHECK_EQ((double)got[n], want[n]);
   }
 }
 
-// Groups of any size with scales of any type, all of them against the definition; gate may be int8 beside them.
-TEST(bytes_of_int4_are_what_they_should_be) {
+// Groups of any size with scales of any type, all against the definition; gate may be int8 beside int4.
+TEST(w8a8_int4_matches_reference) {
   const int32_t groups[] = {32, 64, 128, 0};
   const DType types[] = {DType::bf16, DType::f16, DType::f32};
   const LayerShape shapes[] = {{2, 200, 72, true}, {2, 288, 97, true}, {1, 64, 33, true}, {2, 321, 130, false}};
   for (int n = 0; n < 4; n++) {
-    ByteLayer layer(shapes[n], {shapes[n].gated ? Activation::silu : Activation::gelu, shapes[n].gated, 0, 0});
-    if (n % 2) make_wild(layer.gate, groups[n], types[(n + 2) % 3], 1);
-    make_wild(layer.up, groups[n], types[n % 3], 2);
-    make_wild(layer.down, groups[(n + 1) % 4], types[(n + 1) % 3], 3);
-    MadeUpBatch batch(shapes[n], 70, 2);
+    Int8Layer layer(shapes[n], {shapes[n].gated ? Activation::silu : Activation::gelu, shapes[n].gated, 0, 0});
+    if (n % 2) make_random_int4(layer.gate, groups[n], types[(n + 2) % 3], 1);
+    make_random_int4(layer.up, groups[n], types[n % 3], 2);
+    make_random_int4(layer.down, groups[(n + 1) % 4], types[(n + 1) % 3], 3);
+    RandomBatch batch(shapes[n], 70, 2);
     std::vector<double> want = expected_w8a8(layer, batch, n > 1);
-    for (const KernelTable* kernels : kernels_of_bytes()) {
+    for (const KernelTable* kernels : int8_kernels()) {
       double error = error_of(run_w8a8(*layer.packed(*kernels, engine_of(2), n > 1), batch), want);
       CHECK(error < 1e-3);
       if (error >= 1e-3) std::fprintf(stderr, "%s, case %d: %g\n", kernels->name, n, error);
@@ -65,9 +64,9 @@ TEST(bytes_of_int4_are_what_they_should_be) {
 }
 
 // As for int8 above: up has one scale, so that its sums are small integers, and down any.
-TEST(bytes_of_int4_have_the_same_bits_everywhere) {
+TEST(w8a8_int4_same_bits_in_every_variant) {
   const LayerShape s{2, 300, 330, false};
-  MadeUpBatch batch(s, 67, 1);
+  RandomBatch batch(s, 67, 1);
   std::mt19937 random(9);
   std::uniform_int_distribution<int> any(-127, 127), place(0, 99);
   for (float& x : batch.hidden) x = (float)any(random) * 0.5f;
@@ -75,13 +74,13 @@ TEST(bytes_of_int4_have_the_same_bits_everywhere) {
   for (float& w : batch.weights) w = 0.5f;
   for (int32_t group : {32, 64, 128, 0})
     for (DType type : {DType::bf16, DType::f16, DType::f32}) {
-      ByteLayer layer(s, {Activation::relu2, false, 0, 0});
+      Int8Layer layer(s, {Activation::relu2, false, 0, 0});
       layer.up.become_int4(
           group, type, [&](int64_t, int64_t) { return place(random) ? 0 : 1; },
           [](int64_t, int64_t g) { return g == 1 ? 0.0f : 0.125f; });
-      make_wild(layer.down, group, type, group + (int)type);
+      make_random_int4(layer.down, group, type, group + (int)type);
       std::vector<double> want = expected_w8a8(layer, batch, false);
-      for (const KernelTable* kernels : kernels_of_bytes()) {
+      for (const KernelTable* kernels : int8_kernels()) {
         std::vector<float> got = run_w8a8(*layer.packed(*kernels, engine_of(3), false), batch);
         int off = 0;
         for (size_t n = 0; n < got.size(); n++) off += (double)got[n] != want[n];
@@ -92,10 +91,10 @@ TEST(bytes_of_int4_have_the_same_bits_everywhere) {
 }
 
 // A scale that is not finite stays in its channel.
-TEST(bytes_of_int4_without_a_scale) {
+TEST(w8a8_int4_non_finite_scales) {
   const LayerShape s{1, 96, 64, false};
-  ByteLayer layer(s, {Activation::relu2, false, 0, 0});
-  make_wild(layer.up, 32, DType::bf16, 4);
+  Int8Layer layer(s, {Activation::relu2, false, 0, 0});
+  make_random_int4(layer.up, 32, DType::bf16, 4);
   for (DType type : {DType::bf16, DType::f16, DType::f32}) {
     layer.down.become_int4(
         32, type, [](int64_t, int64_t k) { return (int)(k % 16) - 8; }, [](int64_t, int64_t) { return 0.25f; });
@@ -103,9 +102,9 @@ TEST(bytes_of_int4_without_a_scale) {
     set_element(layer.down.group_scales.data(), 2 * 40, type, INFINITY);
     if (type != DType::f16) set_element(layer.down.group_scales.data(), 2 * 50, type, 1e-38f);
     if (type != DType::f16) set_element(layer.down.group_scales.data(), 2 * 50 + 1, type, 1e-38f);
-    MadeUpBatch batch(s, 64, 1);
+    RandomBatch batch(s, 64, 1);
     std::fill(batch.ids.begin(), batch.ids.end(), 0);
-    for (const KernelTable* kernels : kernels_of_bytes()) {
+    for (const KernelTable* kernels : int8_kernels()) {
       std::vector<float> out = run_w8a8(*layer.packed(*kernels, engine_of(2), false), batch);
       for (size_t n = 0; n < out.size(); n++) {
         size_t channel = n % (size_t)s.hidden;
@@ -117,16 +116,16 @@ TEST(bytes_of_int4_without_a_scale) {
 }
 
 // K beyond one chunk of gate/up, and rows beyond one unit.
-TEST(bytes_do_not_depend_on_threads_groups_or_neighbours) {
+TEST(w8a8_bits_do_not_depend_on_threads_groups_or_neighbours) {
   const LayerShape s{2, 4500, 70, true};
-  ByteLayer layer(s, kSilu);
-  make_wild(layer.up, 64, DType::f16, 6);
-  MadeUpBatch batch(s, 180, 1);
-  for (const KernelTable* kernels : kernels_of_bytes()) {
+  Int8Layer layer(s, kSilu);
+  make_random_int4(layer.up, 64, DType::f16, 6);
+  RandomBatch batch(s, 180, 1);
+  for (const KernelTable* kernels : int8_kernels()) {
     std::vector<float> one = run_w8a8(*layer.packed(*kernels, engine_of(1), true), batch);
     CHECK(same_bits(one, run_w8a8(*layer.packed(*kernels, engine_of(3), true), batch)));
     CHECK(same_bits(one, run_w8a8(*layer.packed(*kernels, engine_of(4, 2), true), batch)));
-    MadeUpBatch fewer = batch;
+    RandomBatch fewer = batch;
     fewer.tokens = 99;
     std::vector<float> first = run_w8a8(*layer.packed(*kernels, engine_of(2), true), fewer);
     one.resize(99 * (size_t)s.hidden), first.resize(one.size());
@@ -134,12 +133,12 @@ TEST(bytes_do_not_depend_on_threads_groups_or_neighbours) {
   }
 }
 
-// Rows of zeros give zero, what is not finite stays in its row.
-TEST(bytes_of_rows_without_a_scale) {
+// Rows of zeros give zero; non-finite values stay in their row.
+TEST(w8a8_non_finite_rows) {
   const LayerShape s{1, 80, 64, true};
-  ByteLayer layer(s, kSilu);
-  for (const KernelTable* kernels : kernels_of_bytes()) {
-    MadeUpBatch batch(s, 64, 1);
+  Int8Layer layer(s, kSilu);
+  for (const KernelTable* kernels : int8_kernels()) {
+    RandomBatch batch(s, 64, 1);
     std::fill(batch.ids.begin(), batch.ids.end(), 0);
     auto row = [&](int t) { return batch.hidden.begin() + t * s.hidden; };
     std::fill(row(3), row(4), 0.0f);
@@ -155,9 +154,9 @@ TEST(bytes_of_rows_without_a_scale) {
   }
 }
 
-TEST(bytes_are_refused_by_what_cannot_have_them) {
+TEST(w8a8_unsupported_experts) {
   const LayerShape s{1, 64, 64, true};
-  ByteLayer layer(s, kSilu);
+  Int8Layer layer(s, kSilu);
   auto engine = engine_of(1);
   CHECK_EQ(layer.packed(kernels("generic"), engine, false)->w8a8_unsupported(), "");
   CHECK(contains(layer.packed(kernels("generic", Precision::f32), engine, false)->w8a8_unsupported(), "f32"));
@@ -171,8 +170,8 @@ TEST(bytes_are_refused_by_what_cannot_have_them) {
   CHECK(contains(wide.w8a8_unsupported(), "32 bits"));
 }
 
-TEST(bytes_have_a_rate) {
+TEST(w8a8_rate) {
   std::vector<char> scratch(640 << 10);
-  for (const KernelTable* kernels : kernels_of_bytes())
+  for (const KernelTable* kernels : int8_kernels())
     CHECK(kernels->rate(Rate::bytes, 1e-3, scratch.data(), scratch.size()) > 0);
 }

@@ -1,5 +1,5 @@
-// Layers in int8 and int4 for the native tests of W8A8, and what they should say: rounded where the kernels round, and
-// exact elsewhere.
+// Random layers in int8 and int4 for the native tests of W8A8, and the reference result: rounded where the kernels
+// round, exact elsewhere.
 #pragma once
 
 #include <cmath>
@@ -18,8 +18,8 @@ constexpr Format format_of(Codec codec, int32_t group = 0, DType scale = DType::
   return f;
 }
 
-// A matrix of all experts as bytes with a scale for each row: in format int8, or what int4 is to become.
-struct ByteMatrix {
+// A matrix of all experts as int8 with a scale for each row: in format int8, or int4 requantised to it.
+struct Int8Matrix {
   std::vector<int8_t> codes;
   std::vector<float> scales;
   int64_t rows, columns;
@@ -27,7 +27,7 @@ struct ByteMatrix {
   std::vector<uint8_t> nibbles;    // int4, as released
   std::vector<char> group_scales;  // likewise
 
-  ByteMatrix(int32_t experts, int64_t n, int64_t k) : rows(n), columns(k) {
+  Int8Matrix(int32_t experts, int64_t n, int64_t k) : rows(n), columns(k) {
     codes.resize((size_t)(experts * n * k));
     scales.resize((size_t)(experts * n));
   }
@@ -45,8 +45,8 @@ struct ByteMatrix {
     }
     return m;
   }
-  // A row's codes times bytes, each group with its own scale.
-  double in_groups(int64_t row, const std::vector<int32_t>& bytes) const {
+  // The dot product of a row's codes and int8 values, each group with its own scale.
+  double dot_by_group(int64_t row, const std::vector<int32_t>& bytes) const {
     double sum = 0;
     for (int64_t k = 0; k < columns; k++) {
       int code = (nibbles[(size_t)(row * ceil_div(columns, 2) + k / 2)] >> (k % 2 * 4) & 15) - 8;
@@ -57,7 +57,8 @@ struct ByteMatrix {
   }
   int64_t groups() const { return format.group ? ceil_div(columns, format.group) : 1; }
 
-  // Becomes int4, with code(row, k) from -8 to 7 and scale(row, group); bytes and scales follow by the definition.
+  // Makes it int4, with code(row, k) from -8 to 7 and scale(row, group); the int8 values and scales follow by the
+  // definition.
   template <class Code, class Scale>
   void become_int4(int32_t group, DType type, const Code& code, const Scale& scale) {
     format = format_of(Codec::int4, group, type);
@@ -87,8 +88,8 @@ struct ByteMatrix {
   }
 };
 
-// Scales over a wide range, with zeros of both signs and negative ones among them, and whole rows of zero.
-struct WildScales {
+// Scales over a wide range, including zeros of both signs, negative ones, and whole rows of zero.
+struct RandomScales {
   std::mt19937& random;
   float operator()(int64_t row, int64_t) const {
     std::uniform_int_distribution<int> kind(0, 19);
@@ -99,19 +100,19 @@ struct WildScales {
   }
 };
 
-inline void make_wild(ByteMatrix& m, int32_t group, DType type, int seed) {
+inline void make_random_int4(Int8Matrix& m, int32_t group, DType type, int seed) {
   std::mt19937 random((uint32_t)seed);
   std::uniform_int_distribution<int> any(-8, 7);
-  m.become_int4(group, type, [&](int64_t, int64_t) { return any(random); }, WildScales{random});
+  m.become_int4(group, type, [&](int64_t, int64_t) { return any(random); }, RandomScales{random});
 }
 
-struct ByteLayer {
+struct Int8Layer {
   LayerShape shape;
   Gate gating;
-  ByteMatrix gate, up, down;
-  MadeUpLayer biases;
+  Int8Matrix gate, up, down;
+  RandomLayer biases;
 
-  ByteLayer(const LayerShape& s, const Gate& g)
+  Int8Layer(const LayerShape& s, const Gate& g)
       : shape(s),
         gating(g),
         gate(s.experts, s.intermediate, s.hidden),
@@ -120,7 +121,7 @@ struct ByteLayer {
         biases(s, true) {
     std::mt19937 random(5);
     std::uniform_int_distribution<int> any(-128, 127);
-    for (ByteMatrix* m : {&gate, &up, &down}) {
+    for (Int8Matrix* m : {&gate, &up, &down}) {
       for (int8_t& c : m->codes) c = (int8_t)any(random);
       for (size_t n = 0; n < m->scales.size(); n++)
         m->scales[n] = (0.7f + 0.01f * (float)(n % 60)) / (74 * std::sqrt((float)m->columns));
@@ -141,12 +142,12 @@ struct ByteLayer {
   }
 };
 
-// A row as bytes, by the definition.
-struct ByteRow {
+// A quantised row, by the definition.
+struct Int8Row {
   std::vector<int32_t> bytes;
   float scale;
 
-  explicit ByteRow(const std::vector<float>& row) {
+  explicit Int8Row(const std::vector<float>& row) {
     float largest = 0;
     for (float x : row) largest = std::max(largest, std::fabs(x));
     float inverse = largest > 0 ? 127.0f / largest : 0;
@@ -156,45 +157,45 @@ struct ByteRow {
       bytes.push_back((int32_t)std::nearbyint(product));
     }
   }
-  // `few`: rows of an expert that its codes are multiplied with as they lie.
-  double times(const ByteMatrix& m, int64_t row, bool few) const {
-    if (few && m.format.codec == Codec::int4) return m.in_groups(row, bytes) * scale;
+  // `packed_gemv`: the expert has few enough rows for it.
+  double dot(const Int8Matrix& m, int64_t row, bool packed_gemv) const {
+    if (packed_gemv && m.format.codec == Codec::int4) return m.dot_by_group(row, bytes) * scale;
     int64_t sum = 0;
     for (int64_t k = 0; k < m.columns; k++) sum += bytes[(size_t)k] * m.codes[(size_t)(row * m.columns + k)];
     return (float)sum * (scale * m.scales[(size_t)row]);
   }
 };
 
-inline std::vector<double> expected_w8a8(const ByteLayer& l, const MadeUpBatch& batch, bool biased) {
+inline std::vector<double> expected_w8a8(const Int8Layer& l, const RandomBatch& batch, bool biased) {
   int64_t h = l.shape.hidden, i = l.shape.intermediate;
   std::vector<double> out((size_t)(batch.tokens * h));
   for (size_t n = 0; n < batch.ids.size(); n++) {
     int64_t token = (int64_t)n / batch.top_k, e = batch.ids[n];
     if (e < 0 || e >= l.shape.experts) continue;
     auto from = batch.hidden.begin() + token * h;
-    ByteRow x(std::vector<float>(from, from + h));
-    bool few = std::count(batch.ids.begin(), batch.ids.end(), batch.ids[n]) <= kPackedGemvInt8Rows;
+    Int8Row x(std::vector<float>(from, from + h));
+    bool packed_gemv = std::count(batch.ids.begin(), batch.ids.end(), batch.ids[n]) <= kPackedGemvInt8Rows;
     std::vector<float> inner;
     for (int64_t r = e * i; r < (e + 1) * i; r++) {
-      double u = x.times(l.up, r, few) + (biased ? l.biases.up_bias[(size_t)r] : 0), g = u;
+      double u = x.dot(l.up, r, packed_gemv) + (biased ? l.biases.up_bias[(size_t)r] : 0), g = u;
       if (l.gating.gated) {
-        g = x.times(l.gate, r, few) + (biased ? l.biases.gate_bias[(size_t)r] : 0);
+        g = x.dot(l.gate, r, packed_gemv) + (biased ? l.biases.gate_bias[(size_t)r] : 0);
         if (l.gating.limit > 0) g = std::min(g, l.gating.limit), u = std::clamp(u, -l.gating.limit, l.gating.limit);
         if (l.gating.kind == Activation::swiglu_oai) u += 1;
       }
       double y = activated(g, l.gating.kind, l.gating.alpha) * (l.gating.gated ? u : 1);
       inner.push_back(to_float(from_float((float)y, DType::bf16), DType::bf16));
     }
-    ByteRow hidden(inner);
+    Int8Row hidden(inner);
     for (int64_t c = 0; c < h; c++) {
-      double y = hidden.times(l.down, e * h + c, few) + (biased ? l.biases.down_bias[(size_t)(e * h + c)] : 0);
+      double y = hidden.dot(l.down, e * h + c, packed_gemv) + (biased ? l.biases.down_bias[(size_t)(e * h + c)] : 0);
       out[(size_t)(token * h + c)] += batch.weights[n] * y;
     }
   }
   return out;
 }
 
-inline std::vector<float> run_w8a8(const Experts& experts, MadeUpBatch& batch) {
+inline std::vector<float> run_w8a8(const Experts& experts, RandomBatch& batch) {
   Batch b = batch.batch(experts.shape());
   b.w8a8 = true;
   std::fill(batch.out.begin(), batch.out.end(), NAN);
@@ -202,11 +203,11 @@ inline std::vector<float> run_w8a8(const Experts& experts, MadeUpBatch& batch) {
   return batch.out;
 }
 
-inline std::vector<const KernelTable*> kernels_of_bytes() {
-  std::vector<const KernelTable*> found;
+inline std::vector<const KernelTable*> int8_kernels() {
+  std::vector<const KernelTable*> list;
   for (const KernelTable* kernels : all_kernels())
-    if (kernels->precision == Precision::bf16) found.push_back(kernels);
-  return found;
+    if (kernels->precision == Precision::bf16) list.push_back(kernels);
+  return list;
 }
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
