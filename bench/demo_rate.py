@@ -70,12 +70,14 @@ def lean(network: Any) -> None:
 def packs_of(settings: Any, tokenizer: Any, step: int) -> list[list[Any]]:
     import random
 
-    from ktransformers.train.data.prepare import encode_all, mix, pack, read_datasets
+    from ktransformers.train.data.prepare import encode_all, mix_datasets, pack_rows, read_datasets
     from ktransformers.train.data.render import Renderer
 
     found = read_datasets(settings.data.dataset, settings.data)
-    rows = mix([list(part) for part in encode_all(found, Renderer(tokenizer, step), settings.data)], settings.data, 0)
-    packs = pack(rows, step)
+    rows = mix_datasets(
+        [list(part) for part in encode_all(found, Renderer(tokenizer, step), settings.data)], settings.data, 0
+    )
+    packs = pack_rows(rows, step)
     random.Random(0).shuffle(packs)
     return packs
 
@@ -86,7 +88,7 @@ def open_adapted(args: argparse.Namespace, change: dict[str, Any]) -> tuple[Any,
 
     from ktransformers.nn import load_model
     from ktransformers.system import bf16_is_fast
-    from ktransformers.train.model import lora_config
+    from ktransformers.train.model import build_lora_config
     from ktransformers.train.resolve import read_settings
     from ktransformers.train.targets import find_targets
 
@@ -97,7 +99,7 @@ def open_adapted(args: argparse.Namespace, change: dict[str, Any]) -> tuple[Any,
     torch.manual_seed(0)
     model: Any = load_model(args.model, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
     model.config.use_cache = False
-    adapted = get_peft_model(model, lora_config(model, find_targets(model, settings.lora), settings.lora))
+    adapted = get_peft_model(model, build_lora_config(model, find_targets(model, settings.lora), settings.lora))
     if "lora" in change:
         lean(adapted)
     return adapted, settings, AutoTokenizer.from_pretrained(args.model)
@@ -127,14 +129,14 @@ def train_steps(network: Any, packs: list[list[Any]], adam: Any, head: str) -> i
 
 
 def measure(args: argparse.Namespace, change: dict[str, Any], profiled: bool) -> dict[str, Any]:
-    from ktransformers.train.watch import ExpertClock
+    from ktransformers.train.callbacks import ExpertClock
 
     step, head = change.get("step", 512), change.get("head", "all")
     network, settings, tokenizer = open_adapted(args, change)
     if change.get("attention") == "rows":
-        from ktransformers.train.rows import attend_by_rows
+        from ktransformers.train.packed_attention import use_packed_attention
 
-        assert attend_by_rows(network.get_base_model())
+        assert use_packed_attention(network.get_base_model())
     packs = packs_of(settings, tokenizer, step)
     count = max(2, args.tokens // step)
     adam = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-4, fused=True)

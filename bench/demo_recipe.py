@@ -73,7 +73,7 @@ def joined(rows: list[Any], turns: int, rounds: int = 2) -> list[Any]:
 
 def packs_of(recipe: Recipe, settings: Any, tokenizer: Any) -> list[list[Any]]:
     """The rows of each step: shares of the budget, packed as `kt train` packs, in a drawn order."""
-    from ktransformers.train.data.prepare import pack
+    from ktransformers.train.data.prepare import pack_rows
     from ktransformers.train.data.render import Renderer
 
     renderer = Renderer(tokenizer, min(recipe.step, 512))
@@ -88,7 +88,7 @@ def packs_of(recipe: Recipe, settings: Any, tokenizer: Any) -> list[list[Any]]:
             queue = queue or draw.sample(encoded, len(encoded))
             rows.append(queue.pop())
             tokens += len(rows[-1].ids)
-    packs = pack(rows, recipe.step)
+    packs = pack_rows(rows, recipe.step)
     draw.shuffle(packs)
     return packs
 

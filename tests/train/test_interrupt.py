@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from ktransformers.errors import KTError
+from ktransformers.train.callbacks import Interrupted
 from ktransformers.train.manifest import read_manifest
-from ktransformers.train.watch import Interrupted
 
 from .conftest import Quiet, recipe
 from .runs import SCRIPT, adapter, difference, run, start_run

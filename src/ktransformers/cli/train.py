@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ktransformers.train.callbacks import Progress
     from ktransformers.train.plan import TrainPlan
-    from ktransformers.train.watch import Progress
 
 
 def plan_lines(plan: TrainPlan) -> list[str]:
@@ -53,7 +53,7 @@ def short(value: float) -> str:
 
 
 def step_line(progress: Progress) -> str:
-    from ktransformers.train.watch import clock_text
+    from ktransformers.train.callbacks import format_duration
 
     shown = [f"step {progress.step}/{progress.steps}", f"epoch {progress.epoch:.2f}"]
     names = ("loss", "eval_loss", "learning_rate", "grad_norm", "rewards/accuracies", "rewards/margins")
@@ -67,7 +67,7 @@ def step_line(progress: Progress) -> str:
     shown.append(f"{progress.memory / 2**30:.1f} GB")
     if progress.gpu_memory:
         shown.append(f"{progress.gpu_memory / 2**30:.1f} GB GPU")
-    shown.append(f"{clock_text(progress.remaining)} left")
+    shown.append(f"{format_duration(progress.remaining)} left")
     return "  ".join(shown)
 
 
@@ -125,7 +125,7 @@ class StepScreen(StepLines):
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        from ktransformers.train.watch import clock_text
+        from ktransformers.train.callbacks import format_duration
 
         table = Table.grid(padding=(0, 2))
         table.add_row("step", f"{progress.step} of {progress.steps}, epoch {progress.epoch:.2f}")
@@ -145,7 +145,7 @@ class StepScreen(StepLines):
             table.add_row("roof", f"{progress.roof_share:.0%} of what this machine's experts can do at best")
         gpu = f", {progress.gpu_memory / 2**30:.1f} GB GPU at most" if progress.gpu_memory else ""
         table.add_row("memory", f"{progress.memory / 2**30:.1f} GB{gpu}")
-        table.add_row("time left", f"{clock_text(progress.remaining)}, {clock_text(progress.elapsed)} so far")
+        table.add_row("time left", f"{format_duration(progress.remaining)}, {format_duration(progress.elapsed)} so far")
         self._console.print(step_line(progress), markup=False, highlight=False, soft_wrap=True)
         self._show(table)
 
@@ -173,13 +173,13 @@ def train(
     rest_soon()
     settings = read_settings(file, words or [])
     if dry_run:
-        from ktransformers.train.plan import as_dict, make_plan
+        from ktransformers.train.plan import make_plan, plan_document
 
         plan = make_plan(settings).plan
-        print(json.dumps(as_dict(plan), indent=2, ensure_ascii=False) if as_json else "\n".join(plan_lines(plan)))
+        print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False) if as_json else "\n".join(plan_lines(plan)))
         return
     from ktransformers.train import run
-    from ktransformers.train.watch import Interrupted
+    from ktransformers.train.callbacks import Interrupted
 
     _quiet()
     first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from trl import DPOConfig, SFTConfig  # type: ignore[attr-defined]
 
 
-def packs(settings: TrainSettings) -> bool:
+def uses_packing(settings: TrainSettings) -> bool:
     return settings.data.packing or settings.data.neat_packing
 
 
-def step_rows(settings: TrainSettings) -> tuple[int, int]:
+def step_shape(settings: TrainSettings) -> tuple[int, int]:
     """Rows of one batch and batches of one optimiser step, of each process."""
     given = settings.trainer
     rows = int(given.get("per_device_train_batch_size", trainer_fields()["per_device_train_batch_size"]))
@@ -64,7 +64,7 @@ def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
     }
     values |= {"prediction_loss_only": True, "report_to": "none", "do_train": True} | settings.trainer
     on_cpu = device_of(settings).type == "cpu"
-    rows, parts = step_rows(settings)
+    rows, parts = step_shape(settings)
     if settings.experts.tokens_at_once:
         rows, parts = rows * parts, 1
     values |= {
@@ -82,7 +82,7 @@ def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
     if settings.data.disable_shuffling:
         values["train_sampling_strategy"] = "sequential"
     if kind is SFTConfig:
-        values |= {"max_length": None, "packing": False, "padding_free": packs(settings)}
+        values |= {"max_length": None, "packing": False, "padding_free": uses_packing(settings)}
         values |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
     else:
         values |= {"max_length": None, "beta": settings.preference.pref_beta, "precompute_ref_log_probs": False}
@@ -95,20 +95,20 @@ def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
     return arguments
 
 
-def whole_checkpoints(output: Path) -> list[Path]:
+def complete_checkpoints(output: Path) -> list[Path]:
     """checkpoint-N folders, oldest first. They appear by a rename, so each that is there is whole."""
     found = [path for path in output.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[11:]))
 
 
-def resume_point(settings: TrainSettings) -> tuple[Path | None, str]:
+def find_resume_point(settings: TrainSettings) -> tuple[Path | None, str]:
     """The checkpoint to go on from, and the line that says so."""
     output, asked = Path(settings.output_dir), settings.run.resume_from_checkpoint
     if isinstance(asked, str):
         if not (Path(asked) / "trainer_state.json").is_file():
             raise InputError("resume_from_checkpoint", asked, "a checkpoint-N folder, or true")
         return Path(asked), f"goes on from {asked}"
-    there = whole_checkpoints(output)
+    there = complete_checkpoints(output)
     if asked:
         return (there[-1], f"goes on from {there[-1]}") if there else (None, f"starts: no checkpoint in {output} yet")
     if settings.run.overwrite_output_dir:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def budget_parts(lengths: list[int], budget: int) -> list[list[int]]:
+def split_by_budget(lengths: list[int], budget: int) -> list[list[int]]:
     """Row numbers of each part; a row longer than the budget has a part of its own."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     parts: list[list[int]] = []
@@ -27,7 +27,7 @@ def budget_parts(lengths: list[int], budget: int) -> list[list[int]]:
     return parts
 
 
-def take_rows(inputs: dict[str, Any], rows: list[int], width: int) -> dict[str, Any]:
+def select_rows(inputs: dict[str, Any], rows: list[int], width: int) -> dict[str, Any]:
     """These rows of every `[rows, L]` and `[rows]` tensor, cut to `width` columns."""
     index = torch.tensor(rows)
 
@@ -46,12 +46,12 @@ def pair_weights(count: int, batch: int) -> Tensor:
     return torch.tensor([1 / (len(sizes) * size) for size in sizes for _ in range(size)])
 
 
-def cut_step(inputs: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+def split_step(inputs: dict[str, Any], budget: int) -> list[dict[str, Any]]:
     lengths = inputs["attention_mask"].sum(1).tolist()
-    return [take_rows(inputs, rows, max(lengths[row] for row in rows)) for rows in budget_parts(lengths, budget)]
+    return [select_rows(inputs, rows, max(lengths[row] for row in rows)) for rows in split_by_budget(lengths, budget)]
 
 
-def cut_pairs(inputs: dict[str, Any], budget: int, batch: int) -> list[dict[str, Any]]:
+def split_pairs(inputs: dict[str, Any], budget: int, batch: int) -> list[dict[str, Any]]:
     """The first half of the rows are chosen answers and the second half the rejected ones; the two of a pair stay
     together. `batch`: pairs that accumulation would take at once, for `weights` in each part."""
     lengths = inputs["attention_mask"].sum(1).tolist()
@@ -59,9 +59,11 @@ def cut_pairs(inputs: dict[str, Any], budget: int, batch: int) -> list[dict[str,
     inputs = inputs | {"weights": pair_weights(half, batch).to(inputs["attention_mask"].device)}
     both = [max(lengths[row], lengths[row + half]) for row in range(half)]
     parts = []
-    for rows in budget_parts([2 * length for length in both], budget):
+    for rows in split_by_budget([2 * length for length in both], budget):
         width = max(both[row] for row in rows)
         single = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.shape[0] == half}
         double = {key: value for key, value in inputs.items() if key not in single}
-        parts.append(take_rows(double, [*rows, *(row + half for row in rows)], width) | take_rows(single, rows, width))
+        parts.append(
+            select_rows(double, [*rows, *(row + half for row in rows)], width) | select_rows(single, rows, width)
+        )
     return parts

@@ -12,7 +12,7 @@ from typing import Any
 from ktransformers import files
 from ktransformers.errors import KTError
 
-STAGING = ".kt_saving"  # in the output directory; what is in it was never finished
+STAGING_DIR = ".kt_saving"  # in the output directory; what is in it was never finished
 
 
 def sync_tree(folder: Path) -> None:
@@ -21,19 +21,19 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    with saved(path.parent):
+    with reporting_full_disk(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text)
 
 
 def write_json(path: Path, value: Any) -> None:
-    with saved(path.parent):
+    with reporting_full_disk(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, value)
 
 
 @contextmanager
-def saved(folder: Path) -> Iterator[None]:
+def reporting_full_disk(folder: Path) -> Iterator[None]:
     """A full disk is the user's to solve: said plainly, without a traceback."""
     try:
         yield

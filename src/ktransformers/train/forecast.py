@@ -18,12 +18,12 @@ from ktransformers.errors import InputError
 from ktransformers.place.options import read_options
 from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, with_gpus
 from ktransformers.plan.machine import Machine
-from ktransformers.train.arguments import device_of, dtype_of, packs, step_rows
-from ktransformers.train.batches import budget_parts
+from ktransformers.train.arguments import device_of, dtype_of, step_shape, uses_packing
+from ktransformers.train.batches import split_by_budget
 from ktransformers.train.settings import TrainSettings
-from ktransformers.train.targets import EXPERTS, HALVES
+from ktransformers.train.targets import EXPERT_GROUP_NAMES, GATE_UP_HALVES
 
-EXPERT_WORDS = {*EXPERTS, *HALVES, "gate_up_proj", "down_proj", "all"}
+EXPERT_TARGETS = {*EXPERT_GROUP_NAMES, *GATE_UP_HALVES, "gate_up_proj", "down_proj", "all"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Passes:
     fullest: int  # of these in one pass, at most
 
 
-def cut_epoch(sequences: list[tuple[int, int]], rows: int, budget: int | None, seed: int | None) -> Passes:
+def simulate_epoch(sequences: list[tuple[int, int]], rows: int, budget: int | None, seed: int | None) -> Passes:
     """An epoch in one random order; the trainer draws another, and these numbers hardly depend on it. Without a seed:
     in the order given.
 
@@ -56,7 +56,7 @@ def cut_epoch(sequences: list[tuple[int, int]], rows: int, budget: int | None, s
     parts: list[list[tuple[int, int]]] = []
     for start in range(0, len(order), rows):
         step = order[start : start + rows]
-        cut = budget_parts([tokens for tokens, _ in step], budget) if budget else [list(range(len(step)))]
+        cut = split_by_budget([tokens for tokens, _ in step], budget) if budget else [list(range(len(step)))]
         parts += [[step[row] for row in part] for part in cut]
     learned = [sum(labelled for _, labelled in part) for part in parts]
     padded = sum(len(part) * max(tokens for tokens, _ in part) for part in parts)
@@ -65,10 +65,10 @@ def cut_epoch(sequences: list[tuple[int, int]], rows: int, budget: int | None, s
 
 def fullest(sequences: list[tuple[int, int]], rows: int, budget: int | None, seed: int | None) -> int:
     """Labelled tokens of the fullest batch in an epoch."""
-    return cut_epoch(sequences, rows, budget, seed).fullest
+    return simulate_epoch(sequences, rows, budget, seed).fullest
 
 
-def _labelled(settings: TrainSettings, tokens: int, lengths: Lengths | None) -> float:
+def _labelled_share(settings: TrainSettings, tokens: int, lengths: Lengths | None) -> float:
     """Share of a batch that the head sees: all where the data is not known, and on a CPU all tokens of a pair."""
     everything = settings.data.stage == "dpo" and device_of(settings).type == "cpu"
     if lengths is None or everything or settings.trainer.get("label_smoothing_factor"):
@@ -76,11 +76,11 @@ def _labelled(settings: TrainSettings, tokens: int, lengths: Lengths | None) -> 
     return min(1.0, max(1, lengths.learned) / tokens)
 
 
-def work_of(settings: TrainSettings, rest_bytes: int, lengths: Lengths | None = None) -> Training:
+def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths | None = None) -> Training:
     """`lengths`: where the data is known."""
-    rows, parts = step_rows(settings)
+    rows, parts = step_shape(settings)
     sequence = settings.data.cutoff_len
-    if lengths is not None and not packs(settings):
+    if lengths is not None and not uses_packing(settings):
         sequence = min(sequence, lengths.longest)
     batch = rows * sequence * (2 if settings.data.stage == "dpo" else 1)
     budget = settings.experts.tokens_at_once
@@ -89,20 +89,20 @@ def work_of(settings: TrainSettings, rest_bytes: int, lengths: Lengths | None = 
     given = settings.trainer.get("gradient_checkpointing", True)
     checkpointing = bool(given) and not settings.model.disable_gradient_checkpointing
     words = set(settings.lora.lora_target)
-    adapts_experts = bool(words & EXPERT_WORDS)
+    adapts_experts = bool(words & EXPERT_TARGETS)
     return Training(
         tokens=tokens,
         tokens_per_step=whole,
         sequence=sequence,
         rank=settings.lora.lora_rank,
         adapts_experts=adapts_experts,
-        adapts_attention="all" in words or not words <= EXPERT_WORDS,
+        adapts_attention="all" in words or not words <= EXPERT_TARGETS,
         checkpointing=checkpointing,
         retain=checkpointing and settings.experts.kt_cpu_activation == "retain",
         trained_bytes=2 if settings.model.pure_bf16 else 4,
         rest_bytes=rest_bytes,
         saves=int(settings.trainer.get("save_total_limit") or 1),
-        labelled=_labelled(settings, tokens, lengths),
+        labelled=_labelled_share(settings, tokens, lengths),
         graphs=env.text("KT_GRAPHS") != "0" and not settings.model.use_reentrant_gc,
     )
 
@@ -118,11 +118,11 @@ class PlanInputs:
     needs_gpu: bool = False  # one that is there may not be left out
 
     def forecast(self, settings: TrainSettings, lengths: Lengths | None) -> Plan:
-        work = work_of(settings, self.rest_bytes, lengths)
+        work = training_workload(settings, self.rest_bytes, lengths)
         return make_plan(self.shape, work, self.machine, policies=self.policies, needs_gpu=self.needs_gpu)
 
 
-def this_site(settings: TrainSettings, directory: Path, words: dict[str, object]) -> PlanInputs:
+def plan_inputs(settings: TrainSettings, directory: Path, words: dict[str, object]) -> PlanInputs:
     """The machine that this runs on; `words`: config.json."""
     from ktransformers.plan.calibrate import this_machine
 
@@ -140,10 +140,12 @@ def needs_gpu(settings: TrainSettings) -> bool:
     return bool(asked) or several or read_options(settings.place.model_dump()).needs_gpu
 
 
-def try_site(settings: TrainSettings, directory: Path, words: dict[str, object]) -> tuple[PlanInputs | None, list[str]]:
+def try_plan_inputs(
+    settings: TrainSettings, directory: Path, words: dict[str, object]
+) -> tuple[PlanInputs | None, list[str]]:
     """A model whose config the planner cannot read trains all the same; the note says why there is no forecast."""
     try:
-        site = this_site(settings, directory, words)
+        site = plan_inputs(settings, directory, words)
         site.forecast(settings, None)  # which knows what it cannot count
         return site, []
     except InputError as error:

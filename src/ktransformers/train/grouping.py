@@ -19,15 +19,15 @@ from pathlib import Path
 from ktransformers.errors import InputError
 from ktransformers.plan import Machine, Plan, Training
 from ktransformers.plan.planner import evaluate
-from ktransformers.train.arguments import packs, step_rows
-from ktransformers.train.forecast import Lengths, Passes, PlanInputs, cut_epoch, work_of
+from ktransformers.train.arguments import step_shape, uses_packing
+from ktransformers.train.forecast import Lengths, Passes, PlanInputs, simulate_epoch, training_workload
 from ktransformers.train.settings import TrainSettings
 
-FILE = "kt_batches.json"  # of a checkpoint
-ROOM = 0.10  # of what a plan estimates, beside what is free anyway: so far off were plans (docs/plan.md)
-COUNTED = ("experts", "weights", "residents", "slots")  # sizes of tensors: these are no estimates
-LEAST_GAIN = 1.10  # over batch by batch; below it nothing changes
-TIE = 1.03  # of the fastest's time; what is smaller and within it wins
+GROUPING_FILE = "kt_batches.json"  # of a checkpoint
+ESTIMATE_MARGIN = 0.10  # of what a plan estimates, beside what is free anyway: so far off were plans (docs/plan.md)
+EXACT_SIZES = ("experts", "weights", "residents", "slots")  # sizes of tensors: these are no estimates
+MIN_SPEEDUP = 1.10  # over batch by batch; below it nothing changes
+TIE_RATIO = 1.03  # of the fastest's time; what is smaller and within it wins
 
 
 @dataclass(frozen=True)
@@ -57,26 +57,26 @@ class RowLengths:
     seed: int | None  # of their order; None: as they are here
 
     def passes(self, settings: TrainSettings) -> Passes:
-        rows, parts = step_rows(settings)
+        rows, parts = step_shape(settings)
         budget = settings.experts.tokens_at_once
-        return cut_epoch(self.sizes, rows * parts if budget else rows, budget, self.seed)
+        return simulate_epoch(self.sizes, rows * parts if budget else rows, budget, self.seed)
 
     def lengths(self, settings: TrainSettings) -> Lengths:
         return Lengths(self.longest, self.passes(settings).fullest)
 
 
-def grouped(settings: TrainSettings, tokens: int | None) -> TrainSettings:
+def with_tokens_per_batch(settings: TrainSettings, tokens: int | None) -> TrainSettings:
     """The same with the number that was chosen."""
     experts = settings.experts.model_copy(update={"kt_tokens_per_batch": tokens or "off"})
     return settings.model_copy(update={"experts": experts})
 
 
-def obstacle(settings: TrainSettings) -> str | None:
+def find_obstacle(settings: TrainSettings) -> str | None:
     """Why the batches of a step may not be taken together without being asked: something would come out different."""
     trainer = settings.trainer
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "several processes share the rows of a step batch by batch"
-    if packs(settings):
+    if uses_packing(settings):
         return "packing fills batches already"
     if settings.model.moe_aux_loss_coef:
         return "the router's balance loss is one of each batch"
@@ -87,9 +87,9 @@ def obstacle(settings: TrainSettings) -> str | None:
     return None
 
 
-def kept(checkpoint: Path) -> int | None:
+def read_checkpoint_tokens(checkpoint: Path) -> int | None:
     """Checkpoints without the file are of versions that went batch by batch unless a number was given."""
-    file = checkpoint / FILE
+    file = checkpoint / GROUPING_FILE
     try:
         found = json.loads(file.read_text())["kt_tokens_per_batch"] if file.is_file() else None
         return None if found is None else int(found)
@@ -107,11 +107,11 @@ class GroupingCandidate:
     fits: bool  # with room; on the GPU, where there is one
 
 
-def _narrower(plan: Plan) -> Machine:
+def _reduced_machine(plan: Plan) -> Machine:
     """The plan's machine without what its estimates may be short of."""
 
     def room(table: dict[str, int]) -> int:
-        return int(ROOM * sum(size for name, size in table.items() if name not in COUNTED))
+        return int(ESTIMATE_MARGIN * sum(size for name, size in table.items() if name not in EXACT_SIZES))
 
     machine, memory = plan.machine, plan.nearest.memory
     gpus = list(machine.gpus)
@@ -120,9 +120,9 @@ def _narrower(plan: Plan) -> Machine:
     return replace(machine, memory=machine.memory - room(memory.host), gpus=tuple(gpus))
 
 
-def _as_cut(work: Training, settings: TrainSettings, passes: Passes, count: int) -> Training:
+def _mean_pass(work: Training, settings: TrainSettings, passes: Passes, count: int) -> Training:
     """The mean pass of an epoch of `count` rows, in place of a full one."""
-    steps = -(-count // math.prod(step_rows(settings)))
+    steps = -(-count // math.prod(step_shape(settings)))
     width = passes.tokens / count / (2 if settings.data.stage == "dpo" else 1)
     return replace(
         work,
@@ -133,67 +133,69 @@ def _as_cut(work: Training, settings: TrainSettings, passes: Passes, count: int)
     )
 
 
-def _try(
+def _evaluate_candidate(
     settings: TrainSettings, batches: int, tokens: int | None, site: PlanInputs, rows: RowLengths | None
 ) -> GroupingCandidate:
-    trial = grouped(settings, tokens)
+    trial = with_tokens_per_batch(settings, tokens)
     passes = None if rows is None else rows.passes(trial)
     plan = site.forecast(trial, None if rows is None or passes is None else Lengths(rows.longest, passes.fullest))
     found = plan.nearest
     assert isinstance(found.work, Training)
     work = found.work
     if rows is not None and passes is not None:
-        work = _as_cut(work, trial, passes, len(rows.sizes))
+        work = _mean_pass(work, trial, passes, len(rows.sizes))
     bare = replace(found.choice, residents=0)  # these fill what is free when the run starts
-    fits = found.fits and not plan.left_out and evaluate(site.shape, found.work, bare, _narrower(plan)).fits
+    fits = found.fits and not plan.left_out and evaluate(site.shape, found.work, bare, _reduced_machine(plan)).fits
     seconds = evaluate(site.shape, work, found.choice, site.machine).time.seconds
     return GroupingCandidate(batches, tokens, seconds, fits)
 
 
-def _halves(parts: int) -> Iterator[int]:
+def _batch_counts(parts: int) -> Iterator[int]:
     while parts > 1:
         yield parts
         parts = -(-parts // 2)
 
 
-def fastest(apart: GroupingCandidate, tried: list[GroupingCandidate]) -> GroupingCandidate:
+def pick_candidate(apart: GroupingCandidate, tried: list[GroupingCandidate]) -> GroupingCandidate:
     """Of those that fit, the smallest that is about as fast as the fastest; `apart`, unless that gains enough."""
     usable = [trial for trial in tried if trial.fits]
     least = min((trial.seconds for trial in usable), default=0.0)
-    about = (trial for trial in usable if trial.seconds <= TIE * least)
+    about = (trial for trial in usable if trial.seconds <= TIE_RATIO * least)
     best = min(about, key=lambda trial: trial.batches, default=apart)
-    return best if apart.seconds >= LEAST_GAIN * best.seconds else apart
+    return best if apart.seconds >= MIN_SPEEDUP * best.seconds else apart
 
 
-def choose(settings: TrainSettings, site: PlanInputs, rows: RowLengths | None = None) -> Grouping:
+def choose_grouping(settings: TrainSettings, site: PlanInputs, rows: RowLengths | None = None) -> Grouping:
     """Of all batches of a step at once, a half of them, ..., one. Without `rows` all are full."""
-    _, parts = step_rows(settings)
-    one = work_of(grouped(settings, None), site.rest_bytes, None if rows is None else Lengths(rows.longest, 1)).tokens
-    apart = _try(settings, 1, None, site, rows)
-    tried = [_try(settings, batches, batches * one, site, rows) for batches in _halves(parts)]
-    best = fastest(apart, tried)
+    _, parts = step_shape(settings)
+    one = training_workload(
+        with_tokens_per_batch(settings, None), site.rest_bytes, None if rows is None else Lengths(rows.longest, 1)
+    ).tokens
+    apart = _evaluate_candidate(settings, 1, None, site, rows)
+    tried = [_evaluate_candidate(settings, batches, batches * one, site, rows) for batches in _batch_counts(parts)]
+    best = pick_candidate(apart, tried)
     if best.tokens is not None:
         many = f"{parts} batches of a step" if best.batches == parts else f"{best.batches} of a step's {parts} batches"
         why = f"{many} at once: {best.seconds:.2g} s a step instead of {apart.seconds:.2g}"
     elif any(trial.fits for trial in tried):
-        why = f"several batches at once would gain less than {LEAST_GAIN - 1:.0%}"
+        why = f"several batches at once would gain less than {MIN_SPEEDUP - 1:.0%}"
     else:
         why = "two batches at once would not fit with room to spare" if tried else "a step is one batch"
     return Grouping("auto", best.tokens, why, best.batches, parts, best.seconds, apart.seconds)
 
 
-def decide(
+def decide_grouping(
     settings: TrainSettings, checkpoint: Path | None, site: PlanInputs | None, rows: RowLengths | None
 ) -> Grouping:
     """What was asked for; else what the run was begun with; else what the plan chooses, where there is one."""
     experts = settings.experts
     if experts.kt_tokens_per_batch != "auto":
         return Grouping(experts.kt_tokens_per_batch, experts.tokens_at_once, "as asked")
-    against = obstacle(settings)
+    against = find_obstacle(settings)
     if against is not None:
         return Grouping("auto", None, against)
     if checkpoint is not None:
-        return Grouping("auto", kept(checkpoint), f"as the run of {checkpoint} was begun")
+        return Grouping("auto", read_checkpoint_tokens(checkpoint), f"as the run of {checkpoint} was begun")
     if site is None:
         return Grouping("auto", None, "there is no forecast to choose by")
-    return choose(settings, site, rows)
+    return choose_grouping(settings, site, rows)

@@ -21,10 +21,10 @@ from ktransformers import system
 from ktransformers.adapters.manifest import MANIFEST_FILE, MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.adapters.write import record_tensor
 from ktransformers.errors import KTError
+from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import TrainSettings
-from ktransformers.train.watch import GradientCheck
 
-PAGES = 8  # of a shard that its hash reads
+HASHED_PAGES = 8  # of a shard that its hash reads
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
 
 
@@ -37,8 +37,8 @@ def base_hash(directory: Path) -> str:
         with shard.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             digest.update(stream.read(min(length, 2**28)))
-            for part in range(1, PAGES + 1):
-                stream.seek(part * size // (PAGES + 1))
+            for part in range(1, HASHED_PAGES + 1):
+                stream.seek(part * size // (HASHED_PAGES + 1))
                 digest.update(stream.read(4096))
     return f"sha256:{digest.hexdigest()}"
 
@@ -49,7 +49,7 @@ def experts_source(settings: TrainSettings, directory: Path) -> str | None:
     return None if given is None or Path(given).resolve() == directory.resolve() else str(Path(given).absolute())
 
 
-def formats_of(model: nn.Module) -> str:
+def expert_formats(model: nn.Module) -> str:
     """What the experts are stored in; layers and matrices may differ."""
     found: set[str] = set()
     for module in model.modules():
@@ -70,7 +70,7 @@ def trained_tensors(model: nn.Module, witness: GradientCheck) -> dict[str, dict[
     return found
 
 
-def add_saved(manifest: dict[str, Any], file: Path) -> None:
+def add_saved_tensors(manifest: dict[str, Any], file: Path) -> None:
     """Dtype, norm and sha256 of each tensor as it was saved. What was trained must be what is in the file."""
     from safetensors import safe_open
 
@@ -87,7 +87,7 @@ def add_saved(manifest: dict[str, Any], file: Path) -> None:
             known |= {"file": one.file, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256}
 
 
-def check_saved(manifest: dict[str, Any], model: nn.Module) -> None:
+def check_saved_tensors(manifest: dict[str, Any], model: nn.Module) -> None:
     """The numbers in the file are those of the model, bit for bit."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -123,7 +123,7 @@ def make_manifest(
         "base": {"path": settings.model.model_name_or_path, "hash": base_hash(directory)},
         "experts": {
             "path": experts_source(settings, directory),
-            "format": formats_of(model),
+            "format": expert_formats(model),
             "precision": settings.experts.precision,
             "isa": _core.isa(),
         },

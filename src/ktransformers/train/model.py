@@ -19,7 +19,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.place.options import read_options
-from ktransformers.train.resolve import isa_of
+from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 
     from ktransformers import _core
 
-ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+ATTENTION_IMPLEMENTATIONS = {
+    "disabled": "eager",
+    "sdpa": "sdpa",
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+}
 
 
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
@@ -66,7 +71,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return words
 
 
-def skeleton(directory: Path) -> nn.Module:
+def build_meta_model(directory: Path) -> nn.Module:
     """The model without numbers, to find what is trained."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -92,7 +97,7 @@ def check_formats(model: nn.Module, wanted: str) -> None:
                 raise InputError("kt_expert_weight_format", given, "auto", "or convert the experts with kt quant")
 
 
-def expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
+def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
     """Threads as asked for, never more than this process may use; `spare`: a GPU's work is launched beside them."""
     from ktransformers import _core
     from ktransformers.nn.pool import choose_pool
@@ -121,28 +126,28 @@ def open_model(
     from ktransformers.nn import load_model
 
     places = device.type != "cpu" and read_options(settings.place.model_dump()).policy != "cpu"
-    pool, notes = expert_pool(settings, spare=places)
+    pool, notes = build_expert_pool(settings, spare=places)
     model = load_model(
         directory,
         experts=settings.experts.kt_weight_path,
         dtype=dtype,
         device=None if device.type == "cpu" else device,
         pool=pool,
-        isa=isa_of(settings.experts.kt_backend),
+        isa=isa_of_backend(settings.experts.kt_backend),
         precision=settings.experts.precision,
         progress=progress,
     )
     check_formats(model, settings.experts.kt_expert_weight_format)
     if settings.model.flash_attn != "auto":
         try:
-            model.set_attn_implementation(ATTENTION[settings.model.flash_attn])
+            model.set_attn_implementation(ATTENTION_IMPLEMENTATIONS[settings.model.flash_attn])
         except (ImportError, ValueError) as error:
             raise InputError("flash_attn", settings.model.flash_attn, "one that is installed", str(error)) from error
     model.config.use_cache = False
     return model, notes
 
 
-def lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:
+def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:
     from peft import LoraConfig
 
     if settings.adapter_name_or_path:

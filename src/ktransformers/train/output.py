@@ -18,11 +18,11 @@ from ktransformers.adapters.manifest import MANIFEST_FILE
 from ktransformers.adapters.proof_record import ReloadCheck, check_reload, write_record
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
-from ktransformers.train.files import STAGING, move_files, saved, write_json, write_text
-from ktransformers.train.manifest import add_saved, check_saved
+from ktransformers.train.files import STAGING_DIR, move_files, reporting_full_disk, write_json, write_text
+from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
 from ktransformers.train.settings import TrainSettings
 
-CARD = """---
+MODEL_CARD = """---
 base_model: {base}
 library_name: peft
 pipeline_tag: text-generation
@@ -57,7 +57,7 @@ def model_card(settings: TrainSettings, results: dict[str, Any]) -> str:
         "epochs": round(float(results.get("epoch", 0.0)), 3),
         "seed": trainer.get("seed", 42),
     } | {name: f"{value:.4g}" for name, value in results.items() if name.endswith("loss")}
-    return CARD.format(
+    return MODEL_CARD.format(
         base=settings.model.model_name_or_path,
         name=Path(settings.output_dir).name,
         output=settings.output_dir,
@@ -108,7 +108,7 @@ def plot_loss(history: list[dict[str, Any]], path: Path) -> bool:
     return True
 
 
-def _results(output: Path, results: dict[str, Any]) -> None:
+def _write_results(output: Path, results: dict[str, Any]) -> None:
     parts = {
         "train": {name: value for name, value in results.items() if not name.startswith("eval_")},
         "eval": {name: value for name, value in results.items() if name.startswith("eval_") or name == "epoch"},
@@ -119,11 +119,11 @@ def _results(output: Path, results: dict[str, Any]) -> None:
     write_json(output / "all_results.json", results)
 
 
-def begin_output(output: Path, *, anew: bool) -> None:
+def prepare_output(output: Path, *, anew: bool) -> None:
     """Clear away what an interrupted save left, and with `anew` the checkpoints and the adapter of an earlier run."""
-    with saved(output):
+    with reporting_full_disk(output):
         output.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(output / STAGING, ignore_errors=True)
+    shutil.rmtree(output / STAGING_DIR, ignore_errors=True)
     (output / MANIFEST_FILE).unlink(missing_ok=True)
     if anew:
         for path in output.glob("checkpoint-*"):
@@ -133,19 +133,19 @@ def begin_output(output: Path, *, anew: bool) -> None:
             (output / name).unlink(missing_ok=True)
 
 
-def _ids(row: Any) -> list[int]:
+def _token_ids(row: Any) -> list[int]:
     return [*row.prompt, *row.chosen] if isinstance(row, PreferenceRow) else row.ids
 
 
-def finish_output(
+def write_output(
     trainer: Any, settings: TrainSettings, results: dict[str, Any], manifest: dict[str, Any], split: DataSplit
 ) -> ReloadCheck:
     output = Path(settings.output_dir)
-    staging = output / STAGING
+    staging = output / STAGING_DIR
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    rows = [_ids(row) for row in split.evaluation or split.train]
+    rows = [_token_ids(row) for row in split.evaluation or split.train]
     made = proof_record.record(model, rows, held_out=bool(split.evaluation))
-    with saved(output):
+    with reporting_full_disk(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         model.save_pretrained(str(staging))
@@ -154,11 +154,11 @@ def finish_output(
         if settings.run.plot_loss:
             plot_loss(trainer.state.log_history, staging / "training_loss.png")
         (staging / "README.md").write_text(model_card(settings, results))
-        add_saved(manifest, staging / "adapter_model.safetensors")
-        check_saved(manifest, model)
+        add_saved_tensors(manifest, staging / "adapter_model.safetensors")
+        check_saved_tensors(manifest, model)
         reloaded = check_reload(model, staging, made)
         write_record(staging / proof_record.PROOF_FILE, made)
         move_files(staging, output)
-        _results(output, results)
+        _write_results(output, results)
         write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     return reloaded

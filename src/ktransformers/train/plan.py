@@ -16,18 +16,25 @@ from typing import Any
 from ktransformers import plan as planning
 from ktransformers.errors import InputError
 from ktransformers.plan.document import candidate_document
-from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, step_rows, trainer_arguments
-from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack, prepare, read_datasets
-from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show
-from ktransformers.train.data.templates import find_form, jinja, missing_tokens
-from ktransformers.train.forecast import try_site
-from ktransformers.train.grouping import Grouping, RowLengths, decide, grouped
-from ktransformers.train.model import locate_model, read_config, skeleton
-from ktransformers.train.resolve import isa_of
+from ktransformers.train.arguments import (
+    device_of,
+    dtype_of,
+    find_resume_point,
+    step_shape,
+    trainer_arguments,
+    uses_packing,
+)
+from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, prepare, read_datasets
+from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
+from ktransformers.train.data.templates import find_template, missing_tokens, to_jinja
+from ktransformers.train.forecast import try_plan_inputs
+from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
+from ktransformers.train.model import build_meta_model, locate_model, read_config
+from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import SECTIONS, TrainSettings
-from ktransformers.train.targets import Targets, find_targets, trained_numbers
+from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
 
-PACKAGES = ("trl", "datasets", "accelerate")
+REQUIRED_PACKAGES = ("trl", "datasets", "accelerate")
 EXACT_ISAS = ("generic", "avx2")  # the variants that have exact kinds
 
 
@@ -99,18 +106,18 @@ def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if data.template is not None:
-        form = find_form(data.template)
+        form = find_template(data.template)
         lacking = missing_tokens(form, tokenizer)
         if lacking:
             given = ", ".join(lacking)
             notes.append(f"template {data.template}: {given} are no tokens of this model and are spelled out")
-        tokenizer.chat_template = jinja(form)
+        tokenizer.chat_template = to_jinja(form)
     return tokenizer, notes
 
 
-def sequences(rows: list[Any], settings: TrainSettings) -> list[Any]:
+def trainer_sequences(rows: list[Any], settings: TrainSettings) -> list[Any]:
     """What the trainer sees as rows."""
-    return pack(rows, settings.data.cutoff_len) if packs(settings) else list(rows)
+    return pack_rows(rows, settings.data.cutoff_len) if uses_packing(settings) else list(rows)
 
 
 def _lengths(row: TrainRow | PreferenceRow) -> tuple[int, int, int]:
@@ -121,7 +128,7 @@ def _lengths(row: TrainRow | PreferenceRow) -> tuple[int, int, int]:
     return len(row.ids), row.learned, len(row.ids)
 
 
-def _size(rows: list[Any]) -> tuple[int, int]:
+def _sequence_size(rows: list[Any]) -> tuple[int, int]:
     """Tokens and learned tokens of one sequence; a pair is as long as twice its longer half, as it is padded."""
     found = [_lengths(row) for row in rows]
     tokens = sum(
@@ -131,9 +138,9 @@ def _size(rows: list[Any]) -> tuple[int, int]:
     return tokens, sum(learned for _, learned, _ in found)
 
 
-def _measure(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths:
-    seen = sequences(split.train, settings)
-    sizes = [_size(sequence if packs(settings) else [sequence]) for sequence in seen]
+def _measure_rows(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths:
+    seen = trainer_sequences(split.train, settings)
+    sizes = [_sequence_size(sequence if uses_packing(settings) else [sequence]) for sequence in seen]
     order = settings.trainer.get("train_sampling_strategy", "random")
     if order == "group_by_length":
         sizes.sort()
@@ -141,10 +148,10 @@ def _measure(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths
     return RowLengths(sizes, max(_lengths(row)[2] for row in split.train), seed if shuffled else None)
 
 
-def _count(split: DataSplit, measured: RowLengths, settings: TrainSettings, tokenizer: Any) -> DataPlan:
+def _summarise_data(split: DataSplit, measured: RowLengths, settings: TrainSettings, tokenizer: Any) -> DataPlan:
     lengths = [_lengths(row) for row in split.train]
     count = len(measured.sizes)
-    rows, parts = step_rows(settings)
+    rows, parts = step_shape(settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     per_epoch = math.ceil(math.ceil(count / (rows * world)) / parts)
     given = int(settings.trainer.get("max_steps", -1))
@@ -154,7 +161,7 @@ def _count(split: DataSplit, measured: RowLengths, settings: TrainSettings, toke
         prompt, chosen, rejected = (tokenizer.decode(ids) for ids in (first.prompt, first.chosen, first.rejected))
         example = f"{prompt}«{chosen}» rather than «{rejected}»"
     else:
-        example = show(first, tokenizer)
+        example = show_labels(first, tokenizer)
     return DataPlan(
         train_rows=len(split.train),
         evaluation_rows=len(split.evaluation),
@@ -182,7 +189,7 @@ def _check_template(tokenizer: Any, found: list[ReadDataset]) -> None:
 
 def _check_kinds(found: list[ReadDataset], settings: TrainSettings) -> None:
     """Without a tokenizer, at least pairs where pairs are needed."""
-    from ktransformers.train.data.files import bad_row
+    from ktransformers.train.data.files import row_error
     from ktransformers.train.data.formats import PreferencePair
 
     wanted = settings.data.stage == "dpo"
@@ -190,7 +197,7 @@ def _check_kinds(found: list[ReadDataset], settings: TrainSettings) -> None:
         for row, sample in part.samples:
             if isinstance(sample, PreferencePair) != wanted:
                 given = "a row with one answer" if wanted else "chosen and rejected"
-                raise bad_row(row, given, f"a row for stage {settings.data.stage}")
+                raise row_error(row, given, f"a row for stage {settings.data.stage}")
 
 
 def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun:
@@ -199,8 +206,8 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     _check_packages()
     trainer_arguments(settings)
     if settings.data.template is not None:
-        find_form(settings.data.template)
-    checkpoint, start = resume_point(settings)
+        find_template(settings.data.template)
+    checkpoint, start = find_resume_point(settings)
     if settings.run.plot_loss and importlib.util.find_spec("matplotlib") is None:
         notes.append("plot_loss: there will be no picture without matplotlib; pip install matplotlib")
     found = read_datasets(settings.data.dataset, settings.data)
@@ -225,18 +232,18 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
             options.enable_thinking,
         )
         split = prepare(found, held_out, renderer, options, seed)
-        measured = _measure(split, settings, seed)
-        settings, grouping, forecast, more = _foresee(settings, checkpoint, directory, measured)
+        measured = _measure_rows(split, settings, seed)
+        settings, grouping, forecast, more = _plan_batching(settings, checkpoint, directory, measured)
         notes += more
-        data = _count(split, measured, settings, tokenizer)
+        data = _summarise_data(split, measured, settings, tokenizer)
         evaluates = settings.trainer.get("eval_strategy", "no")
         if str(evaluates) != "no" and not split.evaluation:
             raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")
         if split.dropped:
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
-        model = skeleton(directory)
+        model = build_meta_model(directory)
         targets = find_targets(model, settings.lora)
-        numbers = trained_numbers(model, targets, settings.lora.lora_rank)
+        numbers = count_trained_parameters(model, targets, settings.lora.lora_rank)
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
         _check_packing(model, settings)
@@ -260,18 +267,18 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     return PreparedRun(plan, directory, tokenizer, split)
 
 
-def _foresee(
+def _plan_batching(
     settings: TrainSettings, checkpoint: Path | None, directory: Path, measured: RowLengths
 ) -> tuple[TrainSettings, Grouping, planning.Plan | None, list[str]]:
     """The settings with what is chosen here: where the run is, and how a step is cut; and what it takes so."""
-    site, notes = try_site(settings, directory, read_config(directory))
-    grouping = decide(settings, checkpoint, site, measured)
-    chosen = grouped(settings, grouping.tokens)
+    site, notes = try_plan_inputs(settings, directory, read_config(directory))
+    grouping = decide_grouping(settings, checkpoint, site, measured)
+    chosen = with_tokens_per_batch(settings, grouping.tokens)
     found = None if site is None else site.forecast(chosen, measured.lengths(chosen))
     if found is not None and found.left_out:  # planned anew: on a CPU dtypes and losses may be others
         on_cpu = settings.model_copy(update={"trainer": settings.trainer | {"use_cpu": True}})
         trainer_arguments(on_cpu)
-        chosen, grouping, again, more = _foresee(on_cpu, checkpoint, directory, measured)
+        chosen, grouping, again, more = _plan_batching(on_cpu, checkpoint, directory, measured)
         insist = "use_cpu: false insists on it"
         return chosen, grouping, again, [f"everything on the CPU: {found.left_out}; {insist}", *more]
     if grouping.note is not None:
@@ -291,7 +298,7 @@ def _precision_notes(settings: TrainSettings, words: dict[str, Any]) -> list[str
     """Exact experts are asked for; where they cannot be had is said before anything is loaded."""
     if settings.experts.precision == "bf16":
         return []
-    isa = isa_of(settings.experts.kt_backend)
+    isa = isa_of_backend(settings.experts.kt_backend)
     if isa not in (None, *EXACT_ISAS):
         backend = settings.experts.kt_backend
         raise InputError(
@@ -303,7 +310,7 @@ def _precision_notes(settings: TrainSettings, words: dict[str, Any]) -> list[str
 
 
 def _check_packages() -> None:
-    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    lacking = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if lacking:
         raise InputError("kt train", f"no {', '.join(lacking)} here", "them", 'pip install "ktransformers[train]"')
 
@@ -311,13 +318,13 @@ def _check_packages() -> None:
 def _check_packing(model: Any, settings: TrainSettings) -> None:
     """A recurrent state runs on into the next row unless a kernel of its own stops it."""
     recurrent = any({"linear_attn", "mamba"} & set(name.split(".")) for name, _ in model.named_modules())
-    if packs(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
+    if uses_packing(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
         raise InputError(
             "packing", True, "false with linear attention", "kt_tokens_per_batch fills batches without packing"
         )
 
 
-def as_dict(plan: TrainPlan) -> dict[str, Any]:
+def plan_document(plan: TrainPlan) -> dict[str, Any]:
     """For --json."""
     settings = plan.settings
     sections = {name: getattr(settings, name).model_dump(mode="json") for name in SECTIONS}

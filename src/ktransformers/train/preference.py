@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ktransformers.train.settings import PreferenceSettings
 
-WITHOUT_REFERENCE = ("orpo", "simpo")
+REFERENCE_FREE_LOSSES = ("orpo", "simpo")
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerLogprobs:
     """Log-probabilities and token counts of the chosen and the rejected answers, each `[pairs]`."""
 
     chosen: Tensor
@@ -31,7 +31,9 @@ class Answers:
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
-def pair_losses(policy: Answers, reference: tuple[Tensor, Tensor] | None, settings: PreferenceSettings) -> Tensor:
+def pair_losses(
+    policy: AnswerLogprobs, reference: tuple[Tensor, Tensor] | None, settings: PreferenceSettings
+) -> Tensor:
     """`reference` holds the same sums under the base, None for losses that need none."""
     beta, kind = settings.pref_beta, settings.pref_loss
     chosen, rejected = policy.mean()
@@ -57,7 +59,9 @@ def pair_losses(policy: Answers, reference: tuple[Tensor, Tensor] | None, settin
     return losses - settings.pref_ftx * chosen if settings.pref_ftx else losses
 
 
-def rewards(policy: Answers, reference: tuple[Tensor, Tensor] | None, beta: float) -> tuple[Tensor, Tensor]:
+def implicit_rewards(
+    policy: AnswerLogprobs, reference: tuple[Tensor, Tensor] | None, beta: float
+) -> tuple[Tensor, Tensor]:
     """What the margin is made of, for the log."""
     if reference is None:
         chosen, rejected = policy.mean()

@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktransformers.files import sync
-from ktransformers.train.batches import budget_parts
-from ktransformers.train.trainers import answer_logps
+from ktransformers.train.batches import split_by_budget
+from ktransformers.train.trainers import reference_logprobs
 
-FILE = "kt_reference.safetensors"
-COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+REFERENCE_FILE = "kt_reference.safetensors"
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-def _key(base: str, dtype: str, datasets: dict[str, Any]) -> str:
+def _cache_key(base: str, dtype: str, datasets: dict[str, Any]) -> str:
     digest = hashlib.sha256(f"{base} {dtype}".encode())
     for name, dataset in datasets.items():
         digest.update(name.encode())
@@ -48,11 +48,11 @@ def _read(path: Path, key: str) -> dict[str, Tensor] | None:
 def _compute(trainer: Any, dataset: Any, budget: int, report: Callable[[int, int], None]) -> list[Tensor]:
     rows = list(dataset)
     lengths = [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
-    found = [torch.zeros(len(rows)) for _ in COLUMNS]
+    found = [torch.zeros(len(rows)) for _ in REFERENCE_COLUMNS]
     done = 0
-    for part in budget_parts([2 * length for length in lengths], budget):
+    for part in split_by_budget([2 * length for length in lengths], budget):
         batch = trainer.data_collator([rows[index] for index in part])
-        for column, values in zip(found, answer_logps(trainer, batch), strict=True):
+        for column, values in zip(found, reference_logprobs(trainer, batch), strict=True):
             column[torch.tensor(part)] = values
         done += len(part)
         report(done, len(rows))
@@ -63,8 +63,8 @@ def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, i
     """Give the trainer's datasets their reference columns; True where they had to be computed."""
     datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
     datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
-    path = Path(trainer.args.output_dir) / FILE
-    key = _key(base, str(next(trainer.model.parameters()).dtype), datasets)
+    path = Path(trainer.args.output_dir) / REFERENCE_FILE
+    key = _cache_key(base, str(next(trainer.model.parameters()).dtype), datasets)
     kept = _read(path, key)
     computed = kept is None
     if kept is None:
@@ -73,7 +73,7 @@ def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, i
         kept = {
             f"{name}.{column}": values
             for name, dataset in datasets.items()
-            for column, values in zip(COLUMNS, _compute(trainer, dataset, budget, report), strict=True)
+            for column, values in zip(REFERENCE_COLUMNS, _compute(trainer, dataset, budget, report), strict=True)
         }
         trainer.model.train(was_training)
         if trainer.args.should_save:
@@ -84,7 +84,7 @@ def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, i
             temporary.replace(path)
         trainer.accelerator.wait_for_everyone()
     for name, dataset in datasets.items():
-        for column in COLUMNS:
+        for column in REFERENCE_COLUMNS:
             dataset = dataset.add_column(column, kept[f"{name}.{column}"].tolist())
         if name == "train":
             trainer.train_dataset = dataset

@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
+from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
 from ktransformers.train.rules import read_rule
-from ktransformers.train.settings import HOME, SECTIONS, TrainSettings
+from ktransformers.train.settings import SECTION_OF_KEY, SECTIONS, TrainSettings
 
-SPECIAL = (
+TRANSLATED_KEYS = (
     "kt_config",
     "warmup_ratio",
     "group_by_length",
@@ -45,7 +45,7 @@ def trainer_fields() -> dict[str, Any]:
 
 
 @functools.cache
-def trainer_kinds() -> dict[str, type]:
+def trainer_types() -> dict[str, type]:
     """Key -> plain type, of those that have one; a step count may be a share, so the annotation counts."""
     from transformers import TrainingArguments
 
@@ -56,7 +56,15 @@ def trainer_kinds() -> dict[str, type]:
 
 
 def known_keys() -> set[str]:
-    return {*HOME, *MOOT, *OFF, *RENAMED, *SPECIAL, *DERIVED, *trainer_fields()}
+    return {
+        *SECTION_OF_KEY,
+        *NO_EFFECT_KEYS,
+        *UNSUPPORTED_KEYS,
+        *RENAMED_KEYS,
+        *TRANSLATED_KEYS,
+        *DERIVED_KEYS,
+        *trainer_fields(),
+    }
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -72,7 +80,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def read_words(words: Iterable[str]) -> dict[str, Any]:
+def read_overrides(words: Iterable[str]) -> dict[str, Any]:
     """`key=value`, the value as YAML; `kt_config.kt_backend=auto` reaches into the mapping."""
     found: dict[str, Any] = {}
     for word in words:
@@ -91,7 +99,7 @@ def read_words(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def merge(file: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
+def merge_overrides(file: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(file)
     for key, value in words.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -99,7 +107,7 @@ def merge(file: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_kt_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in raw.items() if key != "kt_config"}
     inner = raw.get("kt_config") or {}
     if not isinstance(inner, Mapping):
@@ -111,7 +119,7 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def unknown(key: str) -> InputError:
+def unknown_key_error(key: str) -> InputError:
     near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.6)
     return InputError(key, "a key that is not known", f"`{near[0]}`, perhaps" if near else "a key of docs/train.md")
 
@@ -128,7 +136,7 @@ def coerce(key: str, value: Any, kind: type | None) -> Any:
         raise InputError(key, repr(value), kind.__name__) from error
 
 
-class _Taker:
+class _KeySorter:
     """Walks over the given keys once and sorts them; `notes` collects what the user should read."""
 
     def __init__(self) -> None:
@@ -137,28 +145,28 @@ class _Taker:
         self.notes: list[str] = []
 
     def take(self, key: str, value: Any) -> None:
-        if key in RENAMED:
-            self.notes.append(f"{key}: taken as {RENAMED[key]}")
-            self.take(RENAMED[key], value)
-        elif key in DERIVED:
+        if key in RENAMED_KEYS:
+            self.notes.append(f"{key}: taken as {RENAMED_KEYS[key]}")
+            self.take(RENAMED_KEYS[key], value)
+        elif key in DERIVED_KEYS:
             raise InputError(key, repr(value), "nothing", "it follows from other keys; leave it out")
-        elif key in SPECIAL:
+        elif key in TRANSLATED_KEYS:
             self.special(key, value)
-        elif key in MOOT:
-            self.notes.append(f"{key}: has no effect, {MOOT[key]}")
-        elif key in OFF:
-            if value not in OFF[key].values:
-                raise InputError(key, repr(value), "a run without it", OFF[key].remedy)
+        elif key in NO_EFFECT_KEYS:
+            self.notes.append(f"{key}: has no effect, {NO_EFFECT_KEYS[key]}")
+        elif key in UNSUPPORTED_KEYS:
+            if value not in UNSUPPORTED_KEYS[key].values:
+                raise InputError(key, repr(value), "a run without it", UNSUPPORTED_KEYS[key].remedy)
             if value is not None and key in trainer_fields():
                 self.trainer[key] = value
-        elif key in HOME:
+        elif key in SECTION_OF_KEY:
             if value is not None:
-                self.sections[HOME[key]][key] = value
+                self.sections[SECTION_OF_KEY[key]][key] = value
         elif key in trainer_fields():
             if value is not None:
-                self.trainer[key] = coerce(key, value, trainer_kinds().get(key))
+                self.trainer[key] = coerce(key, value, trainer_types().get(key))
         else:
-            raise unknown(key)
+            raise unknown_key_error(key)
 
     def special(self, key: str, value: Any) -> None:
         if value is None or value is False:
@@ -180,7 +188,7 @@ class _Taker:
             self.notes.append("logging_dir: has no effect, it left transformers; TENSORBOARD_LOGGING_DIR sets it")
 
 
-def _build(name: str, values: dict[str, Any]) -> Any:
+def _build_section(name: str, values: dict[str, Any]) -> Any:
     try:
         return SECTIONS[name](**values)
     except ValidationError as error:
@@ -195,13 +203,15 @@ def _build(name: str, values: dict[str, Any]) -> Any:
 def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] = ()) -> TrainSettings:
     """The settings of a run, every key accounted for."""
     file = source if isinstance(source, Mapping) else read_yaml(source)
-    flat = flatten(merge(file, read_words(words)))
+    flat = flatten_kt_config(merge_overrides(file, read_overrides(words)))
     if isinstance(flat.get("model_name_or_path"), str):  # a name of this machine means nothing to who gets the adapter
         flat["model_name_or_path"] = model_registry.written_down(flat["model_name_or_path"])
-    taker = _Taker()
-    for key, value in sorted(flat.items(), key=lambda item: item[0] in SPECIAL):  # explicit keys before mapped ones
+    taker = _KeySorter()
+    for key, value in sorted(
+        flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS
+    ):  # explicit keys before mapped ones
         taker.take(key, value)
-    sections = {name: _build(name, values) for name, values in taker.sections.items()}
+    sections = {name: _build_section(name, values) for name, values in taker.sections.items()}
     if sections["place"].kt_optimize_rule is not None:
         taker.notes.append(read_rule(sections["place"].kt_optimize_rule)[1])
     settings = TrainSettings(**sections, trainer=taker.trainer, notes=tuple(taker.notes))
@@ -220,7 +230,7 @@ def _check(settings: TrainSettings) -> TrainSettings:
         raise InputError("use_kt", False, "true", "without it, use llamafactory-cli or TRL themselves")
     if experts.kt_weight_path and not Path(experts.kt_weight_path).exists():
         raise InputError("kt_weight_path", experts.kt_weight_path, "a packed directory, GGUF or kt-kernel's files")
-    isa_of(experts.kt_backend)
+    isa_of_backend(experts.kt_backend)
     if trainer.get("bf16") and trainer.get("fp16"):
         raise InputError("fp16", "true beside bf16", "one of them")
     packing = data.packing or data.neat_packing
@@ -246,7 +256,7 @@ def _check(settings: TrainSettings) -> TrainSettings:
 ISAS = {"AMX": "amx", "AVX512": "avx512", "AVX512_BF16": "avx512_bf16", "AVX2": "avx2"}
 
 
-def isa_of(backend: str | None) -> str | None:
+def isa_of_backend(backend: str | None) -> str | None:
     """The CPU variant that `kt_backend` names; None leaves the choice to the core.
 
     AMXBF16 was how AMX machines were told to train in bf16: where there is no AMX, the best variant does the same.

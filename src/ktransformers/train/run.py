@@ -13,25 +13,25 @@ from typing import Any, Protocol
 
 from ktransformers.plan import Meter, PlanComparison, compare, refuse
 from ktransformers.system import uncollected
-from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
+from ktransformers.train.arguments import device_of, dtype_of, find_resume_point, trainer_arguments, uses_packing
+from ktransformers.train.callbacks import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.manifest import (
     base_hash,
     check_gradients,
+    expert_formats,
     experts_source,
-    formats_of,
     make_manifest,
     text_hash,
 )
-from ktransformers.train.model import checkpoint_activations, finish_adapter, lora_config, open_model, read_config
-from ktransformers.train.output import begin_output, finish_output
+from ktransformers.train.model import build_lora_config, checkpoint_activations, finish_adapter, open_model, read_config
+from ktransformers.train.output import prepare_output, write_output
+from ktransformers.train.packed_attention import restore_sdpa, use_packed_attention
 from ktransformers.train.placement import TrainPlacement
-from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, sequences
-from ktransformers.train.preference import WITHOUT_REFERENCE
-from ktransformers.train.rows import attend_as_before, attend_by_rows
+from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_sequences
+from ktransformers.train.preference import REFERENCE_FREE_LOSSES
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import find_targets
-from ktransformers.train.watch import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 
 
 class Watcher(Protocol):
@@ -50,7 +50,7 @@ class Result:
     comparison: tuple[PlanComparison, ...] = ()  # of the forecast with what was measured
 
 
-def _columns(rows: list[Any], settings: TrainSettings) -> Any:
+def _build_dataset(rows: list[Any], settings: TrainSettings) -> Any:
     """Rows as TRL's trainers take them."""
     from datasets import Dataset  # type: ignore[import-untyped]
 
@@ -63,8 +63,8 @@ def _columns(rows: list[Any], settings: TrainSettings) -> Any:
                 "rejected_ids": [pair.rejected for pair in pairs],
             }
         )
-    if packs(settings):
-        packed = sequences(rows, settings)
+    if uses_packing(settings):
+        packed = trainer_sequences(rows, settings)
         return Dataset.from_dict(
             {
                 "input_ids": [[token for row in part for token in row.ids] for part in packed],
@@ -86,15 +86,15 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
     trainer = kind(
         model=model,
         args=trainer_arguments(settings),
-        train_dataset=_columns(split.train, settings),
-        eval_dataset=_columns(split.evaluation, settings) if split.evaluation else None,
+        train_dataset=_build_dataset(split.train, settings),
+        eval_dataset=_build_dataset(split.evaluation, settings) if split.evaluation else None,
         processing_class=prepared.tokenizer,
-        peft_config=lora_config(model, targets, settings.lora),
+        peft_config=build_lora_config(model, targets, settings.lora),
     )
     finish_adapter(trainer.model, settings)
     checkpoint_activations(trainer.model, settings)
-    if packs(settings) and device_of(settings).type == "cpu":
-        attend_by_rows(model)
+    if uses_packing(settings) and device_of(settings).type == "cpu":
+        use_packed_attention(model)
     trainer.begin_run(settings, GradientCheck(trainer.model))
     return trainer
 
@@ -117,10 +117,10 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
         refuse(prepared.plan.forecast, force=force)
     directory, output = prepared.directory, Path(settings.output_dir)
     assert directory is not None
-    checkpoint, _ = resume_point(settings)
+    checkpoint, _ = find_resume_point(settings)
     main = int(os.environ.get("RANK", "0")) == 0
     if main:
-        begin_output(output, anew=checkpoint is None)
+        prepare_output(output, anew=checkpoint is None)
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
     model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.loading)
@@ -128,11 +128,11 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     for line in notes:
         watcher.noted(line)
     trainer = build_trainer(model, prepared)
-    if settings.data.stage == "dpo" and settings.preference.pref_loss not in WITHOUT_REFERENCE:
+    if settings.data.stage == "dpo" and settings.preference.pref_loss not in REFERENCE_FREE_LOSSES:
         from ktransformers.train.reference import add_reference
 
         budget = max(4 * settings.data.cutoff_len, settings.experts.tokens_at_once or 0)
-        computed_by = (base_hash(directory), str(experts_source(settings, directory)), formats_of(model))
+        computed_by = (base_hash(directory), str(experts_source(settings, directory)), expert_formats(model))
         if not add_reference(trainer, " ".join(computed_by), budget, watcher.referring):
             watcher.noted("the reference's log-probabilities are those of the earlier run")
     if checkpoint is not None:
@@ -140,12 +140,12 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
     journal, residents = TrainLog(output, clock, watcher.stepped), placing.trained(watcher.noted)
-    for callback in (trainer.witness, journal, stopper, *_early(settings), *residents):
+    for callback in (trainer.witness, journal, stopper, *_early_stopping(settings), *residents):
         trainer.add_callback(callback)
     with uncollected(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
-    attend_as_before(model)
+    restore_sdpa(model)
     placing.ended(watcher.noted)
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
@@ -161,7 +161,7 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     manifest = make_manifest(trainer.model, settings, trainer.witness, directory, facts)
     if main:
         assert prepared.split is not None
-        watcher.noted(str(finish_output(trainer, settings, results, manifest, prepared.split)))
+        watcher.noted(str(write_output(trainer, settings, results, manifest, prepared.split)))
     return Result(output, results, manifest, _compare(prepared.plan, meter, results))
 
 
@@ -184,7 +184,7 @@ def _last_evaluation(trainer: Any) -> dict[str, Any]:
     return {name: value for name, value in entries[-1].items() if name != "step"}
 
 
-def _early(settings: TrainSettings) -> list[Any]:
+def _early_stopping(settings: TrainSettings) -> list[Any]:
     if settings.run.early_stopping_steps is None:
         return []
     from transformers import EarlyStoppingCallback

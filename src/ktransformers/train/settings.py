@@ -193,4 +193,4 @@ SECTIONS: dict[str, type[TrainSection]] = {
     "run": RunSettings,
 }
 # key -> the section that holds it
-HOME = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
+SECTION_OF_KEY = {key: section for section, model in SECTIONS.items() for key in model.model_fields}

@@ -18,7 +18,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.train.settings import LoraSettings
 
-ATTENTION = {
+ATTENTION_BLOCKS = {
     "self_attn",
     "attn",
     "attention",
@@ -29,12 +29,12 @@ ATTENTION = {
     "mixer",
     "temporal_block",
 }
-VISION = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower"}
-EXPERTS = {"experts"}  # besides the matrices' own names
+VISION_BLOCKS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower"}
+EXPERT_GROUP_NAMES = {"experts"}  # besides the matrices' own names
 # Checkpoints and older files call the halves of gate_up_proj by these names; here they are one matrix.
-HALVES = {"gate_proj", "up_proj"}
+GATE_UP_HALVES = {"gate_proj", "up_proj"}
 # Ends of module names that PEFT rewrites to the routed experts' matrices, although a linear module has them, too.
-TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
+PEFT_EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class Targets:
 
     def module_names(self, model: nn.Module) -> list[str]:
         """As short as they can be said: ends of names where these mean the same modules, full names otherwise."""
-        wanted = {name for name in self.modules if name.rpartition(".")[2] not in TAKEN}
+        wanted = {name for name in self.modules if name.rpartition(".")[2] not in PEFT_EXPERT_NAMES}
         ends = sorted({name.rpartition(".")[2] for name in wanted})
-        meant = {name for name, _ in linears(model) if name.rpartition(".")[2] in ends}
+        meant = {name for name, _ in linear_modules(model) if name.rpartition(".")[2] in ends}
         return ends if meant == wanted else sorted(wanted)
 
     def parameter_names(self, model: nn.Module) -> list[str]:
         """`mlp.experts.gate_up_proj`, once for all layers; a module whose name PEFT takes is named by its weight."""
-        weights = {f"{name}.weight" for name in self.modules if name.rpartition(".")[2] in TAKEN}
+        weights = {f"{name}.weight" for name in self.modules if name.rpartition(".")[2] in PEFT_EXPERT_NAMES}
         wanted = {*self.parameters, *weights}
         ends = sorted({".".join(name.split(".")[-3:]) for name in wanted})
         meant = {name for name, _ in model.named_parameters() if name.endswith(tuple(f".{end}" for end in ends))}
         return ends if meant == wanted else sorted(wanted)
 
 
-def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+def linear_modules(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def routers(model: nn.Module, word: str) -> dict[str, tuple[int, ...]]:
+def router_weights(model: nn.Module, word: str) -> dict[str, tuple[int, ...]]:
     """Full name -> shape of weights [experts, hidden] in modules of this name that are no linear ones: the routers."""
     return {
         f"{name}.weight": tuple(module.weight.shape)
@@ -76,7 +76,7 @@ def _has_matrix(module: nn.Module) -> bool:
     return "weight" in own and own["weight"].dim() == 2
 
 
-def matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def expert_matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Full name -> shape of every matrix of routed experts."""
     return {
         f"{name}.{parameter}": tuple(tensor.shape)
@@ -89,23 +89,25 @@ def matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def _all_modules(model: nn.Module) -> list[str]:
     homes = {name.rpartition(".")[0] for name in expert_modules(model)}  # blocks that hold experts
     found = []
-    for name, _ in linears(model):
+    for name, _ in linear_modules(model):
         parts = set(name.split("."))
         inside = any(name.startswith(f"{home}.") for home in homes if home.rpartition(".")[2] not in ("", "layers"))
-        if parts & ATTENTION and not parts & VISION and not inside:
+        if parts & ATTENTION_BLOCKS and not parts & VISION_BLOCKS and not inside:
             found.append(name)
     return found
 
 
-def _named(model: nn.Module, word: str) -> list[str]:
+def _modules_named(model: nn.Module, word: str) -> list[str]:
     """Linear modules that end with the word, or lie in a module that does."""
     return [
-        name for name, _ in linears(model) if f".{name}.".find(f".{word}.") >= 0 and not set(name.split(".")) & VISION
+        name
+        for name, _ in linear_modules(model)
+        if f".{name}.".find(f".{word}.") >= 0 and not set(name.split(".")) & VISION_BLOCKS
     ]
 
 
 def find_targets(model: nn.Module, settings: LoraSettings) -> Targets:
-    experts = matrices(model)
+    experts = expert_matrices(model)
     ends = {name.rpartition(".")[2] for name in experts}
     modules: dict[str, None] = {}
     parameters: dict[str, None] = {}
@@ -114,14 +116,14 @@ def find_targets(model: nn.Module, settings: LoraSettings) -> Targets:
             modules |= dict.fromkeys(_all_modules(model))
             parameters |= dict.fromkeys(experts)
             continue
-        named = [] if word in ("lm_head", "embed_tokens") else _named(model, word)
-        if word in ends or word in EXPERTS or (word in HALVES and "gate_up_proj" in ends):
-            wanted = {"gate_up_proj"} if word in HALVES else ends if word in EXPERTS else {word}
+        named = [] if word in ("lm_head", "embed_tokens") else _modules_named(model, word)
+        if word in ends or word in EXPERT_GROUP_NAMES or (word in GATE_UP_HALVES and "gate_up_proj" in ends):
+            wanted = {"gate_up_proj"} if word in GATE_UP_HALVES else ends if word in EXPERT_GROUP_NAMES else {word}
             parameters |= dict.fromkeys(name for name in experts if name.rpartition(".")[2] in wanted)
-        elif routers(model, word):
-            parameters |= dict.fromkeys(routers(model, word))
+        elif router_weights(model, word):
+            parameters |= dict.fromkeys(router_weights(model, word))
         elif not named:
-            known = sorted({name.rpartition(".")[2] for name, _ in linears(model)} | ends)
+            known = sorted({name.rpartition(".")[2] for name, _ in linear_modules(model)} | ends)
             raise InputError("lora_target", word, "`all`, `experts`, or one of " + ", ".join(known))
         modules |= dict.fromkeys(named)
     if not modules and not parameters:
@@ -129,9 +131,9 @@ def find_targets(model: nn.Module, settings: LoraSettings) -> Targets:
     return Targets(tuple(modules), tuple(parameters))
 
 
-def trained_numbers(model: nn.Module, targets: Targets, rank: int) -> int:
+def count_trained_parameters(model: nn.Module, targets: Targets, rank: int) -> int:
     """How many numbers the adapter has."""
-    shapes = dict(linears(model))
+    shapes = dict(linear_modules(model))
     count = sum(rank * (shapes[name].in_features + shapes[name].out_features) for name in targets.modules)
     for name in targets.parameters:
         *experts, rows, columns = model.get_parameter(name).shape

@@ -18,13 +18,13 @@ from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
 from ktransformers.train import grouping
-from ktransformers.train.answers import answers_only
-from ktransformers.train.arguments import step_rows, whole_checkpoints
-from ktransformers.train.batches import cut_pairs, cut_step
-from ktransformers.train.files import STAGING, saved, sync_tree, write_json
-from ktransformers.train.preference import WITHOUT_REFERENCE, Answers, pair_losses, rewards
+from ktransformers.train.arguments import complete_checkpoints, step_shape
+from ktransformers.train.batches import split_pairs, split_step
+from ktransformers.train.callbacks import GradientCheck
+from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json
+from ktransformers.train.labelled_rows import labelled_rows_only
+from ktransformers.train.preference import REFERENCE_FREE_LOSSES, AnswerLogprobs, implicit_rewards, pair_losses
 from ktransformers.train.settings import TrainSettings
-from ktransformers.train.watch import GradientCheck
 
 
 class RunMixin:
@@ -49,14 +49,14 @@ class RunMixin:
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         output = Path(self.args.output_dir)
-        staging = output / STAGING
+        staging = output / STAGING_DIR
         name = f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._staging = staging
         try:
-            with saved(output):
+            with reporting_full_disk(output):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
@@ -73,14 +73,14 @@ class RunMixin:
             self.state.best_model_checkpoint = str(final.parent / Path(best).name)
             self.state.save_to_json(str(staged / "trainer_state.json"))
         write_json(staged / "kt_gradients.json", self.witness.state())
-        write_json(staged / grouping.FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_at_once})
+        write_json(staged / grouping.GROUPING_FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_at_once})
         sync_tree(staged)
         shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
         limit = self.args.save_total_limit
         if limit and limit > 0:
             kept = {str(final), str(self.state.best_model_checkpoint)}
-            old = [path for path in whole_checkpoints(final.parent) if str(path) not in kept]
+            old = [path for path in complete_checkpoints(final.parent) if str(path) not in kept]
             for path in old[: max(0, len(old) + len(kept - {"None"}) - limit)]:
                 shutil.rmtree(path)
 
@@ -115,7 +115,7 @@ class RunMixin:
         if num_items_in_batch is None and not self.pairs:
             num_items_in_batch = inputs["labels"][:, 1:].ne(-100).sum()
         total: Tensor | float = 0.0
-        parts = cut_pairs(inputs, budget, step_rows(self.settings)[0]) if self.pairs else cut_step(inputs, budget)
+        parts = split_pairs(inputs, budget, step_shape(self.settings)[0]) if self.pairs else split_step(inputs, budget)
         for number, part in enumerate(parts, 1):
             quiet = self.accelerator.no_sync(model) if number < len(parts) else contextlib.nullcontext()
             with quiet:
@@ -130,7 +130,7 @@ class SupervisedTrainer(RunMixin, SFTTrainer):
         full = self.label_smoother is not None or self.compute_loss_func is not None  # these want all logits
         if full or "labels" not in inputs or inputs["labels"].device.type != "cpu":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
-        with answers_only(self.accelerator.unwrap_model(self.model).get_base_model(), inputs) as chosen:
+        with labelled_rows_only(self.accelerator.unwrap_model(self.model).get_base_model(), inputs) as chosen:
             return super().compute_loss(model, chosen, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
 
 
@@ -156,9 +156,9 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
         )
         sums = outputs.log_probs.float().sum(1)
         counts = mask[:, 1:].sum(1).clamp(min=1)
-        policy = Answers(*sums.chunk(2), *counts.chunk(2))
+        policy = AnswerLogprobs(*sums.chunk(2), *counts.chunk(2))
         reference = None
-        if settings.pref_loss not in WITHOUT_REFERENCE:
+        if settings.pref_loss not in REFERENCE_FREE_LOSSES:
             reference = inputs["ref_chosen_logps"].to(sums), inputs["ref_rejected_logps"].to(sums)
         losses = pair_losses(policy, reference, settings)
         loss = (losses * inputs["weights"].to(losses)).sum() if "weights" in inputs else losses.mean()
@@ -167,8 +167,8 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
         self._note(mode, policy, reference, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _note(self: Any, mode: str, policy: Answers, reference: Any, inputs: Any) -> None:
-        chosen, rejected = rewards(policy, reference, self.settings.preference.pref_beta)
+    def _note(self: Any, mode: str, policy: AnswerLogprobs, reference: Any, inputs: Any) -> None:
+        chosen, rejected = implicit_rewards(policy, reference, self.settings.preference.pref_beta)
         gather = self.accelerator.gather_for_metrics
         found = {
             "rewards/chosen": chosen,
@@ -186,7 +186,7 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
 
 
 @torch.no_grad()
-def answer_logps(trainer: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def reference_logprobs(trainer: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Sums over the answers of one collated batch, with the adapter off."""
     device = trainer.accelerator.device
     batch = {key: value.to(device) for key, value in batch.items()}

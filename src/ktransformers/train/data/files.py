@@ -28,7 +28,7 @@ class DataRow:
         return f"{self.file}, {'row' if self.file.endswith('.parquet') else 'line'} {self.line}"
 
 
-def bad_row(row: DataRow, given: object, expected: str, remedy: str = "") -> InputError:
+def row_error(row: DataRow, given: object, expected: str, remedy: str = "") -> InputError:
     return InputError(row.place, given, expected, remedy)
 
 
@@ -119,5 +119,5 @@ def read_rows(path: Path) -> Iterator[DataRow]:
     for line, values in found:
         row = DataRow(str(path), line, values)
         if not isinstance(values, dict):
-            raise bad_row(row, f"a {type(values).__name__}", "an object with named fields")
+            raise row_error(row, f"a {type(values).__name__}", "an object with named fields")
         yield row

@@ -41,14 +41,14 @@ class DataSplit:
     dropped: int  # rows with nothing to learn within cutoff_len
 
 
-def _filled(values: Any, words: dict[str, str]) -> Any:
+def _fill_placeholders(values: Any, words: dict[str, str]) -> Any:
     if isinstance(values, str):
         for word, text in words.items():
             values = values.replace("{{" + word + "}}", text)
         return values
     if isinstance(values, dict):
-        return {key: _filled(value, words) for key, value in values.items()}
-    return [_filled(value, words) for value in values] if isinstance(values, list) else values
+        return {key: _fill_placeholders(value, words) for key, value in values.items()}
+    return [_fill_placeholders(value, words) for value in values] if isinstance(values, list) else values
 
 
 def read_dataset(name: str, settings: DataSettings) -> ReadDataset:
@@ -58,7 +58,7 @@ def read_dataset(name: str, settings: DataSettings) -> ReadDataset:
     limits = [limit for limit in (settings.max_samples, source.num_samples) if limit is not None]
     samples = []
     for row in itertools.islice(read_rows(source.path), min(limits) if limits else None):
-        filled = DataRow(row.file, row.line, _filled(row.values, words)) if words else row
+        filled = DataRow(row.file, row.line, _fill_placeholders(row.values, words)) if words else row
         samples.append((filled, read_sample(filled, source)))
     if not samples:
         raise InputError("dataset", f"{name}, {source.path} without rows", "at least one row")
@@ -69,7 +69,7 @@ def read_datasets(names: Sequence[str], settings: DataSettings) -> list[ReadData
     return [read_dataset(name, settings) for name in names]
 
 
-def mix(parts: list[list[T]], settings: DataSettings, seed: int) -> list[T]:
+def mix_datasets(parts: list[list[T]], settings: DataSettings, seed: int) -> list[T]:
     """One list of several: one after another, or drawn by their shares until the first or the last is used up."""
     if settings.mix_strategy == "concat" or len(parts) == 1:
         return [row for part in parts for row in part]
@@ -99,7 +99,7 @@ def encode_all(found: list[ReadDataset], renderer: Renderer, settings: DataSetti
             yield [renderer.encode(sample, row) for row, sample in part.samples]
 
 
-def _useful(row: TrainRow | PreferenceRow | None) -> bool:
+def _has_labels(row: TrainRow | PreferenceRow | None) -> bool:
     if isinstance(row, PreferenceRow):
         return True
     return row is not None and any(label != -100 for label in row.labels[1:])
@@ -109,10 +109,10 @@ def prepare(
     found: list[ReadDataset], held_out: list[ReadDataset], renderer: Renderer, settings: DataSettings, seed: int
 ) -> DataSplit:
     encoded = [list(part) for part in encode_all(found, renderer, settings)]
-    kept = [[row for row in part if _useful(row)] for part in encoded]
+    kept = [[row for row in part if _has_labels(row)] for part in encoded]
     dropped = sum(len(part) for part in encoded) - sum(len(part) for part in kept)
-    rows = mix(kept, settings, seed)
-    evaluation = [row for part in encode_all(held_out, renderer, settings) for row in part if _useful(row)]
+    rows = mix_datasets(kept, settings, seed)
+    evaluation = [row for part in encode_all(held_out, renderer, settings) for row in part if _has_labels(row)]
     if settings.val_size and held_out:
         raise InputError("val_size", settings.val_size, "0 beside eval_dataset", "choose one of them")
     if settings.val_size:
@@ -134,7 +134,7 @@ def prepare(
     return DataSplit(rows, evaluation, dropped)
 
 
-def pack(rows: Sequence[TrainRow], capacity: int) -> list[list[TrainRow]]:
+def pack_rows(rows: Sequence[TrainRow], capacity: int) -> list[list[TrainRow]]:
     """Rows into as few sequences of `capacity` tokens as best fit, longest first, finds."""
     room: list[tuple[int, int]] = []  # (tokens left, sequence), sorted
     packs: list[list[TrainRow]] = []

@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ktransformers.errors import InputError
 from ktransformers.train.data.files import SUFFIXES
 
-SHIPPED = Path(__file__).resolve().parent.parent / "demo_data"
-INFO = "dataset_info.json"
+DEMO_DATA_DIR = Path(__file__).resolve().parent.parent / "demo_data"
+INFO_FILE = "dataset_info.json"
 
 # Demo sets of LLaMA-Factory that cannot be redistributed here, and where they are.
 _LLAMA_FACTORY = "https://github.com/hiyouga/LLaMA-Factory/tree/main/data"
-ELSEWHERE = {
+NOT_REDISTRIBUTED = {
     "alpaca_en_demo": f"{_LLAMA_FACTORY} (alpaca_en_demo.json, CC BY-NC 4.0)",
     "alpaca_zh_demo": f"{_LLAMA_FACTORY} (alpaca_zh_demo.json, CC BY-NC 4.0)",
     "glaive_toolcall_zh_demo": f"{_LLAMA_FACTORY} (glaive_toolcall_zh_demo.json)",
@@ -74,7 +74,7 @@ class DatasetSource(BaseModel):
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
-    file = folder / INFO
+    file = folder / INFO_FILE
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def _read_info(folder: Path) -> dict[str, Any]:
 
 
 def _source(name: str, entry: dict[str, Any], folder: Path) -> DatasetSource:
-    where = f"{folder / INFO}, entry {name}"
+    where = f"{folder / INFO_FILE}, entry {name}"
     for key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
         if entry.get(key) and not entry.get("file_name"):
             raise InputError(where, f"{key}: {entry[key]}", "file_name", "download the data and name its file")
@@ -118,16 +118,16 @@ def _source(name: str, entry: dict[str, Any], folder: Path) -> DatasetSource:
         raise InputError(where, f"{'.'.join(map(str, first['loc']))}: {first.get('input')!r}", first["msg"]) from error
 
 
-def folders(dataset_dir: str | None) -> list[Path]:
+def dataset_folders(dataset_dir: str | None) -> list[Path]:
     own = Path(dataset_dir) if dataset_dir else Path("data")
     if dataset_dir and not own.is_dir():
         raise InputError("dataset_dir", dataset_dir, "a folder")
-    return [folder for folder in (own, SHIPPED) if (folder / INFO).is_file()]
+    return [folder for folder in (own, DEMO_DATA_DIR) if (folder / INFO_FILE).is_file()]
 
 
 def find_source(name: str, dataset_dir: str | None) -> DatasetSource:
     known: dict[str, Path] = {}
-    for folder in folders(dataset_dir):
+    for folder in dataset_folders(dataset_dir):
         info = _read_info(folder)
         if name in info:
             return _source(name, info[name], folder)
@@ -138,16 +138,16 @@ def find_source(name: str, dataset_dir: str | None) -> DatasetSource:
             if path.is_file():
                 return DatasetSource(name=path.stem, path=path)
         raise InputError("dataset", name, "a file that exists", f"looked for {', '.join(map(str, places))}")
-    if name in ELSEWHERE:
+    if name in NOT_REDISTRIBUTED:
         raise InputError(
             "dataset",
             f"{name}, whose licence does not let it ship with kt",
             "an entry for it in your dataset_info.json",
-            f"get it from {ELSEWHERE[name]}",
+            f"get it from {NOT_REDISTRIBUTED[name]}",
         )
     near = difflib.get_close_matches(name, known, n=1)
     raise InputError(
         "dataset",
-        f"{name}, which is in none of {', '.join(str(folder / INFO) for folder in folders(dataset_dir))}",
+        f"{name}, which is in none of {', '.join(str(folder / INFO_FILE) for folder in dataset_folders(dataset_dir))}",
         f"`{near[0]}`, perhaps" if near else f"one of {', '.join(known)}, or a file",
     )

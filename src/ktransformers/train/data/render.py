@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ktransformers.train.data.files import DataRow, bad_row
+from ktransformers.train.data.files import DataRow, row_error
 from ktransformers.train.data.formats import Conversation, Message, PlainText, PreferencePair, Sample
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TrainRow:
 
     @property
     def learned(self) -> int:
-        return sum(label != IGNORED for label in self.labels)
+        return sum(label != IGNORE_INDEX for label in self.labels)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Renderer:
     def encode(self, sample: Sample, row: DataRow) -> TrainRow:
         """A row of stage sft, not longer than cutoff_len; it may have nothing to learn left."""
         if isinstance(sample, PreferencePair):
-            raise bad_row(row, "chosen and rejected", "a row with one answer", "stage: dpo takes pairs")
+            raise row_error(row, "chosen and rejected", "a row with one answer", "stage: dpo takes pairs")
         if isinstance(sample, PlainText):
             text = self._special(sample.text)
             text = text if text and text[-1] == self.tokenizer.eos_token_id else [*text, self.tokenizer.eos_token_id]
@@ -64,13 +64,13 @@ class Renderer:
         for index, (piece, learned) in enumerate(pieces[: last + 1]):
             keep = self.train_on_prompt or (learned and not (self.mask_history and index != last))
             ids += piece
-            labels += piece if keep else [IGNORED] * len(piece)
+            labels += piece if keep else [IGNORE_INDEX] * len(piece)
         return self._cut(ids, labels)
 
     def encode_pair(self, sample: Sample, row: DataRow) -> PreferenceRow | None:
         """A row of stage dpo; None where the prompt alone fills cutoff_len."""
         if not isinstance(sample, PreferencePair):
-            raise bad_row(row, "a row with one answer", "chosen and rejected", "stage: sft takes single answers")
+            raise row_error(row, "a row with one answer", "chosen and rejected", "stage: sft takes single answers")
         if sample.raw is not None:
             end = [self.tokenizer.eos_token_id]
             prompt = self._special(sample.raw[0])
@@ -84,7 +84,7 @@ class Renderer:
                 both.append((head, self._ids(pieces[last][0])))
             (prompt, chosen), (other, rejected) = both
             if prompt != other:
-                raise bad_row(row, "a template that shows the prompt differently for each answer", "the same prompt")
+                raise row_error(row, "a template that shows the prompt differently for each answer", "the same prompt")
         room = self.cutoff_len - len(prompt)
         return PreferenceRow(prompt, chosen[:room], rejected[:room]) if room > 0 else None
 
@@ -106,7 +106,7 @@ class Renderer:
         for index in answers:
             before, found, frame = frame.partition(marks[index])
             if not found:
-                raise bad_row(row, "a chat template that drops an answer", "one that shows all", "name a `template`")
+                raise row_error(row, "a chat template that drops an answer", "one that shows all", "name a `template`")
             fixed.append(before[: self._beginning(before, messages[:index], sample, row)])
         fixed.append(frame)
         pieces: list[tuple[str, bool]] = []
@@ -115,7 +115,9 @@ class Renderer:
             last = number == len(fixed) - 1
             found_at = (len(full) - len(text) if full.endswith(text) else -1) if last else full.find(text, at)
             if found_at < at or (number == 0 and found_at != 0):
-                raise bad_row(row, "a chat template whose answers cannot be found", "plain turns", "name a `template`")
+                raise row_error(
+                    row, "a chat template whose answers cannot be found", "plain turns", "name a `template`"
+                )
             if number:
                 end = ends[number - 1] if text.startswith(ends[number - 1]) else ""
                 pieces.append((full[at:found_at] + end, True))
@@ -134,7 +136,7 @@ class Renderer:
                 messages, tools=sample.tools, tokenize=False, add_generation_prompt=prompt, **options
             )
         except Exception as error:  # jinja raises what it likes, and so do the templates
-            raise bad_row(row, f"a row that the chat template refuses ({error})", "a row that it takes") from error
+            raise row_error(row, f"a row that the chat template refuses ({error})", "a row that it takes") from error
         return str(text)
 
     def _end(self, upto: list[Message], mark: str, sample: Conversation, row: DataRow) -> str:
@@ -163,13 +165,13 @@ class Renderer:
         return TrainRow(ids[: self.cutoff_len], labels[: self.cutoff_len])
 
 
-def show(tokens: TrainRow, tokenizer: Any) -> str:
+def show_labels(tokens: TrainRow, tokenizer: Any) -> str:
     """The row as text, what is learned between « and »."""
     parts, at = [], 0
     while at < len(tokens.ids):
-        learned = tokens.labels[at] != IGNORED
+        learned = tokens.labels[at] != IGNORE_INDEX
         end = at
-        while end < len(tokens.ids) and (tokens.labels[end] != IGNORED) == learned:
+        while end < len(tokens.ids) and (tokens.labels[end] != IGNORE_INDEX) == learned:
             end += 1
         text = tokenizer.decode(tokens.ids[at:end])
         parts.append(f"«{text}»" if learned else text)

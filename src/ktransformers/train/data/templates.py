@@ -13,7 +13,7 @@ from typing import Any
 
 from ktransformers.errors import InputError
 
-THOUGHT = "<think>\n\n</think>\n\n"
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _deepseek3(thinks: bool = False) -> ChatTemplate:
     )
 
 
-FORMS: dict[str, ChatTemplate] = {
+TEMPLATES: dict[str, ChatTemplate] = {
     "chatml": _chatml(),
     "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "qwen3": _chatml(thinks=True),
@@ -101,19 +101,19 @@ FORMS: dict[str, ChatTemplate] = {
 }
 
 
-def find_form(name: str) -> ChatTemplate:
-    if name not in FORMS:
-        near = difflib.get_close_matches(name, FORMS, n=1)
+def find_template(name: str) -> ChatTemplate:
+    if name not in TEMPLATES:
+        near = difflib.get_close_matches(name, TEMPLATES, n=1)
         raise InputError(
             "template",
             name,
-            f"`{near[0]}`, perhaps" if near else "one of " + ", ".join(FORMS),
+            f"`{near[0]}`, perhaps" if near else "one of " + ", ".join(TEMPLATES),
             "leave it out to use the tokenizer's own",
         )
-    return FORMS[name]
+    return TEMPLATES[name]
 
 
-def jinja(form: ChatTemplate) -> str:
+def to_jinja(form: ChatTemplate) -> str:
     """The form as a chat template: system, then user and assistant in any order, then the assistant's beginning."""
 
     def text(word: str) -> str:
@@ -122,10 +122,10 @@ def jinja(form: ChatTemplate) -> str:
     bos = "(bos_token or '')" if form.bos else "''"
     end = f"eos_token + {text(form.assistant[1])}" if form.eos else text(form.assistant[1])
     system = f"{text(form.system[0])} + system + {text(form.system[1])}"
-    thought = f"({text(THOUGHT)} if '<think>' not in message['content'] else '')" if form.thinks else "''"
+    thought = f"({text(EMPTY_THOUGHT)} if '<think>' not in message['content'] else '')" if form.thinks else "''"
     begin = text(form.assistant[0])
     if form.thinks:
-        begin += f" + ({text(THOUGHT)} if enable_thinking is defined and enable_thinking is false else '')"
+        begin += f" + ({text(EMPTY_THOUGHT)} if enable_thinking is defined and enable_thinking is false else '')"
     return (
         "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else "
         f"{text(form.default_system)} -%}}"

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-ROWS = "kt_rows"
-STOCK = "sdpa"
-SCORES = 2**25  # of one layer at most, all heads: 128 MB in float32
+PACKED_ROWS = "kt_rows"
+SDPA = "sdpa"
+MAX_SCORES = 2**25  # of one layer at most, all heads: 128 MB in float32
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
-class Grid:
+class PaddedRows:
     """Rows as a batch `[R, L]` and back: `source` [R * L] is each place's token, `place` [T] each token's place."""
 
     rows: int
@@ -39,7 +39,7 @@ class Grid:
     place: Tensor
 
     @classmethod
-    def of(cls, lengths: list[int]) -> Grid:
+    def of(cls, lengths: list[int]) -> PaddedRows:
         width = max(lengths)
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         columns = torch.arange(width)
@@ -55,7 +55,7 @@ class Grid:
             laid = tensor.new_zeros(self.rows * self.width, heads, size).index_copy_(0, self.place, tensor)
         else:
             laid = tensor.index_select(0, self.source)
-        laid = laid.view(self.rows, self.width, heads, size).transpose(1, 2).to(_wide(tensor.dtype))
+        laid = laid.view(self.rows, self.width, heads, size).transpose(1, 2).to(_compute_dtype(tensor.dtype))
         return laid.reshape(self.rows * groups, heads // groups * self.width, size)
 
     def gather(self, tensor: Tensor, heads: int) -> Tensor:
@@ -65,7 +65,7 @@ class Grid:
         return laid.reshape(self.rows * self.width, heads, size).index_select(0, self.place)
 
 
-def _shares(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _attention_weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """What each query `[B, g * L, d]` takes of the keys `[B, L, d]`."""
     width = key.shape[1]
     later = torch.ones(width, width, dtype=torch.bool).triu(1)
@@ -78,21 +78,21 @@ class RowAttention(torch.autograd.Function):
     """query `[T, heads, d]`, key and value `[T, groups, d]` -> `[T, heads, d]`; heads share keys by groups."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grid: Grid, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grid: PaddedRows, scale: float) -> Tensor:
         groups = key.shape[1]
         ctx.save_for_backward(query, key, value)
         ctx.grid, ctx.scale = grid, scale
         q, k, v = (grid.spread(tensor, groups) for tensor in (query, key, value))
-        return grid.gather(torch.bmm(_shares(q, k, scale), v), query.shape[1]).to(query.dtype)
+        return grid.gather(torch.bmm(_attention_weights(q, k, scale), v), query.shape[1]).to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        grid: Grid = ctx.grid
+        grid: PaddedRows = ctx.grid
         heads, groups = query.shape[1], key.shape[1]
         q, k, v = (grid.spread(tensor, groups) for tensor in (query, key, value))
         grad = grid.spread(grads[0], groups, blank=True)
-        shares = _shares(q, k, ctx.scale)
+        shares = _attention_weights(q, k, ctx.scale)
         value_grad = torch.bmm(shares.transpose(1, 2), grad)
         share_grad = torch.bmm(grad, v.transpose(1, 2))
         inner = (shares * share_grad).sum(-1, keepdim=True)
@@ -102,7 +102,7 @@ class RowAttention(torch.autograd.Function):
         return (*(tensor.to(query.dtype) for tensor in found), None, None)
 
 
-def _lengths(query: Tensor, given: dict[str, Any]) -> list[int]:
+def _row_lengths(query: Tensor, given: dict[str, Any]) -> list[int]:
     """Tokens of each row of this sequence."""
     borders, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
     if borders is not None:
@@ -115,34 +115,34 @@ def _lengths(query: Tensor, given: dict[str, Any]) -> list[int]:
     return [end - start for start, end in zip(starts, ends, strict=True)] if starts[:1] == [0] else [tokens]
 
 
-def attend_rows(
+def packed_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     """`[1, heads, T, d]` -> `[1, T, heads, d]`, as transformers' functions of attention do it."""
     known: Any = AttentionInterface
-    stock = known()[STOCK]
-    lengths = _lengths(query, given) if attention_mask is None and query.shape[0] == 1 else []
+    stock = known()[SDPA]
+    lengths = _row_lengths(query, given) if attention_mask is None and query.shape[0] == 1 else []
     if not lengths or key.shape[2] != query.shape[2] or given.get("dropout"):
         found: tuple[Tensor, None] = stock(module, query, key, value, attention_mask, **given)
         return found
-    if query.dtype is torch.bfloat16 and query.shape[1] * len(lengths) * max(lengths) ** 2 <= SCORES:
+    if query.dtype is torch.bfloat16 and query.shape[1] * len(lengths) * max(lengths) ** 2 <= MAX_SCORES:
         scale = given.get("scaling") or query.shape[-1] ** -0.5
         inputs = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        out: Tensor = RowAttention.apply(*inputs, Grid.of(lengths), scale)  # type: ignore[no-untyped-call]
+        out: Tensor = RowAttention.apply(*inputs, PaddedRows.of(lengths), scale)  # type: ignore[no-untyped-call]
         return out[None], None
     parts: Any = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([stock(module, *part, None, **given)[0] for part in parts], dim=1), None
 
 
-def rows_mask(**given: Any) -> Any:
-    """None where `attend_rows` keeps the rows apart by itself, else SDPA's mask."""
+def packed_mask(**given: Any) -> Any:
+    """None where `packed_attention` keeps the rows apart by itself, else SDPA's mask."""
     if given.get("attention_mask") is None and given["q_length"] == given["kv_length"]:
         return None
     known: Any = AttentionMaskInterface
-    return known()[STOCK](**given)
+    return known()[SDPA](**given)
 
 
-def attends_fully(config: Any) -> bool:
+def has_full_attention(config: Any) -> bool:
     """Every layer sees all tokens of its row: nothing but causality is in the masks that are left out."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -151,18 +151,18 @@ def attends_fully(config: Any) -> bool:
     return kinds == {"full_attention"} and window is None and chunk is None
 
 
-def attend_by_rows(model: PreTrainedModel) -> bool:
+def use_packed_attention(model: PreTrainedModel) -> bool:
     """Let a model whose attention is SDPA take packed rows one by one; False where it has to stay as it is."""
-    if model.config._attn_implementation != STOCK or not attends_fully(model.config):
+    if model.config._attn_implementation != SDPA or not has_full_attention(model.config):
         return False
-    AttentionInterface.register(ROWS, attend_rows)
-    AttentionMaskInterface.register(ROWS, rows_mask)
-    model.set_attn_implementation(ROWS)
+    AttentionInterface.register(PACKED_ROWS, packed_attention)
+    AttentionMaskInterface.register(PACKED_ROWS, packed_mask)
+    model.set_attn_implementation(PACKED_ROWS)
     return True
 
 
-def attend_as_before(model: PreTrainedModel) -> None:
+def restore_sdpa(model: PreTrainedModel) -> None:
     """What a trained model says of its proof's rows is measured as whoever serves it computes: in bf16 products rounded
     elsewhere differ from the first layer on."""
-    if model.config._attn_implementation == ROWS:
-        model.set_attn_implementation(STOCK)
+    if model.config._attn_implementation == PACKED_ROWS:
+        model.set_attn_implementation(SDPA)

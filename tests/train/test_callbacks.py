@@ -13,10 +13,10 @@ from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, attach
 from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.contract import expert_modules
-from ktransformers.train import watch
+from ktransformers.train import callbacks
+from ktransformers.train.callbacks import ExpertClock, PeakRates, TrainLog
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.watch import ExpertClock, PeakRates, TrainLog
 from tests.nn.families import build, tokens
 
 LAYERS = 2
@@ -65,7 +65,7 @@ def test_a_roof_that_is_exceeded_is_measured_again_and_then_raised(
         measured.append(4e9)
         return SimpleNamespace(tile_flops=4e9, read_bytes=1e9)
 
-    monkeypatch.setattr(watch, "raise_roofs", raise_roofs)
+    monkeypatch.setattr(callbacks, "raise_roofs", raise_roofs)
     clock, shown = ExpertClock(torch.nn.Module()), []
     clock.roof = PeakRates(flops=2e9, read=2e9)
     journal = TrainLog(tmp_path, clock, shown.append)

@@ -48,11 +48,11 @@ class Progress:
     roof_share: float | None = None  # of what the experts took, the time that the machine needs for it at best
 
 
-Report = Callable[[Progress], None]
+ReportProgress = Callable[[Progress], None]
 
 
 @dataclass
-class Trace:
+class GradientTrace:
     """What was seen of one LoRA pair."""
 
     b_seen: bool = False
@@ -72,13 +72,13 @@ class GradientCheck(TrainerCallback):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         counts = {name: int(layer.num_experts) for name, layer in expert_adapters(model).items()}
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        self.traces: dict[str, Trace] = {}
+        self.traces: dict[str, GradientTrace] = {}
         for name, parameter in trained.items():
             if ".lora_B." not in name:
                 continue
             module = name.partition(".lora_B.")[0]
             self.pairs[module] = (trained[name.replace(".lora_B.", ".lora_A.")], parameter)
-            self.traces[module] = Trace(
+            self.traces[module] = GradientTrace(
                 experts=torch.zeros(counts[module], dtype=torch.bool) if module in counts else None
             )
 
@@ -88,14 +88,14 @@ class GradientCheck(TrainerCallback):
             if trace.experts is None:
                 if trace.b_seen and trace.a_seen:
                     continue
-                trace.b_seen |= _moves(b)
+                trace.b_seen |= _has_gradient(b)
             elif b.grad is not None and not bool(trace.experts.all()):
                 # b is [out, r * E] with the expert fastest
                 trace.experts |= b.grad.reshape(-1, len(trace.experts)).ne(0).any(0).cpu()
                 trace.b_seen |= bool(trace.experts.any())
             if not trace.a_seen and bool(b.detach().ne(0).any()):
                 trace.a_could = True
-                trace.a_seen = _moves(a)
+                trace.a_seen = _has_gradient(a)
 
     def dead(self) -> list[str]:
         """Modules whose adapter never got a gradient."""
@@ -127,10 +127,10 @@ class GradientCheck(TrainerCallback):
         for module, seen in json.loads(file.read_text()).items():
             if module in self.traces:
                 experts = seen.pop("experts")
-                self.traces[module] = Trace(**seen, experts=None if experts is None else torch.tensor(experts))
+                self.traces[module] = GradientTrace(**seen, experts=None if experts is None else torch.tensor(experts))
 
 
-def _moves(parameter: Tensor) -> bool:
+def _has_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None and bool(parameter.grad.ne(0).any())
 
 
@@ -152,7 +152,7 @@ class PeakRates:
         return PeakRates(self.flops * share, self.read * share)
 
 
-def this_roof() -> PeakRates | None:
+def read_peak_rates() -> PeakRates | None:
     """By the planner's measurement, which was made once on this machine; None where it could not be."""
     try:
         cpu = this_machine().cpu
@@ -161,7 +161,7 @@ def this_roof() -> PeakRates | None:
     return PeakRates(cpu.tile_flops, cpu.read_bytes)
 
 
-def _keeps_experts(model: nn.Module) -> bool:
+def _retains_experts(model: nn.Module) -> bool:
     """Checkpointing chooses what it keeps: layers that run again take the experts' results from before."""
     functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
     return any("context_fn" in getattr(function, "keywords", {}) for function in functions)
@@ -179,7 +179,7 @@ class ExpertClock:
         self.roof_seconds = 0.0
         self.roof: PeakRates | None = None  # once it is known
         self._begun = 0.0
-        self._kept = _keeps_experts(model)
+        self._kept = _retains_experts(model)
         self._handles = []
         for module in expert_modules(model).values():
             self._handles.append(module.register_forward_pre_hook(self._enter))
@@ -224,14 +224,14 @@ class ExpertClock:
             handle.remove()
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-def clock_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
@@ -242,7 +242,7 @@ class TrainLog(TrainerCallback):
 
     output: Path
     clock: ExpertClock
-    report: Report
+    report: ReportProgress
     begun: float = 0.0
     first_step: int = 0
     _last: tuple[float, ...] = field(default=(0.0,) * 4, init=False)  # time, tokens, seconds of experts, at the roof
@@ -250,7 +250,7 @@ class TrainLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.clock.roof is None:
-            self.clock.roof = this_roof()
+            self.clock.roof = read_peak_rates()
         self.begun, self.first_step = time.perf_counter(), state.global_step
         self._last = (self.begun, 0.0, self.clock.seconds, self.clock.roof_seconds)
         if state.is_world_process_zero:
@@ -296,7 +296,7 @@ class TrainLog(TrainerCallback):
             values,
             rate,
             share,
-            _resident(),
+            _resident_bytes(),
             gpu,
             elapsed,
             remaining,
@@ -329,8 +329,8 @@ class TrainLog(TrainerCallback):
         line |= {
             "epoch": values.get("epoch", state.epoch),
             "percentage": round(100 * state.global_step / max(state.max_steps, 1), 2),
-            "elapsed_time": clock_text(elapsed),
-            "remaining_time": clock_text(remaining),
+            "elapsed_time": format_duration(elapsed),
+            "remaining_time": format_duration(remaining),
         }
         if rate is not None:
             line |= {"throughput": round(rate, 2), "total_tokens": int(values["num_tokens"])}

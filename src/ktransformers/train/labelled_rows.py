@@ -18,7 +18,7 @@ from torch import Tensor
 IGNORED = -100
 
 
-def learned(labels: Tensor) -> Tensor:
+def labelled_positions(labels: Tensor) -> Tensor:
     """`[B, L - 1]`: does the next token have a label? At least one is kept, so that every step has a gradient."""
     kept = labels[:, 1:] != IGNORED
     if not bool(kept.any()):
@@ -27,10 +27,10 @@ def learned(labels: Tensor) -> Tensor:
 
 
 @contextmanager
-def answers_only(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def labelled_rows_only(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Inputs for TRL's fused head, which then sees labelled rows alone. `model`: with the head, without wrappers."""
     labels = inputs["labels"]
-    kept = learned(labels)
+    kept = labelled_positions(labels)
 
     def select(module: Any, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[:, :-1][kept][None]
