@@ -14,7 +14,7 @@ from ktransformers import system
 from ktransformers.cli.main import app
 from ktransformers.cli.train import plan_lines
 from ktransformers.errors import InputError
-from ktransformers.train.forecast import Lengths, fullest, training_workload
+from ktransformers.train.forecast import Lengths, simulate_epoch, training_workload
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import train
@@ -125,7 +125,7 @@ def test_keys_mean_what_the_trainer_makes_of_them() -> None:
 
 
 def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, known = {"per_device_train_batch_size": 2}, Lengths(longest=100, learned=50)
+    rows, known = {"per_device_train_batch_size": 2}, Lengths(longest=100, labelled=50)
     assert training_workload(read_settings(BASE | rows), 2).labelled == 1  # nobody has seen the data
     assert training_workload(read_settings(BASE | rows), 2, known).labelled == 50 / 200
     assert training_workload(read_settings(BASE | rows | {"packing": True}), 2, known).scored == 50
@@ -138,9 +138,10 @@ def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch
 
 def test_the_fullest_batch_is_found() -> None:
     sequences = [(10, 4), (30, 20), (20, 1), (40, 8)]
-    assert fullest(sequences, 1, None, seed=0) == 20 and fullest(sequences, 4, None, seed=0) == 33
-    assert fullest(sequences, 4, 40, seed=0) == 20  # 10 with 20, 30 alone, 40 alone: padding counts
-    assert fullest(sequences, 4, 90, seed=0) == 25
+    assert simulate_epoch(sequences, 1, None, seed=0).max_labelled == 20
+    assert simulate_epoch(sequences, 4, None, seed=0).max_labelled == 33
+    assert simulate_epoch(sequences, 4, 40, seed=0).max_labelled == 20  # 10 with 20, 30 alone, 40 alone: padding counts
+    assert simulate_epoch(sequences, 4, 90, seed=0).max_labelled == 25
 
 
 def test_labels_of_the_data_reach_the_forecast(tmp_path: Path) -> None:

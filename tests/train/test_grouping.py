@@ -185,7 +185,7 @@ def test_a_run_is_the_same_and_says_what_it_does(tiny: Path, tmp_path: Path) -> 
     run(keys, auto)
     run(keys | {"output_dir": str(tmp_path / "off"), "kt_tokens_per_batch": "off"}, off)
     plan = auto.plans[0]
-    tokens = plan.settings.experts.tokens_at_once
+    tokens = plan.settings.experts.tokens_per_pass
     assert tokens == 8 * plan.data.longest == plan.forecast.nearest.work.tokens
     assert any(note.startswith(f"kt_tokens_per_batch: {tokens}, 4 batches of a step at once") for note in plan.notes)
     document = plan_document(plan)
@@ -203,7 +203,7 @@ def test_pairs_have_the_gradients_of_accumulation_by_default(tiny: Path, tmp_pat
     keys = recipe(tiny, tmp_path / "x", stage="dpo", dataset="style_neko_en_dpo", gradient_accumulation_steps=3)
     keys |= {"cutoff_len": 64, "max_samples": 5}
     plan = make_plan(read_settings(keys)).plan
-    assert plan.data is not None and plan.settings.experts.tokens_at_once == 2 * 6 * plan.data.longest
+    assert plan.data is not None and plan.settings.experts.tokens_per_pass == 2 * 6 * plan.data.longest
     assert difference(first_gradients(keys), first_gradients(keys | {"kt_tokens_per_batch": "off"})) < 1e-5
 
 
@@ -212,18 +212,18 @@ def test_a_run_goes_on_with_what_it_was_begun_with(tiny: Path, tmp_path: Path, m
     keys = recipe(tiny, tmp_path / "whole", save_strategy="steps", save_steps=2, lora_dropout=0.1)
     whole, again = Quiet(), Quiet()
     run(keys, whole)
-    tokens = whole.plans[0].settings.experts.tokens_at_once
+    tokens = whole.plans[0].settings.experts.tokens_per_pass
     checkpoint = tmp_path / "part" / "checkpoint-2"
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", checkpoint)
     assert json.loads((checkpoint / GROUPING_FILE).read_text()) == {"kt_tokens_per_batch": tokens}
     monkeypatch.setattr(grouping, "MIN_SPEEDUP", 1e9)  # today the plan would choose otherwise
     keys |= {"output_dir": str(tmp_path / "part")}
     asked = make_plan(read_settings(keys | {"kt_tokens_per_batch": 96})).plan
-    assert asked.settings.experts.tokens_at_once == 96, "who asks gets it"
+    assert asked.settings.experts.tokens_per_pass == 96, "who asks gets it"
     run(keys, again)
     plan = again.plans[0]
-    assert tokens is not None and plan.settings.experts.tokens_at_once == tokens
-    assert any("was begun" in note for note in plan.notes)
+    assert tokens is not None and plan.settings.experts.tokens_per_pass == tokens
+    assert any("as stored in" in note for note in plan.notes)
     assert losses(again) == losses(whole)[2:], "dropout included"
     anew = make_plan(read_settings(keys | {"overwrite_output_dir": True, "resume_from_checkpoint": False})).plan
     assert anew.settings.experts.kt_tokens_per_batch == "off"

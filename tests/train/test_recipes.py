@@ -129,9 +129,9 @@ def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None
     from ktransformers.train.callbacks import Progress
 
     screen = StepScreen()
-    screen.loading(1, 2)
+    screen.on_load(1, 2)
     values = {"loss": 1.5, "learning_rate": 1e-4, "grad_norm": 0.3}
-    screen.stepped(Progress(3, 10, 0.5, values, 1234.0, 0.25, 2**31, 0, 30.0, 70.0, 0.5))
+    screen.on_step(Progress(3, 10, 0.5, values, 1234.0, 0.25, 2**31, 0, 30.0, 70.0, 0.5))
     screen.close()
     out = capsys.readouterr().out
     assert "step 3/10" in out and "1234 tokens/s" in out and "experts 25%" in out and "0:01:10 left" in out

@@ -128,13 +128,13 @@ def test_values_take_their_type() -> None:
 def test_tokens_per_batch_is_a_number_a_word_or_nothing() -> None:
     for given in (False, 0, "off", "Off", "0"):
         experts = read_settings(LEAST | {"kt_tokens_per_batch": given, "packing": True}).experts
-        assert experts.kt_tokens_per_batch == "off" and experts.tokens_at_once is None
+        assert experts.kt_tokens_per_batch == "off" and experts.tokens_per_pass is None
     assert read_settings(LEAST, ["kt_tokens_per_batch=off"]).experts.kt_tokens_per_batch == "off"
     for given in (4096, "4096"):
-        assert read_settings(LEAST | {"kt_tokens_per_batch": given}).experts.tokens_at_once == 4096
+        assert read_settings(LEAST | {"kt_tokens_per_batch": given}).experts.tokens_per_pass == 4096
     for keys in ({}, {"kt_tokens_per_batch": None}, {"kt_tokens_per_batch": "auto", "moe_aux_loss_coef": 0.1}):
         experts = read_settings(LEAST | keys).experts
-        assert experts.kt_tokens_per_batch == "auto" and experts.tokens_at_once is None
+        assert experts.kt_tokens_per_batch == "auto" and experts.tokens_per_pass is None
 
 
 def test_shares_lists_and_the_word_no() -> None:

@@ -74,22 +74,22 @@ def step_line(progress: Progress) -> str:
 class StepLines:
     """One line for each thing that happens."""
 
-    def planned(self, plan: TrainPlan) -> None:
+    def on_plan(self, plan: TrainPlan) -> None:
         for line in plan_lines(plan):
             print(line)
 
-    def loading(self, done: int, layers: int) -> None:
+    def on_load(self, done: int, layers: int) -> None:
         if done == layers:
             print(f"experts of {layers} layers packed")
 
-    def referring(self, done: int, rows: int) -> None:
+    def on_reference(self, done: int, rows: int) -> None:
         if done == rows:
             print(f"reference: {rows} pairs computed once, and kept")
 
-    def noted(self, line: str) -> None:
+    def on_note(self, line: str) -> None:
         print(f"note       {line}")
 
-    def stepped(self, progress: Progress) -> None:
+    def on_step(self, progress: Progress) -> None:
         print(step_line(progress), flush=True)
 
     def close(self) -> None:
@@ -112,16 +112,16 @@ class StepScreen(StepLines):
             self._live.start()
         self._live.update(content)
 
-    def loading(self, done: int, layers: int) -> None:
+    def on_load(self, done: int, layers: int) -> None:
         self._show(f"packing experts: layer {done} of {layers}")
 
-    def referring(self, done: int, rows: int) -> None:
+    def on_reference(self, done: int, rows: int) -> None:
         self._show(f"reference: {done} of {rows} pairs")
 
-    def noted(self, line: str) -> None:
+    def on_note(self, line: str) -> None:
         self._console.print(f"note       {line}", markup=False, highlight=False)
 
-    def stepped(self, progress: Progress) -> None:
+    def on_step(self, progress: Progress) -> None:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -207,19 +207,19 @@ def train(
 class SilentSteps(StepLines):
     """For --json: nothing but the document."""
 
-    def planned(self, plan: TrainPlan) -> None:
+    def on_plan(self, plan: TrainPlan) -> None:
         pass
 
-    def loading(self, done: int, layers: int) -> None:
+    def on_load(self, done: int, layers: int) -> None:
         pass
 
-    def referring(self, done: int, rows: int) -> None:
+    def on_reference(self, done: int, rows: int) -> None:
         pass
 
-    def noted(self, line: str) -> None:
+    def on_note(self, line: str) -> None:
         pass
 
-    def stepped(self, progress: Progress) -> None:
+    def on_step(self, progress: Progress) -> None:
         pass
 
 

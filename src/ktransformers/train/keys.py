@@ -1,8 +1,9 @@
-"""Keys that are known and not honoured as such: three tables, each entry with the sentence that the user reads.
+"""Keys of LLaMA-Factory and transformers that have no effect, are unsupported, or were renamed, with the message that
+the user reads.
 
-MOOT keys are accepted with one line, because the design makes them needless. OFF keys ask for something that does not
-exist here: they pass at the value that asks for nothing, anything else is an error. MOVED keys have another name or
-form now. LLaMA-Factory's key lists (0.9.4, 0.9.5 and later) and those that transformers 5 dropped are covered.
+NO_EFFECT_KEYS are accepted with one line, because the design makes them unnecessary. UNSUPPORTED_KEYS are accepted at
+the values that request nothing and are an error otherwise. RENAMED_KEYS have another name now. Covers LLaMA-Factory
+0.9.4, 0.9.5 and later, and keys that transformers 5 removed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_EFFECT_KEYS: dict[str, str] = {
-    "overwrite_cache": "rows are read anew in every run, there is no cache",
-    "preprocessing_num_workers": "rows are tokenised by one process, some hundreds a second",
+    "overwrite_cache": "rows are read in every run, there is no cache",
+    "preprocessing_num_workers": "rows are tokenised by one process, hundreds per second",
     "preprocessing_batch_size": "rows are tokenised one by one",
     "data_shared_file_system": "every process reads the files",
     "low_cpu_mem_usage": "experts never become parameters",
@@ -33,40 +34,40 @@ NO_EFFECT_KEYS: dict[str, str] = {
     "kt_mode": "belongs to inference",
     "kt_force_think": "belongs to inference",
     "kt_use_lora_experts": "experts are named in lora_target",
-    "kt_tp_enabled": "experts are split over NUMA nodes by themselves",
+    "kt_tp_enabled": "experts are always split over NUMA nodes",
     "kt_max_cache_depth": "autograd keeps what backward needs",
     "kt_share_backward_bb": "backward reads the one packed copy",
     "kt_share_cache_pool": "autograd keeps what backward needs",
     "kt_weight_lifecycle": "the packed experts live as long as the model",
     "kt_model_max_length": "buffers grow with the batch",
-    "kt_force_fused_expert_lora": "one adapter file holds the experts, too",
+    "kt_force_fused_expert_lora": "one adapter file contains the experts too",
     "kt_skip_expert_loading": "experts are read straight into the packed store",
     "kt_non_expert_weight_path": "everything but the experts is read from the model directory",
     "save_safetensors": "nothing else is written",
     "half_precision_backend": "torch's autocast is the only one",
     "fp16_backend": "torch's autocast is the only one",
     "fp16_opt_level": "torch's autocast is the only one",
-    "use_legacy_prediction_loop": "it left transformers",
-    "use_ipex": "it left transformers",
-    "jit_mode_eval": "it left transformers",
-    "ray_scope": "it left transformers",
-    "past_index": "it left transformers",
-    "mp_parameters": "it left transformers",
-    "use_mps_device": "it left transformers",
-    "tpu_num_cores": "it left transformers",
-    "tpu_metrics_debug": "it left transformers",
+    "use_legacy_prediction_loop": "removed from transformers",
+    "use_ipex": "removed from transformers",
+    "jit_mode_eval": "removed from transformers",
+    "ray_scope": "removed from transformers",
+    "past_index": "removed from transformers",
+    "mp_parameters": "removed from transformers",
+    "use_mps_device": "removed from transformers",
+    "tpu_num_cores": "removed from transformers",
+    "tpu_metrics_debug": "removed from transformers",
     "include_effective_tokens_per_second": "tokens per second are always logged, without padding",
     "include_tokens_per_second": "tokens per second are always logged",
     "eval_on_each_dataset": "one evaluation set holds all",
     "generation_max_length": "belongs to inference",
     "generation_num_beams": "belongs to inference",
-    "sortish_sampler": "it left transformers",
+    "sortish_sampler": "removed from transformers",
 }
 
 
 @dataclass(frozen=True)
 class UnsupportedKey:
-    """The values that ask for nothing, and what to do instead of the others."""
+    """The values that request nothing, and what to do instead of the others."""
 
     values: tuple[Any, ...]
     remedy: str
@@ -80,7 +81,7 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
     "double_quantization": UnsupportedKey((True, False, None), "leave it out"),
     "quantization_device_map": UnsupportedKey((None,), "leave it out"),
     "use_unsloth": UnsupportedKey(_FALSE_OR_NONE, "leave it out; the experts have kernels of their own"),
-    "use_unsloth_gc": UnsupportedKey(_FALSE_OR_NONE, "leave it out; checkpointing is on by itself"),
+    "use_unsloth_gc": UnsupportedKey(_FALSE_OR_NONE, "leave it out; gradient checkpointing is on by default"),
     "enable_liger_kernel": UnsupportedKey(_FALSE_OR_NONE, "leave it out; TRL computes the loss in chunks already"),
     "shift_attn": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
     "mixture_of_depths": UnsupportedKey((None,), "leave it out"),
@@ -92,7 +93,7 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
     "train_from_scratch": UnsupportedKey(_FALSE_OR_NONE, "experts are frozen; train an adapter"),
     "upcast_layernorm": UnsupportedKey(_FALSE_OR_NONE, "norms are frozen; use bf16"),
     "upcast_lmhead_output": UnsupportedKey(_FALSE_OR_NONE, "log-probabilities are computed in f32 already"),
-    "use_dora": UnsupportedKey(_FALSE_OR_NONE, "use lora; experts know no DoRA"),
+    "use_dora": UnsupportedKey(_FALSE_OR_NONE, "use lora; experts do not support DoRA"),
     "pissa_init": UnsupportedKey(_FALSE_OR_NONE, "it would change the frozen weights"),
     "pissa_iter": UnsupportedKey((None, 16), "leave it out"),
     "pissa_convert": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
@@ -114,7 +115,7 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
     "freeze_vision_tower": UnsupportedKey((True, None), "only the language model's adapters are trained"),
     "freeze_multi_modal_projector": UnsupportedKey((True, None), "only the language model's adapters are trained"),
     "freeze_language_model": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
-    "compute_accuracy": UnsupportedKey(_FALSE_OR_NONE, "TRL logs mean_token_accuracy by itself"),
+    "compute_accuracy": UnsupportedKey(_FALSE_OR_NONE, "TRL logs mean_token_accuracy anyway"),
     "predict_with_generate": UnsupportedKey(_FALSE_OR_NONE, "evaluate the adapter after training"),
     "do_predict": UnsupportedKey(_FALSE_OR_NONE, "evaluate the adapter after training"),
     "streaming": UnsupportedKey(_FALSE_OR_NONE, "leave it out; files are read at once"),
@@ -129,9 +130,9 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
     "pref_bco_weight": UnsupportedKey((0, 0.0, None), "leave it out"),
     "ld_alpha": UnsupportedKey((None,), "leave it out"),
     "kt_max_deferred_experts_per_token": UnsupportedKey(
-        (0, None), "it approximates answers; training computes all experts"
+        (0, None), "it approximates results; training computes all experts"
     ),
-    "kt_w8a8": UnsupportedKey(_FALSE_OR_NONE, "it approximates answers; training computes with all bits"),
+    "kt_w8a8": UnsupportedKey(_FALSE_OR_NONE, "it approximates results; training uses full precision"),
     "kt_lora_expert_num": UnsupportedKey((None, 0), "no experts are added; name experts in lora_target"),
     "kt_lora_expert_intermediate_size": UnsupportedKey((None, 0), "no experts are added; name experts in lora_target"),
     "fsdp": UnsupportedKey((None, "", False, []), "experts are in host memory already; use several processes as DDP"),
@@ -142,7 +143,7 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
     "push_to_hub": UnsupportedKey(_FALSE_OR_NONE, "`hf upload` the output directory when the run has ended"),
 }
 
-# Derived from other keys in LLaMA-Factory, which does not let the user set them either.
+# LLaMA-Factory derives these from other keys and does not let the user set them either.
 DERIVED_KEYS = (
     "kt_lora_rank",
     "kt_lora_alpha",
@@ -152,7 +153,7 @@ DERIVED_KEYS = (
     "kt_activation_policy",
 )
 
-# Another name, the same value.
+# Old name -> new name; the value is unchanged.
 RENAMED_KEYS: dict[str, str] = {
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",

@@ -1,8 +1,8 @@
-"""What a run leaves behind: the directory that LLaMA-Factory and the HF Trainer would have left, plus the manifest.
+"""Writes the output directory of a run: the files that LLaMA-Factory and the HF Trainer write, plus the manifest.
 
-Everything but checkpoints is written at the end: first beside its place, then each file by one rename, the manifest
-last, so that a directory with a manifest is a finished one. Before that the adapter is read back into the model that
-learned it and has to say of a few rows what it said before (`adapters.prove_record`).
+Everything but checkpoints is written at the end: first to a staging directory, then each file by one rename, the
+manifest last, so that a directory with a manifest is complete. Before the rename the adapter is read back into the
+model that was trained and must reproduce the log-probabilities of a few rows (`adapters/proof_record.py`).
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ def model_card(settings: TrainSettings, results: dict[str, Any]) -> str:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """An exponential mean that forgets more slowly the longer the curve is."""
-    keep = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
-    found, last = [], values[0]
+    """Exponential moving average whose decay grows with the length of the curve."""
+    decay = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
+    smoothed, last = [], values[0]
     for value in values:
-        last = keep * last + (1 - keep) * value
-        found.append(last)
-    return found
+        last = decay * last + (1 - decay) * value
+        smoothed.append(last)
+    return smoothed
 
 
 def plot_loss(history: list[dict[str, Any]], path: Path) -> bool:
-    """training_loss.png; False where there is nothing to draw or nothing to draw with."""
+    """Writes training_loss.png; False without a loss curve or without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -119,13 +119,13 @@ def _write_results(output: Path, results: dict[str, Any]) -> None:
     write_json(output / "all_results.json", results)
 
 
-def prepare_output(output: Path, *, anew: bool) -> None:
-    """Clear away what an interrupted save left, and with `anew` the checkpoints and the adapter of an earlier run."""
+def prepare_output(output: Path, *, fresh: bool) -> None:
+    """Removes leftovers of an interrupted save, and with `fresh` the checkpoints and the adapter of an earlier run."""
     with reporting_full_disk(output):
         output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(output / STAGING_DIR, ignore_errors=True)
     (output / MANIFEST_FILE).unlink(missing_ok=True)
-    if anew:
+    if fresh:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
@@ -144,7 +144,7 @@ def write_output(
     staging = output / STAGING_DIR
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     rows = [_token_ids(row) for row in split.evaluation or split.train]
-    made = proof_record.record(model, rows, held_out=bool(split.evaluation))
+    proof = proof_record.record(model, rows, held_out=bool(split.evaluation))
     with reporting_full_disk(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -156,9 +156,9 @@ def write_output(
         (staging / "README.md").write_text(model_card(settings, results))
         add_saved_tensors(manifest, staging / "adapter_model.safetensors")
         check_saved_tensors(manifest, model)
-        reloaded = check_reload(model, staging, made)
-        write_record(staging / proof_record.PROOF_FILE, made)
+        reload_check = check_reload(model, staging, proof)
+        write_record(staging / proof_record.PROOF_FILE, proof)
         move_files(staging, output)
         _write_results(output, results)
         write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    return reloaded
+    return reload_check

@@ -1,8 +1,8 @@
-"""Losses on pairs of answers, with LLaMA-Factory's definitions.
+"""Preference losses with LLaMA-Factory's definitions.
 
-Log-probabilities are sums over an answer's tokens `[pairs]`; orpo, simpo and ipo use their means. orpo and simpo know
-no reference. `pref_ftx` adds the mean negative log-probability of the chosen answer. Everything returns one number for
-each pair, so that a batch may be cut into parts and weighted again.
+Log-probabilities are sums over an answer's tokens `[pairs]`; orpo, simpo and ipo use means. orpo and simpo need no
+reference. `pref_ftx` adds the mean negative log-probability of the chosen answer. Every loss has one value per pair, so
+that a batch can be split into parts and weighted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REFERENCE_FREE_LOSSES = ("orpo", "simpo")
 
 @dataclass(frozen=True)
 class AnswerLogprobs:
-    """Log-probabilities and token counts of the chosen and the rejected answers, each `[pairs]`."""
+    """Summed log-probabilities and token counts of the chosen and the rejected answers, each `[pairs]`."""
 
     chosen: Tensor
     rejected: Tensor
@@ -34,7 +34,7 @@ class AnswerLogprobs:
 def pair_losses(
     policy: AnswerLogprobs, reference: tuple[Tensor, Tensor] | None, settings: PreferenceSettings
 ) -> Tensor:
-    """`reference` holds the same sums under the base, None for losses that need none."""
+    """`reference` holds the same sums under the base, None for losses without a reference."""
     beta, kind = settings.pref_beta, settings.pref_loss
     chosen, rejected = policy.mean()
     if kind == "orpo":
@@ -62,7 +62,7 @@ def pair_losses(
 def implicit_rewards(
     policy: AnswerLogprobs, reference: tuple[Tensor, Tensor] | None, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """What the margin is made of, for the log."""
+    """The implicit rewards of the chosen and rejected answers, for the log."""
     if reference is None:
         chosen, rejected = policy.mean()
         return beta * chosen.detach(), beta * rejected.detach()

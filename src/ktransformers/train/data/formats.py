@@ -1,7 +1,7 @@
-"""A row of any of the known forms as what is trained on: a `Conversation`, a `PreferencePair`, or plain `PlainText`.
+"""Converts a row of any supported format to a `Conversation`, a `PreferencePair` or `PlainText`.
 
-Messages are dicts as chat templates take them: role, content, and tool_calls where the assistant calls a function. A
-form that is not named by dataset_info.json is recognised by its fields: `messages`, `conversations`, `prompt` with
+Messages are dicts as chat templates expect them: role, content, and tool_calls if the assistant calls a function. A
+format that dataset_info.json does not name is detected by the fields: `messages`, `conversations`, `prompt` with
 `completion`, `prompt` with `chosen` and `rejected`, `text`, `instruction`.
 """
 
@@ -24,20 +24,20 @@ class Conversation:
     raw_prompt: str | None = None  # {prompt, completion} as strings: no chat template; messages hold the completion
 
     @property
-    def chats(self) -> bool:
-        """It needs a chat template."""
+    def needs_template(self) -> bool:
+        """Whether rendering needs a chat template."""
         return self.raw_prompt is None
 
 
 @dataclass(frozen=True)
 class PlainText:
     text: str
-    chats: ClassVar[bool] = False
+    needs_template: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """`prompt` is None where prompt, chosen and rejected are plain strings, then kept in `raw`."""
+    """`raw` holds prompt, chosen and rejected if they are plain strings; `prompt` is empty then."""
 
     prompt: list[Message]
     chosen: Message
@@ -46,7 +46,7 @@ class PreferencePair:
     raw: tuple[str, str, str] | None = None
 
     @property
-    def chats(self) -> bool:
+    def needs_template(self) -> bool:
         return self.raw is None
 
 
@@ -81,12 +81,12 @@ def _tools(row: DataRow, field: str) -> list[Any] | None:
 
 def _tool_calls(row: DataRow, text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise row_error(
             row, f"a function call that is no JSON ({error.msg})", '{"name": ..., "arguments": ...}'
         ) from error
-    calls = found if isinstance(found, list) else [found]
+    calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         if not isinstance(call, dict) or "name" not in call:
             raise row_error(row, f"a function call {call!r}", '{"name": ..., "arguments": ...}')
@@ -130,12 +130,14 @@ def _openai_message(row: DataRow, turn: Any) -> Message:
         content = ""
     if not isinstance(content, str):
         raise row_error(row, f"content: {type(content).__name__}", "text")
-    kept = {key: turn[key] for key in ("reasoning_content", "name", "tool_call_id") if turn.get(key) is not None}
-    return {"role": turn["role"], "content": content, **kept, **({"tool_calls": calls} if calls else {})}
+    optional_fields = {
+        key: turn[key] for key in ("reasoning_content", "name", "tool_call_id") if turn.get(key) is not None
+    }
+    return {"role": turn["role"], "content": content, **optional_fields, **({"tool_calls": calls} if calls else {})}
 
 
 def check_order(row: DataRow, messages: list[Message]) -> list[Message]:
-    """System at most first; an assistant turn somewhere, and none before the user or a tool has spoken."""
+    """A system message only first, and a user's turn before the assistant's."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if any(message["role"] == "system" for message in turns):
         raise row_error(row, "a system message in the middle", "one at the beginning")
