@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ktransformers.openmp import rest_soon
+from ktransformers.openmp import limit_spinning
 
 if "--spin" not in sys.argv:
-    rest_soon()
+    limit_spinning()
 
 import torch  # after the threads' habits are set
 from torch import Tensor
@@ -163,13 +163,13 @@ def measure(args: argparse.Namespace, change: dict[str, Any], profiled: bool) ->
 def judge(args: argparse.Namespace) -> dict[str, Any]:
     from ktransformers.evaluate.local import LocalModel
     from ktransformers.evaluate.run import evaluate
-    from ktransformers.evaluate.task import load
+    from ktransformers.evaluate.task import load_tasks
 
     found = {}
     for size in (16, 32):
         backend = LocalModel.open(args.model, batch_size=size).backend()
         for name in ("persona", "invented-facts"):
-            (task,) = load(name, args.limit)
+            (task,) = load_tasks(name, args.limit)
             result = evaluate(backend, task, args.out / f"judge-{size}-{os.getpid()}" / name)
             found[f"{name}, batches of {size}"] = {"items": result["items"], "seconds": result["seconds"]}
     return found

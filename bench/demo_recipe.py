@@ -270,7 +270,7 @@ def pace(schedule: str, step: int, warm: int, steps: int) -> float:
 def judge(model: Model, out: Path, limits: dict[str, int]) -> dict[str, Any]:
     from ktransformers.evaluate.local import LocalModel
     from ktransformers.evaluate.run import evaluate
-    from ktransformers.evaluate.task import load
+    from ktransformers.evaluate.task import load_tasks
 
     backend = LocalModel(model.network, model.tokenizer, "demo", 64).backend()
     found: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def judge(model: Model, out: Path, limits: dict[str, int]) -> dict[str, Any]:
         "stories": ("perplexity",),
     }
     for name, metrics in wanted.items():
-        (task,) = load(name, limits[name])
+        (task,) = load_tasks(name, limits[name])
         result = evaluate(backend, task, out / name)
         found |= {f"{name}.{metric}": round(result["metrics"][metric]["value"], 2) for metric in metrics}
     lines = (out / "persona" / "items.jsonl").read_text().splitlines()[:2]

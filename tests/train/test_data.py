@@ -130,7 +130,7 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
         ("x.json", '[\n{"a": 1},\n\n3]', "x.json, line 4: given a int"),
         ("x.jsonl", '{"a": 1}\n{"a": 2\n', "x.jsonl, line 2"),
         ("x.csv", "a,b\n1,2\n1\n", "x.csv, line 3"),
-        ("x.txt", "a", "kind .txt"),
+        ("x.txt", "a", "type .txt"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:

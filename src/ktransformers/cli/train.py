@@ -167,10 +167,10 @@ def train(
     ] = False,
 ) -> None:
     """Fine-tune a model: LoRA by supervision or by preference."""
-    from ktransformers.openmp import rest_soon
+    from ktransformers.openmp import limit_spinning
     from ktransformers.train.resolve import read_settings
 
-    rest_soon()
+    limit_spinning()
     settings = read_settings(file, words or [])
     if dry_run:
         from ktransformers.train.plan import make_plan, plan_document

@@ -208,7 +208,7 @@ def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[st
     file = source if isinstance(source, Mapping) else read_yaml(source)
     flat = flatten_kt_config(merge_overrides(file, read_overrides(overrides)))
     if isinstance(flat.get("model_name_or_path"), str):  # a local registry name means nothing on another machine
-        flat["model_name_or_path"] = model_registry.written_down(flat["model_name_or_path"])
+        flat["model_name_or_path"] = model_registry.portable_name(flat["model_name_or_path"])
     sorter = _KeySorter()
     for key, value in sorted(
         flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS

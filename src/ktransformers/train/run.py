@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ktransformers.plan import Meter, PlanComparison, compare, refuse
-from ktransformers.system import uncollected
+from ktransformers.system import frozen_gc
 from ktransformers.train.arguments import device_of, dtype_of, find_resume_point, trainer_arguments, uses_packing
 from ktransformers.train.callbacks import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 from ktransformers.train.data.render import PreferenceRow
@@ -144,7 +144,7 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     log, placement_callbacks = TrainLog(output, clock, watcher.on_step), placing.trained(watcher.on_note)
     for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings), *placement_callbacks):
         trainer.add_callback(callback)
-    with uncollected(), stopper.listening(), Meter() as meter:
+    with frozen_gc(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
     restore_sdpa(model)
