@@ -229,9 +229,9 @@ def run(args: argparse.Namespace, bench: Bench, model: Path, adapters: dict[str,
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     environment = dict(os.environ)
-    from ktransformers.openmp import rest_soon
+    from ktransformers.openmp import limit_spinning
 
-    rest_soon()  # as `kt serve` does, before torch is there
+    limit_spinning()  # as `kt serve` does, before torch is there
     with tempfile.TemporaryDirectory(prefix="kt-serve-") as temporary:
         folder = args.folder or Path(temporary)
         shape = SHAPES[args.shape]

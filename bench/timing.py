@@ -164,7 +164,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_gib": round(pages / (1 << 30), 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "python_loop_seconds": system.python_seconds(),
+        "python_loop_seconds": system.python_loop_seconds(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "ktransformers": ktransformers.__version__,

@@ -155,7 +155,7 @@ def test_gguf_names_are_those_of_llama_cpp() -> None:
     for arch in ARCHITECTURES.values():
         kind = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[arch.name]
         names = gguf.get_tensor_name_map(kind, 4)
-        for leaf, path in arch.rows.items():
+        for leaf, path in arch.tensors.items():
             assert names.get_name(f"model.layers.3.{path}") == f"blk.3.{leaf}", (arch.name, path)
         for leaf, role in EXPERT_TENSORS.items():
             assert names.get_name(f"model.layers.3.mlp.experts.{role}_proj") == f"blk.3.{leaf}"

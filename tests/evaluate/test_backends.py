@@ -143,14 +143,14 @@ def test_plain_text_needs_no_tokenizer_and_a_chat_does(local: LocalModel, servin
 
 
 def test_a_busy_server_is_asked_again(serving: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAIT", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
     serving[1].busy = 2
     assert RemoteBackend(Endpoint(serving[0]), "base").generate(PROMPTS[:1], 3)
     assert serving[1].busy == 0
 
 
 def test_errors_of_a_server(monkeypatch: pytest.MonkeyPatch, serving: tuple[str, Any]) -> None:
-    monkeypatch.setattr(remote, "WAIT", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
     with pytest.raises(KTError, match="no model other"):
         RemoteBackend(Endpoint(serving[0]), "other").generate(PROMPTS[:1], 3)
     with pytest.raises(InputError, match="is it running"):

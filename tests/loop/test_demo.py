@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ktransformers.loop.settings import read_loop
-from ktransformers.loop.stages import places_of, recipe_of, stages_of
+from ktransformers.loop.stages import build_recipe, build_stages, run_paths
 from tests.nn.families import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +38,9 @@ def test_the_demo_is_valid(model: Path) -> None:
     from ktransformers.train.resolve import read_settings
 
     loop = read_loop(ROOT / "examples" / "demo.yaml")
-    names = [stage.name for stage in stages_of(loop)]
+    names = [stage.name for stage in build_stages(loop)]
     assert names == ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]
-    keys = recipe_of(loop, places_of(loop)) | {"model_name_or_path": str(model)}
+    keys = build_recipe(loop, run_paths(loop)) | {"model_name_or_path": str(model)}
     plan = make_plan(read_settings(keys)).plan
     assert plan.data is not None and loop.train.least_steps <= plan.data.steps
     assert {part.name for part in plan.datasets} == {"style_neko_en", "lumen_talks"}

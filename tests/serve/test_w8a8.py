@@ -19,7 +19,7 @@ from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import options_of
 from ktransformers.serve.target import resolve
-from ktransformers.train.keys import OFF
+from ktransformers.train.keys import UNSUPPORTED_KEYS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
@@ -65,4 +65,4 @@ def test_a_file_may_ask_for_it_and_training_may_not(model_directory: Path, tmp_p
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_w8a8: true\n")
     assert options_of(parse([str(file)]), resolve(str(file))).kt_w8a8
     assert not options_of(parse([str(model_directory)]), resolve(str(model_directory))).kt_w8a8
-    assert "training" in OFF["kt_w8a8"].remedy
+    assert "training" in UNSUPPORTED_KEYS["kt_w8a8"].remedy

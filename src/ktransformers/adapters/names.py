@@ -53,7 +53,7 @@ def strip_prefixes(key: str) -> str:
 def parse_factor(key: str) -> tuple[str, str] | None:
     """(module, "A" or "B") of a LoRA key, None for anything else."""
     match = FACTOR_KEY.fullmatch(strip_prefixes(key))
-    return (match["module"], match["parse_factor"]) if match else None
+    return (match["module"], match["factor"]) if match else None
 
 
 def name_in_model(name: str, naming: ExpertNaming = W123_NAMING) -> str:

@@ -41,11 +41,11 @@ def group() -> None:
 
 def document(entry: Entry) -> dict[str, Any]:
     """An entry with the facts of its files; the hashes of its files stay in the registry."""
-    from ktransformers.model_registry import facts
+    from ktransformers.model_registry import read_facts
 
     found = entry.to_json()
     found["files"] = len(entry.files)
-    return found | {"exists": entry.exists} | (dataclasses.asdict(facts(entry.path)) if entry.exists else {})
+    return found | {"exists": entry.exists} | (dataclasses.asdict(read_facts(entry.path)) if entry.exists else {})
 
 
 def columns(rows: list[list[str]]) -> None:
@@ -221,7 +221,7 @@ def rm(
 
     entry = model_registry.get(name)
     if files and entry.exists:
-        size = gigabytes(model_registry.facts(entry.path).bytes)
+        size = gigabytes(model_registry.read_facts(entry.path).bytes)
         ask.for_consent(f"delete {entry.path} ({size})?", yes, quiet=as_json)
         _delete(entry.path)
     model_registry.remove(entry.name)
@@ -298,7 +298,7 @@ def path_add(
         raise InputError("folder", str(folder), "a folder that exists")
     known = list(settings.read().paths.models)
     if str(place) not in known:
-        settings.change("paths.models", [*known, str(place)])
+        settings.set_value("paths.models", [*known, str(place)])
     print_paths(as_json)
 
 
@@ -312,7 +312,7 @@ def path_remove(
     known, place = list(settings.read().paths.models), str(folder.expanduser().absolute())
     if place not in known:
         raise InputError("folder", str(folder), "one of `kt model path-list`")
-    settings.change("paths.models", [one for one in known if one != place] or None)
+    settings.set_value("paths.models", [one for one in known if one != place] or None)
     print_paths(as_json)
 
 

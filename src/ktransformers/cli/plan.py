@@ -114,16 +114,16 @@ def _train_plan(
     """Of a file of `kt train`, with as many tokens at once as it would choose if all rows were of full length."""
     from ktransformers.plan import make_plan
     from ktransformers.train.arguments import dtype_of
-    from ktransformers.train.forecast import PlanInputs, work_of
-    from ktransformers.train.grouping import decide, grouped
+    from ktransformers.train.forecast import PlanInputs, training_workload
+    from ktransformers.train.grouping import decide_grouping, with_tokens_per_batch
     from ktransformers.train.resolve import read_settings
 
     config = Path(model) / "config.json"
     settings = read_settings(file, [*words, f"model_name_or_path={model}"])
     known = json.loads(config.read_text()) if config.is_file() else {}
     size = dtype_of(settings, known).itemsize
-    grouping = decide(settings, None, PlanInputs(shape, machine, policies, size), None)
-    work = work_of(grouped(settings, grouping.tokens), size)
+    grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
+    work = training_workload(with_tokens_per_batch(settings, grouping.tokens), size)
     found = make_plan(shape, work, machine, everything=everything, policies=policies)
     return found if grouping.note is None else replace(found, notes=(*found.notes, grouping.note))
 

@@ -19,10 +19,10 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def serve(context: typer.Context) -> None:
     """Serve a model over the OpenAI API: base and adapters, chosen by each request."""
-    from ktransformers.openmp import rest_soon
+    from ktransformers.openmp import limit_spinning
     from ktransformers.serve.flags import parse
 
-    rest_soon()  # before torch is imported, with what follows
+    limit_spinning()  # before torch is imported, with what follows
     from ktransformers.serve.launch import serve as run
 
     run(parse(context.args), say, show)

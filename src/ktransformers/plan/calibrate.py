@@ -78,7 +78,7 @@ def calibrate(*, anew: bool = False) -> Rates:
         dense_flops_f32=_dense_rate("float32"),
         forward_share=forward,
         backward_share=backward,
-        python_seconds=system.python_seconds(),
+        python_seconds=system.python_loop_seconds(),
     )
     _write(file, rates)
     return rates

@@ -247,7 +247,7 @@ def serve(launch: Launch, say: Say, show: Show) -> None:
         say(str(forecast.at_start(plan, service)))
     say(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
-        with system.uncollected():
+        with system.frozen_gc():
             server.run(sockets=[door])
     finally:
         if watch is not None:

@@ -14,9 +14,9 @@ from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
-WIDE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
-HAS_WIDE = re.compile(f"[{WIDE}]")
-UNIT = re.compile(rf"[{WIDE}]|[^\W_{WIDE}]+(?:'[^\W_{WIDE}]+)*")
+CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
+HAS_CJK = re.compile(f"[{CJK}]")
+UNIT = re.compile(rf"[{CJK}]|[^\W_{CJK}]+(?:'[^\W_{CJK}]+)*")
 BLEU_ORDERS, CHRF_ORDERS = 4, 6
 
 
@@ -36,18 +36,18 @@ def bleu_units(text: str, chinese: bool) -> list[str]:
     return units
 
 
-def _grams(units: Sequence[Hashable], order: int) -> Counter[tuple[Hashable, ...]]:
+def _ngrams(units: Sequence[Hashable], order: int) -> Counter[tuple[Hashable, ...]]:
     return Counter(tuple(units[place : place + order]) for place in range(len(units) - order + 1))
 
 
 def bleu_counts(answer: str, reference: str) -> list[int]:
     """[matches of order 1-4, n-grams of order 1-4, length of the answer, length of the reference]."""
-    chinese = bool(HAS_WIDE.search(answer + reference))
+    chinese = bool(HAS_CJK.search(answer + reference))
     ours, theirs = bleu_units(answer, chinese), bleu_units(reference, chinese)
     matches, totals = [], []
     for order in range(1, BLEU_ORDERS + 1):
-        grams = _grams(ours, order)
-        matches.append(sum((grams & _grams(theirs, order)).values()))
+        grams = _ngrams(ours, order)
+        matches.append(sum((grams & _ngrams(theirs, order)).values()))
         totals.append(sum(grams.values()))
     return [*matches, *totals, len(ours), len(theirs)]
 
@@ -57,7 +57,7 @@ def chrf_counts(answer: str, reference: str) -> list[int]:
     ours, theirs = ("".join(text.split()) for text in (answer, reference))
     counts = []
     for order in range(1, CHRF_ORDERS + 1):
-        mine, other = _grams(ours, order), _grams(theirs, order)
+        mine, other = _ngrams(ours, order), _ngrams(theirs, order)
         # As sacrebleu: an order that the reference is too short for does not count against the answer.
         produced = sum(mine.values()) if other else 0
         counts += [produced, sum(other.values()), sum((mine & other).values())]
@@ -73,7 +73,7 @@ def rouge(answer: str, reference: str) -> tuple[float, float, float]:
     ours, theirs = rouge_units(answer), rouge_units(reference)
     scores = []
     for order in (1, 2):
-        mine, other = _grams(ours, order), _grams(theirs, order)
+        mine, other = _ngrams(ours, order), _ngrams(theirs, order)
         scores.append(_f1(sum((mine & other).values()), sum(mine.values()), sum(other.values())))
     return scores[0], scores[1], _f1(_longest_common(ours, theirs), len(ours), len(theirs))
 
@@ -89,6 +89,6 @@ def _longest_common(first: Sequence[str], second: Sequence[str]) -> int:
     return row[-1]
 
 
-def normal(text: str) -> str:
+def normalise(text: str) -> str:
     """What exact match compares: case, edges, runs of spaces and a full stop at the end do not count."""
     return re.sub(r"\s+", " ", text).strip().rstrip(".。").strip().casefold()

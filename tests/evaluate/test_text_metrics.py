@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from ktransformers.evaluate import words
+from ktransformers.evaluate import text_metrics
 from ktransformers.evaluate.statistic import Statistic, bleu, chrf, difference, estimate, mean
 
 ENGLISH = (
@@ -25,11 +25,11 @@ CHINESE = (
 @pytest.mark.parametrize(("pairs", "cut"), [(ENGLISH, "13a"), (CHINESE, "zh")])
 def test_bleu_and_chrf_are_sacrebleus(pairs: tuple[list[str], list[str]], cut: str) -> None:
     answers, references = pairs
-    rows = numpy.array([words.bleu_counts(a, r) for a, r in zip(answers, references, strict=True)], dtype=float)
+    rows = numpy.array([text_metrics.bleu_counts(a, r) for a, r in zip(answers, references, strict=True)], dtype=float)
     for order in range(1, 5):
         theirs = BLEU(tokenize=cut, max_ngram_order=order).corpus_score(answers, [references]).score
         assert Statistic(rows, bleu(order)).value() == pytest.approx(theirs, abs=1e-9)
-    rows = numpy.array([words.chrf_counts(a, r) for a, r in zip(answers, references, strict=True)], dtype=float)
+    rows = numpy.array([text_metrics.chrf_counts(a, r) for a, r in zip(answers, references, strict=True)], dtype=float)
     assert Statistic(rows, chrf).value() == pytest.approx(CHRF().corpus_score(answers, [references]).score, abs=1e-9)
 
 
@@ -39,7 +39,7 @@ text = st.text(alphabet=st.sampled_from("ab c,.'1喵主人"), max_size=30)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(text, text), min_size=1, max_size=4))
 def test_chrf_of_anything(pairs: list[tuple[str, str]]) -> None:
-    rows = numpy.array([words.chrf_counts(a, r) for a, r in pairs], dtype=float)
+    rows = numpy.array([text_metrics.chrf_counts(a, r) for a, r in pairs], dtype=float)
     answers, references = ([pair[side] for pair in pairs] for side in (0, 1))
     theirs = CHRF().corpus_score(answers, [references]).score
     assert Statistic(rows, chrf).value() == pytest.approx(theirs, abs=1e-9)
@@ -48,30 +48,30 @@ def test_chrf_of_anything(pairs: list[tuple[str, str]]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(text, text)
 def test_rouge_of_anything(answer: str, reference: str) -> None:
-    scores = words.rouge(answer, reference)
+    scores = text_metrics.rouge(answer, reference)
     assert all(0 <= score <= 1 for score in scores)
-    assert scores == pytest.approx(words.rouge(reference, answer))
-    if words.rouge_units(answer):
-        assert words.rouge(answer, answer)[::2] == (1.0, 1.0)
+    assert scores == pytest.approx(text_metrics.rouge(reference, answer))
+    if text_metrics.rouge_units(answer):
+        assert text_metrics.rouge(answer, answer)[::2] == (1.0, 1.0)
 
 
 def test_rouge_by_hand() -> None:
-    one, two, longest = words.rouge("the cat sat on the mat", "the cat was on a mat")
+    one, two, longest = text_metrics.rouge("the cat sat on the mat", "the cat was on a mat")
     assert one == pytest.approx(2 * 4 / 12)  # the, cat, on, mat
     assert two == pytest.approx(2 * 1 / 10)  # the cat
     assert longest == pytest.approx(2 * 4 / 12)
 
 
 def test_rouge_sees_chinese() -> None:
-    assert words.rouge_units("主人，GPU-2很快喵~ it's") == ["主", "人", "gpu", "2", "很", "快", "喵", "it's"]
-    one, two, longest = words.rouge("我等你回来", "我会等你")
+    assert text_metrics.rouge_units("主人，GPU-2很快喵~ it's") == ["主", "人", "gpu", "2", "很", "快", "喵", "it's"]
+    one, two, longest = text_metrics.rouge("我等你回来", "我会等你")
     assert one == longest == pytest.approx(2 * 3 / 9)
     assert two == pytest.approx(2 * 1 / 7)
 
 
 def test_normal() -> None:
-    assert words.normal("  The\n Answer. ") == words.normal("the answer")
-    assert words.normal("是。") == "是"
+    assert text_metrics.normalise("  The\n Answer. ") == text_metrics.normalise("the answer")
+    assert text_metrics.normalise("是。") == "是"
 
 
 def table(values: list[float]) -> Statistic:

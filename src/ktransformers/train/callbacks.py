@@ -1,9 +1,10 @@
-"""What looks on while a model trains: did every tensor learn, how fast, how long still, and has anyone asked to stop.
+"""Trainer callbacks: checks that every adapter receives a gradient, measures rate and remaining time, and stops on
+signals.
 
-A LoRA pair begins with B = 0, so A has no gradient until B has moved: a pair is dead when B never got one, or when A
-got none although B was not zero. Of experts only the whole tensor must learn; single experts that no token visited are
-listed. The clock measures the experts from the outside, in both directions, and holds them against what the machine
-could do (`PeakRates`), by the rates that the planner has measured.
+A LoRA pair starts with B = 0, so A has no gradient until B has changed: a pair is dead if B never got a gradient, or if
+A got none although B was nonzero. For experts only the stacked tensor must get a gradient; experts that no token
+reached are listed. The clock measures expert layers by hooks, forward and backward, and compares the time with the
+machine's peak rates (`PeakRates`), as calibrated by the planner.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ class Progress:
     step: int
     steps: int
     epoch: float
-    values: dict[str, float]  # what the trainer logged
+    values: dict[str, float]  # logged by the trainer
     tokens_per_second: float | None
-    expert_share: float | None  # of the wall time
-    memory: int  # bytes of this process in RAM
+    expert_share: float | None  # share of wall time spent in expert layers
+    memory: int  # resident bytes of this process
     gpu_memory: int  # peak bytes on the GPU, 0 without one
     elapsed: float
     remaining: float
-    roof_share: float | None = None  # of what the experts took, the time that the machine needs for it at best
+    roof_share: float | None = None  # time at peak rates / measured time of the expert layers
 
 
-Report = Callable[[Progress], None]
+ReportProgress = Callable[[Progress], None]
 
 
 @dataclass
-class Trace:
-    """What was seen of one LoRA pair."""
+class GradientTrace:
+    """Which factors of one LoRA pair have received a gradient."""
 
     b_seen: bool = False
     a_seen: bool = False
-    a_could: bool = False  # B was not zero when A's gradient was looked at
-    experts: Tensor | None = None  # [E], of expert LoRA: B got a gradient
+    a_could: bool = False  # B was nonzero when A's gradient was checked
+    experts: Tensor | None = None  # [E], expert LoRA only: B of this expert got a gradient
 
     @property
     def alive(self) -> bool:
@@ -66,19 +67,19 @@ class Trace:
 
 
 class GradientCheck(TrainerCallback):
-    """Looks at gradients before each optimiser step, until it has seen all."""
+    """Checks gradients before each optimizer step, until every pair has received one."""
 
     def __init__(self, model: nn.Module) -> None:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         counts = {name: int(layer.num_experts) for name, layer in expert_adapters(model).items()}
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        self.traces: dict[str, Trace] = {}
+        self.traces: dict[str, GradientTrace] = {}
         for name, parameter in trained.items():
             if ".lora_B." not in name:
                 continue
             module = name.partition(".lora_B.")[0]
             self.pairs[module] = (trained[name.replace(".lora_B.", ".lora_A.")], parameter)
-            self.traces[module] = Trace(
+            self.traces[module] = GradientTrace(
                 experts=torch.zeros(counts[module], dtype=torch.bool) if module in counts else None
             )
 
@@ -88,26 +89,26 @@ class GradientCheck(TrainerCallback):
             if trace.experts is None:
                 if trace.b_seen and trace.a_seen:
                     continue
-                trace.b_seen |= _moves(b)
+                trace.b_seen |= _has_gradient(b)
             elif b.grad is not None and not bool(trace.experts.all()):
-                # b is [out, r * E] with the expert fastest
+                # b is [out, r * E], experts innermost
                 trace.experts |= b.grad.reshape(-1, len(trace.experts)).ne(0).any(0).cpu()
                 trace.b_seen |= bool(trace.experts.any())
             if not trace.a_seen and bool(b.detach().ne(0).any()):
                 trace.a_could = True
-                trace.a_seen = _moves(a)
+                trace.a_seen = _has_gradient(a)
 
     def dead(self) -> list[str]:
-        """Modules whose adapter never got a gradient."""
+        """Modules whose adapter never received a gradient."""
         return [module for module, trace in self.traces.items() if not trace.alive]
 
     def unvisited(self) -> dict[str, list[int]]:
         """Module -> experts without a gradient."""
-        found = {}
+        experts_without_gradient = {}
         for module, trace in self.traces.items():
             if trace.experts is not None and not bool(trace.experts.all()):
-                found[module] = torch.nonzero(~trace.experts).flatten().tolist()
-        return found
+                experts_without_gradient[module] = torch.nonzero(~trace.experts).flatten().tolist()
+        return experts_without_gradient
 
     def state(self) -> dict[str, Any]:
         return {
@@ -124,36 +125,37 @@ class GradientCheck(TrainerCallback):
         file = checkpoint / "kt_gradients.json"
         if not file.is_file():
             return
-        for module, seen in json.loads(file.read_text()).items():
+        for module, trace in json.loads(file.read_text()).items():
             if module in self.traces:
-                experts = seen.pop("experts")
-                self.traces[module] = Trace(**seen, experts=None if experts is None else torch.tensor(experts))
+                experts = trace.pop("experts")
+                self.traces[module] = GradientTrace(**trace, experts=None if experts is None else torch.tensor(experts))
 
 
-def _moves(parameter: Tensor) -> bool:
+def _has_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None and bool(parameter.grad.ne(0).any())
 
 
 @dataclass(frozen=True)
 class PeakRates:
-    """The rates of this machine that no kernel exceeds; LoRA's part of the work, a few percent, is not counted."""
+    """Peak rates of this machine; LoRA's share of the work, a few percent, is not counted."""
 
-    flops: float  # of the bare multiply loop
-    read: float  # bytes a second from memory
+    flops: float  # of the bare tile-multiply loop
+    read: float  # bytes per second from memory
 
     def seconds(self, store: ExpertStore, tokens: int, top_k: int) -> float:
-        """One pass of a layer's experts, either direction: multiplying, or reading those that are touched."""
-        numbers = (3 if store.gated else 2) * store.hidden_size * store.intermediate_size
-        touched = 1 - (1 - top_k / store.num_experts) ** tokens  # share of them, where routes are uniform
-        return max(2 * tokens * top_k * numbers / self.flops, touched * store.packed_bytes / self.read)
+        """Time of one pass of a layer's experts, forward or backward: the larger of multiplying and reading the routed
+        experts."""
+        expert_numel = (3 if store.gated else 2) * store.hidden_size * store.intermediate_size
+        routed_share = 1 - (1 - top_k / store.num_experts) ** tokens  # of the experts, with uniform routing
+        return max(2 * tokens * top_k * expert_numel / self.flops, routed_share * store.packed_bytes / self.read)
 
     def raised(self, share: float) -> PeakRates:
-        """Of this one more than all was reached: what was reached is possible."""
+        """Scaled rates, for a share above 1: what was measured is possible."""
         return PeakRates(self.flops * share, self.read * share)
 
 
-def this_roof() -> PeakRates | None:
-    """By the planner's measurement, which was made once on this machine; None where it could not be."""
+def read_peak_rates() -> PeakRates | None:
+    """Rates from the planner's calibration of this machine; None if it failed."""
     try:
         cpu = this_machine().cpu
     except KTError:
@@ -161,25 +163,25 @@ def this_roof() -> PeakRates | None:
     return PeakRates(cpu.tile_flops, cpu.read_bytes)
 
 
-def _keeps_experts(model: nn.Module) -> bool:
-    """Checkpointing chooses what it keeps: layers that run again take the experts' results from before."""
+def _retains_experts(model: nn.Module) -> bool:
+    """Whether checkpointing is selective, so that recomputed layers reuse the experts' results."""
     functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
     return any("context_fn" in getattr(function, "keywords", {}) for function in functions)
 
 
 class ExpertClock:
-    """Seconds spent in expert layers, forward and backward, by hooks around them, and what they would be at the roof.
+    """Measures the time in expert layers, forward and backward, by hooks around them, and the time at peak rates.
 
-    The input goes through a view of its own, whose gradient is complete when the experts' backward has ended; that of
-    the output is complete when it begins. A layer that checkpointing runs again does so inside its own backward.
+    The input passes through a view, whose gradient is complete when the experts' backward has ended; the output's
+    gradient is complete when it begins. A layer that checkpointing recomputes does so inside its own backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.seconds = 0.0
-        self.roof_seconds = 0.0
-        self.roof: PeakRates | None = None  # once it is known
-        self._begun = 0.0
-        self._kept = _keeps_experts(model)
+        self.peak_seconds = 0.0
+        self.peak_rates: PeakRates | None = None  # set when training begins
+        self._started = 0.0
+        self._retains = _retains_experts(model)
         self._handles = []
         for module in expert_modules(model).values():
             self._handles.append(module.register_forward_pre_hook(self._enter))
@@ -188,101 +190,104 @@ class ExpertClock:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden: Any
         hidden, ids, *rest = args
-        best = self._best(module, ids)
+        peak_seconds = self._peak_seconds_of(module, ids)
         if torch.is_grad_enabled() and hidden.requires_grad:
             hidden = hidden.view_as(hidden)
-            hidden.register_hook(lambda gradient: self._stop(best))
-        again = torch._C._current_graph_task_id() != -1  # inside a backward pass
-        self.roof_seconds += 0.0 if again and self._kept else best
-        self._begun = time.perf_counter()
+            hidden.register_hook(lambda gradient: self._stop(peak_seconds))
+        recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        self.peak_seconds += 0.0 if recomputing and self._retains else peak_seconds
+        self._started = time.perf_counter()
         return (hidden, ids, *rest)
 
-    def _best(self, module: nn.Module, ids: Tensor) -> float:
-        """0 where no roof is known: before a layer's first call, which packs it, and for what a GPU computes."""
+    def _peak_seconds_of(self, module: nn.Module, ids: Tensor) -> float:
+        """0 without peak rates: before a layer's first call, which packs it, and for layers computed on a GPU."""
         store = getattr(module, "kt_store", None)
-        if self.roof is None or store is None or is_placed(store):
+        if self.peak_rates is None or store is None or is_placed(store):
             return 0.0
-        return self.roof.seconds(store, ids.shape[:-1].numel(), ids.shape[-1])
+        return self.peak_rates.seconds(store, ids.shape[:-1].numel(), ids.shape[-1])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """`output` is None where recomputation has all it needs and stops in the middle."""
+        """`output` is None if recomputation stops early because it has what it needs."""
         now = time.perf_counter()
-        self.seconds += now - self._begun
-        self._begun = now  # what ran again did so inside a backward that goes on
+        self.seconds += now - self._started
+        self._started = now  # recomputation happens inside a backward that continues
         if output is not None and torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(self._start)
 
     def _start(self, gradient: Tensor) -> None:
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
 
-    def _stop(self, best: float) -> None:
-        self.seconds += time.perf_counter() - self._begun
-        self.roof_seconds += best
+    def _stop(self, peak_seconds: float) -> None:
+        self.seconds += time.perf_counter() - self._started
+        self.peak_seconds += peak_seconds
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-def clock_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
 
 @dataclass
 class TrainLog(TrainerCallback):
-    """Every logging step as a line of trainer_log.jsonl, as LLaMA-Factory leaves it, and to whoever watches."""
+    """Writes each logging step to trainer_log.jsonl in LLaMA-Factory's format and reports it as Progress."""
 
     output: Path
     clock: ExpertClock
-    report: Report
-    begun: float = 0.0
+    report: ReportProgress
+    started_at: float = 0.0
     first_step: int = 0
-    _last: tuple[float, ...] = field(default=(0.0,) * 4, init=False)  # time, tokens, seconds of experts, at the roof
-    _raised: bool = field(default=False, init=False)
+    # time, tokens, expert seconds, seconds at peak rates
+    _last: tuple[float, ...] = field(default=(0.0,) * 4, init=False)
+    _remeasured: bool = field(default=False, init=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.clock.roof is None:
-            self.clock.roof = this_roof()
-        self.begun, self.first_step = time.perf_counter(), state.global_step
-        self._last = (self.begun, 0.0, self.clock.seconds, self.clock.roof_seconds)
+        if self.clock.peak_rates is None:
+            self.clock.peak_rates = read_peak_rates()
+        self.started_at, self.first_step = time.perf_counter(), state.global_step
+        self._last = (self.started_at, 0.0, self.clock.seconds, self.clock.peak_seconds)
         if state.is_world_process_zero:
-            self._forget_after(state.global_step)
+            self._truncate_log(state.global_step)
 
-    def _forget_after(self, step: int) -> None:
-        """A run that goes on from a checkpoint writes the steps after it again."""
+    def _truncate_log(self, step: int) -> None:
+        """Drops entries after `step`, which a resumed run writes again."""
         file = self.output / "trainer_log.jsonl"
         lines = file.read_text().splitlines() if file.is_file() else []
-        kept = []
+        entries = []
         for line in lines:
             try:
                 if json.loads(line)["current_steps"] <= step:
-                    kept.append(line)
+                    entries.append(line)
             except (ValueError, KeyError):
-                continue  # the line that a kill cut off
+                continue  # a line truncated by a kill
         self.output.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"{line}\n" for line in kept))
+        file.write_text("".join(f"{line}\n" for line in entries))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
         now, tokens = time.perf_counter(), float(logs.get("num_tokens", 0.0))
-        expert, best = self.clock.seconds, self.clock.roof_seconds
-        since = max(now - self._last[0], 1e-9)
+        expert_seconds, peak_seconds = self.clock.seconds, self.clock.peak_seconds
+        interval = max(now - self._last[0], 1e-9)
         training = "loss" in logs
-        rate = (tokens - self._last[1]) / since if training and self._last[1] else None
-        share = (expert - self._last[2]) / since if training else None
-        roof = self._roof_share(expert - self._last[2], best - self._last[3]) if training else None
+        rate = (tokens - self._last[1]) / interval if training and self._last[1] else None
+        expert_share = (expert_seconds - self._last[2]) / interval if training else None
+        peak_share = (
+            self._share_of_peak(expert_seconds - self._last[2], peak_seconds - self._last[3]) if training else None
+        )
         if training:
-            self._last = (now, tokens, expert, best)
-        elapsed = now - self.begun
+            self._last = (now, tokens, expert_seconds, peak_seconds)
+        elapsed = now - self.started_at
         done = max(state.global_step - self.first_step, 1)
         remaining = elapsed / done * (state.max_steps - state.global_step)
         values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
@@ -295,29 +300,29 @@ class TrainLog(TrainerCallback):
             epoch,
             values,
             rate,
-            share,
-            _resident(),
+            expert_share,
+            _resident_bytes(),
             gpu,
             elapsed,
             remaining,
-            roof,
+            peak_share,
         )
         self.report(Progress(*progress))
 
-    def _roof_share(self, taken: float, best: float) -> float | None:
-        """None: nothing was computed that the roof is of. Where more than all of it is reached it was measured on a
-        busy machine: it is measured once more, and after that goes by what is seen."""
-        roof = self.clock.roof
-        if roof is None or best <= 0:
+    def _share_of_peak(self, measured: float, peak_seconds: float) -> float | None:
+        """Time at peak rates over measured time, None if nothing was computed on the CPU. A share above 1 means that
+        calibration ran on a busy machine: it is repeated once, and after that the observed rate counts as the peak."""
+        peak = self.clock.peak_rates
+        if peak is None or peak_seconds <= 0:
             return None
-        share = best / max(taken, 1e-9)
+        share = peak_seconds / max(measured, 1e-9)
         if share <= 1:
             return share
-        if self._raised:
-            self.clock.roof = roof.raised(share)
+        if self._remeasured:
+            self.clock.peak_rates = peak.raised(share)
         else:
-            self._raised, rates = True, raise_roofs()
-            self.clock.roof = PeakRates(max(roof.flops, rates.tile_flops), max(roof.read, rates.read_bytes))
+            self._remeasured, rates = True, raise_roofs()
+            self.clock.peak_rates = PeakRates(max(peak.flops, rates.tile_flops), max(peak.read, rates.read_bytes))
         return 1.0
 
     def _write(
@@ -329,8 +334,8 @@ class TrainLog(TrainerCallback):
         line |= {
             "epoch": values.get("epoch", state.epoch),
             "percentage": round(100 * state.global_step / max(state.max_steps, 1), 2),
-            "elapsed_time": clock_text(elapsed),
-            "remaining_time": clock_text(remaining),
+            "elapsed_time": format_duration(elapsed),
+            "remaining_time": format_duration(remaining),
         }
         if rate is not None:
             line |= {"throughput": round(rate, 2), "total_tokens": int(values["num_tokens"])}
@@ -339,15 +344,15 @@ class TrainLog(TrainerCallback):
 
 
 class Interrupted(KTError):
-    """Stopped by a signal, after saving."""
+    """The run was stopped by a signal, after a checkpoint was saved."""
 
     def __init__(self, name: str, step: int) -> None:
-        super().__init__(f"{name}: stopped after step {step}, which was saved; resume_from_checkpoint=true goes on")
+        super().__init__(f"{name}: stopped after step {step}, which was saved; resume with resume_from_checkpoint=true")
         self.signal = name
 
 
 class Stopper(TrainerCallback):
-    """SIGTERM and Ctrl-C end the run after the current step, with a checkpoint; a second one ends it at once."""
+    """SIGTERM and Ctrl-C end the run after the current step with a checkpoint; a second signal ends it immediately."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -356,7 +361,7 @@ class Stopper(TrainerCallback):
         if self.received is not None:
             control.should_save = control.should_training_stop = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
@@ -366,9 +371,9 @@ class Stopper(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)

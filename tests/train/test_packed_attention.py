@@ -11,11 +11,17 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from ktransformers.train import run as running
-from ktransformers.train.answers import learned
+from ktransformers.train.labelled_rows import labelled_positions
 from ktransformers.train.model import open_model
+from ktransformers.train.packed_attention import (
+    PACKED_ROWS,
+    PaddedRows,
+    RowAttention,
+    has_full_attention,
+    use_packed_attention,
+)
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.rows import ROWS, Grid, RowAttention, attend_by_rows, attends_fully
 from ktransformers.train.trainers import SupervisedTrainer
 from tests.nn.families import build
 
@@ -60,7 +66,7 @@ def test_the_proof_is_recorded_under_stock_attention(
     monkeypatch.setattr(running, "finish_output", looking)
     monkeypatch.setattr(running, "attend_by_rows", attending)
     run(recipe(tiny, tmp_path / "x", **PACKED) | {"max_steps": 1})
-    assert seen == [ROWS, "sdpa"]
+    assert seen == [PACKED_ROWS, "sdpa"]
 
 
 def losses(trainer: Any, inputs: dict[str, Any], count: Any) -> tuple[float, float, dict[str, list[float]]]:
@@ -95,8 +101,8 @@ def test_the_loss_is_trls(tiny: Path, tmp_path: Path) -> None:
 
 def test_kept_rows_have_a_label() -> None:
     labels = torch.tensor([[-100, 5, -100, 7], [3, -100, -100, -100]])
-    assert learned(labels).tolist() == [[True, False, True], [False, False, False]]
-    assert learned(torch.full((2, 3), -100)).sum() == 1
+    assert labelled_positions(labels).tolist() == [[True, False, True], [False, False, False]]
+    assert labelled_positions(torch.full((2, 3), -100)).sum() == 1
 
 
 def test_rows_are_attended_as_with_a_mask(tiny: Path) -> None:
@@ -108,7 +114,7 @@ def test_rows_are_attended_as_with_a_mask(tiny: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     expected = [model(**packed).logits, model(input_ids=padded, attention_mask=mask).logits]
-    assert attend_by_rows(model) and model.config._attn_implementation == ROWS
+    assert use_packed_attention(model) and model.config._attn_implementation == PACKED_ROWS
     for more in ({"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}, {}):
         assert torch.allclose(model(**packed, **more).logits, expected[0], atol=1e-5)
     assert torch.allclose(model(input_ids=padded, attention_mask=mask).logits, expected[1], atol=1e-5)
@@ -131,7 +137,7 @@ def test_rows_as_a_batch_of_products(lengths: list[int]) -> None:
     mask = (owner[:, None] == owner) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
     wide = [tensor.transpose(0, 1).repeat_interleave(6 // tensor.shape[1], 0) for tensor in inputs]
     stock = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3).transpose(0, 1)
-    ours = RowAttention.apply(*inputs, Grid.of(lengths), 0.3)
+    ours = RowAttention.apply(*inputs, PaddedRows.of(lengths), 0.3)
     assert torch.allclose(ours, stock, atol=1e-12)
     expected, found = (torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in (stock, ours))
     for one, other in zip(found, expected, strict=True):
@@ -147,7 +153,7 @@ def test_bf16_rows_are_near_float32(tiny: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (False, True):
             model: Any = AutoModelForCausalLM.from_pretrained(tiny, dtype=dtype)
-            assert not rows or attend_by_rows(model)
+            assert not rows or use_packed_attention(model)
             loss = model(**given).logits.float().logsumexp(-1).mean()
             loss.backward()
             found[dtype, rows] = model.model.layers[0].self_attn.k_proj.weight.grad.float()
@@ -158,6 +164,6 @@ def test_bf16_rows_are_near_float32(tiny: Path) -> None:
 
 
 def test_windows_keep_their_masks() -> None:
-    assert attends_fully(build("mixtral", sliding_window=None).config)
-    assert not attends_fully(build("mixtral", sliding_window=16).config)
-    assert not attend_by_rows(build("mixtral", sliding_window=16))
+    assert has_full_attention(build("mixtral", sliding_window=None).config)
+    assert not has_full_attention(build("mixtral", sliding_window=16).config)
+    assert not use_packed_attention(build("mixtral", sliding_window=16))

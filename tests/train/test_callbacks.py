@@ -13,10 +13,10 @@ from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, attach
 from ktransformers.nn.checkpointing import retain_experts
 from ktransformers.nn.contract import expert_modules
-from ktransformers.train import watch
+from ktransformers.train import callbacks
+from ktransformers.train.callbacks import ExpertClock, PeakRates, TrainLog
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.watch import ExpertClock, PeakRates, TrainLog
 from tests.nn.families import build, tokens
 
 LAYERS = 2
@@ -43,13 +43,13 @@ def test_passes_are_counted_as_they_are_computed(checkpointing: str, passes: int
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()
     clock, batch = ExpertClock(model), tokens()
-    clock.roof = PeakRates(flops=1e12, read=1e12)
+    clock.peak_rates = PeakRates(flops=1e12, read=1e12)
     model(input_ids=batch, labels=batch).loss.backward()
     store, top_k = next(iter(expert_modules(model).values())).kt_store, model.config.num_experts_per_tok
     assert isinstance(store, ExpertStore)
-    one = clock.roof.seconds(store, batch.numel(), top_k)
-    assert clock.roof_seconds == pytest.approx(LAYERS * passes * one)
-    assert clock.seconds > clock.roof_seconds
+    one = clock.peak_rates.seconds(store, batch.numel(), top_k)
+    assert clock.peak_seconds == pytest.approx(LAYERS * passes * one)
+    assert clock.seconds > clock.peak_seconds
     before = clock.seconds
     clock.close()
     model(input_ids=batch)
@@ -65,18 +65,18 @@ def test_a_roof_that_is_exceeded_is_measured_again_and_then_raised(
         measured.append(4e9)
         return SimpleNamespace(tile_flops=4e9, read_bytes=1e9)
 
-    monkeypatch.setattr(watch, "raise_roofs", raise_roofs)
+    monkeypatch.setattr(callbacks, "raise_roofs", raise_roofs)
     clock, shown = ExpertClock(torch.nn.Module()), []
-    clock.roof = PeakRates(flops=2e9, read=2e9)
+    clock.peak_rates = PeakRates(flops=2e9, read=2e9)
     journal = TrainLog(tmp_path, clock, shown.append)
     state = SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=9, epoch=0.0)
     journal.on_train_begin(None, state, None)
     expected = {0.5: (2e9, 2e9), 1.6: (4e9, 2e9), 0.9: (4e9, 2e9), 1.25: (5e9, 2.5e9)}
     for share, roof in expected.items():
-        clock.seconds, clock.roof_seconds = clock.seconds + 1.0, clock.roof_seconds + share
+        clock.seconds, clock.peak_seconds = clock.seconds + 1.0, clock.peak_seconds + share
         journal.on_log(None, state, None, {"loss": 1.0})
         assert shown[-1].roof_share == pytest.approx(min(share, 1.0))
-        assert (clock.roof.flops, clock.roof.read) == roof
+        assert (clock.peak_rates.flops, clock.peak_rates.read) == roof
     assert measured == [4e9]
     clock.seconds += 1.0  # what a GPU computed has no roof here
     journal.on_log(None, state, None, {"loss": 1.0})
