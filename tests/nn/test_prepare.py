@@ -100,7 +100,7 @@ def test_nested_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
         "model_type": "kimi_k25",
         "text_config": {"model_type": "kimi_k2", "quantization_config": {"quant_method": "compressed-tensors"}},
     }
-    left, taken = prepare.take_quantisation(words)
+    left, taken = prepare.split_quantisation(words)
     assert taken == {"quant_method": "compressed-tensors"}
     assert "quantization_config" in words["text_config"]  # the given words are left alone
     for known, expected in (
@@ -108,7 +108,7 @@ def test_nested_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (False, {"model_type": "deepseek_v3"}),
     ):
         monkeypatch.setattr(prepare, "_known", lambda _, known=known: known)
-        assert prepare.in_stock_terms(left) == expected
+        assert prepare.to_stock_config(left) == expected
 
 
 def test_kimi_k25_where_transformers_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,7 @@ def test_lora_is_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
             with torch.no_grad():
                 placed(given.hidden, given.ids, given.weights, ADAPTERS[0], NO_DROPOUT, False)
         for placed in layers.placed:
-            placed.several(given.hidden, given.ids, given.weights, lora)
+            placed.forward_mixed(given.hidden, given.ids, given.weights, lora)
         if layers.engine.trials.settled(2):
             break
     found = layers.engine.trials.ways()
@@ -262,8 +262,8 @@ def test_hidden_states_come_with_the_ids(monkeypatch: pytest.MonkeyPatch) -> Non
     layers = Layers("cpu", SOME)
     layers.walk(5)
     descents: list[int] = []
-    down = engine_module.start_down
-    monkeypatch.setattr(engine_module, "start_down", lambda given: descents.append(len(given)) or down(given))
+    down = engine_module.start_device_to_host
+    monkeypatch.setattr(engine_module, "start_device_to_host", lambda given: descents.append(len(given)) or down(given))
     for way, want in (("cpu", [3]), ("resident", [1, 2]), ("stream", [1])):
         layers.engine.trials.enter = lambda *_, way=way: way  # type: ignore[method-assign,misc]
         layers.walk(5)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ktransformers import model_registry
 from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, ExpertNaming, place
 from ktransformers.checkpoint import find_experts
-from ktransformers.checkpoint.shards import INDEX
+from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.errors import InputError
 
 INTERLEAVED = {"gpt_oss"}
@@ -155,7 +155,7 @@ def find_facts(name: str | None) -> ModelFacts | None:
 
 def _sparse_in_files(directory: Path) -> tuple[int, ...] | None:
     """Layers with experts by the names in the checkpoint's index, which is right for every family."""
-    index = directory / INDEX
+    index = directory / INDEX_FILE
     if not index.is_file():
         return None
     try:

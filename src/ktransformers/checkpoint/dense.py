@@ -23,7 +23,7 @@ from ktransformers.checkpoint.shards import Shards
 from ktransformers.errors import InputError
 
 # What turns text into tokens and back, and how to sample: copied as it is.
-KEPT = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,7 +37,7 @@ KEPT = (
     "LICENSE",
 )
 # model_type -> whether q, k and v may have biases (qwen2 always has them)
-CLASSES = {"llama": False, "mistral": False, "qwen2": True}
+QKV_BIAS_BY_TYPE = {"llama": False, "mistral": False, "qwen2": True}
 
 GGUF_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -88,8 +88,8 @@ def _open_directory(path: Path) -> DenseModel:
         kind = words.get("model_type")
     except (ValueError, AttributeError) as error:
         raise InputError(str(file), str(error), "a JSON object") from error
-    if kind not in CLASSES:
-        raise InputError(str(file), f"model_type {kind!r}", f"a dense model, one of {', '.join(CLASSES)}")
+    if kind not in QKV_BIAS_BY_TYPE:
+        raise InputError(str(file), f"model_type {kind!r}", f"a dense model, one of {', '.join(QKV_BIAS_BY_TYPE)}")
     for key in ("attention_bias", "mlp_bias", "sliding_window", "quantization_config"):
         active = words.get(key) and (key != "sliding_window" or words.get("use_sliding_window", kind != "qwen2"))
         if active:
@@ -106,11 +106,11 @@ def _open_directory(path: Path) -> DenseModel:
         return tensor
 
     def write_tokenizer(directory: Path) -> None:
-        for name in KEPT:
+        for name in TOKENIZER_FILES:
             if (path / name).is_file():
                 shutil.copyfile(path / name, directory / name)
 
-    return DenseModel(str(path), words, None, CLASSES[kind], read, write_tokenizer)
+    return DenseModel(str(path), words, None, QKV_BIAS_BY_TYPE[kind], read, write_tokenizer)
 
 
 def _open_gguf(path: Path) -> DenseModel:

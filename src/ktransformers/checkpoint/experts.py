@@ -72,7 +72,7 @@ class ExpertChunk:
 Formats = dict[str, str]  # of gate, up and down; "bf16" for plain numbers of any float dtype
 
 
-def check(
+def check_experts(
     shards: Shards,
     tensors: ExpertTensors,
     shape: ExpertShape,
@@ -101,7 +101,7 @@ def check(
     return formats
 
 
-def read(
+def read_experts(
     shards: Shards,
     tensors: ExpertTensors,
     shape: ExpertShape,

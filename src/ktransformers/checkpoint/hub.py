@@ -27,15 +27,15 @@ from ktransformers.errors import InputError, KTError
 from ktransformers.files import sync, write_json
 from ktransformers.model_registry import FileFacts
 
-PARTIAL = ".kt-partial"
-RECORD = ".kt-files.json"  # hashes of the files that were fetched into a folder
-CHUNK = 1 << 20
-ATTEMPTS = 5  # without a new byte
-PAUSE = 1.0  # seconds before the next one
-TIMEOUT = 30.0  # seconds of silence
-PLAIN_LIMIT = 50_000_000_000  # bytes; the hub gives larger files through its own transfer only
+PARTIAL_DIRECTORY = ".kt-partial"
+RECORD_FILE = ".kt-files.json"  # hashes of the files that were fetched into a folder
+CHUNK_BYTES = 1 << 20
+MAX_STALLED_ATTEMPTS = 5  # without a new byte
+RETRY_SECONDS = 1.0  # seconds before the next one
+TIMEOUT_SECONDS = 30.0  # seconds of silence
+MAX_DIRECT_BYTES = 50_000_000_000  # bytes; the hub gives larger files through its own transfer only
 # Pickles run code when they are opened; the rest repeats the weights in formats that nothing here reads.
-UNWANTED = (
+DEFAULT_EXCLUDES = (
     *("*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl", "*.pickle", "*.h5", "*.msgpack", "*.ot", "*.onnx", "*.onnx_data"),
     *("original/*", "metal/*", "onnx/*", "openvino/*", "consolidated*", ".gitattributes"),
 )
@@ -78,7 +78,7 @@ def list_files(repo: str, revision: str | None = None, endpoint: str | None = No
         commit = str(api.model_info(repo, revision=revision).sha)
         entries = list(api.list_repo_tree(repo, recursive=True, revision=commit))
     except Exception as error:  # the hub's own errors come from many places
-        raise _refused(repo, error) from error
+        raise _hub_error(repo, error) from error
     files = {}
     for entry in entries:
         if not hasattr(entry, "size"):  # a folder
@@ -91,7 +91,7 @@ def list_files(repo: str, revision: str | None = None, endpoint: str | None = No
     return Listing(repo, commit, files)
 
 
-def _refused(repo: str, error: Exception) -> InputError:
+def _hub_error(repo: str, error: Exception) -> InputError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     status = getattr(getattr(error, "response", None), "status_code", None)
     remedy = "check the network, or name a mirror with HF_ENDPOINT or `kt config set download.endpoint URL`"
@@ -100,7 +100,7 @@ def _refused(repo: str, error: Exception) -> InputError:
     return InputError("repo", f"{repo} ({reason})", "a model that the hub gives", remedy)
 
 
-def select(listing: Listing, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Listing:
+def select_files(listing: Listing, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Listing:
     """The files that are wanted: those of `include`, or all but pickles and copies in other formats."""
 
     def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -112,7 +112,7 @@ def select(listing: Listing, include: Sequence[str] = (), exclude: Sequence[str]
     if include:
         names = [name for name in names if matches(name, include)]
     else:
-        names = [name for name in names if not matches(name, UNWANTED) and not (tensors and name in ggufs)]
+        names = [name for name in names if not matches(name, DEFAULT_EXCLUDES) and not (tensors and name in ggufs)]
         kinds = {name.partition("-0000")[0] for name in ggufs}
         if not tensors and len(kinds) > 1:
             some = ", ".join(sorted(kinds)[:6])
@@ -132,8 +132,8 @@ def download(
 ) -> Downloaded:
     """Every file of the listing into `target`; those that are there with the right hash are kept."""
     target.mkdir(parents=True, exist_ok=True)
-    with _alone(target):
-        fetch = _Fetch(listing, target, endpoint, progress)
+    with _exclusive_lock(target):
+        fetch = _Download(listing, target, endpoint, progress)
         missing = fetch.missing()
         fetch.check_room(missing)
         with ThreadPoolExecutor(workers, thread_name_prefix="kt-download") as pool:
@@ -145,13 +145,13 @@ def download(
                 fetch.stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-        shutil.rmtree(target / PARTIAL, ignore_errors=True)
+        shutil.rmtree(target / PARTIAL_DIRECTORY, ignore_errors=True)
         sync(target)
     return Downloaded(target, listing, len(missing), len(listing.files) - len(missing), fetch.resumed)
 
 
 @contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
+def _exclusive_lock(target: Path) -> Iterator[None]:
     """Two downloads into one folder would write over each other's parts."""
     lock = os.open(target, os.O_RDONLY)
     try:
@@ -163,22 +163,22 @@ def _alone(target: Path) -> Iterator[None]:
         os.close(lock)
 
 
-class _Lost(Exception):
+class _ConnectionLost(Exception):
     """The connection; worth another attempt."""
 
 
-class _Fetch:
+class _Download:
     def __init__(self, listing: Listing, target: Path, endpoint: str | None, progress: Progress | None) -> None:
         self._listing, self._target, self._endpoint = listing, target, endpoint
         self._progress, self._lock, self._here = progress, threading.Lock(), 0
         self.stop, self.resumed = threading.Event(), 0
-        self._record: dict[str, str | None] = _read_record(target / RECORD)
+        self._record: dict[str, str | None] = _read_record(target / RECORD_FILE)
 
     def missing(self) -> list[str]:
         found = []
         for name, known in self._listing.files.items():
             if self._is_here(name, known):
-                self._record[name] = _sum_of(known)
+                self._record[name] = _expected_hash(known)
                 self._arrived((self._target / name).stat().st_size)
             else:
                 found.append(name)
@@ -189,16 +189,16 @@ class _Fetch:
         file = self._target / name
         if not file.is_file() or file.stat().st_size != (known.size or file.stat().st_size):
             return False
-        return self._record.get(name) == _sum_of(known) or not hash_is_wrong(file, known)
+        return self._record.get(name) == _expected_hash(known) or not hash_is_wrong(file, known)
 
     def _note(self, name: str) -> None:
         with self._lock:
-            self._record[name] = _sum_of(self._listing.files[name])
-            write_json(self._target / RECORD, self._record)
+            self._record[name] = _expected_hash(self._listing.files[name])
+            write_json(self._target / RECORD_FILE, self._record)
 
     def check_room(self, missing: list[str]) -> None:
         wanted = sum(self._listing.files[name].size or 0 for name in missing)
-        wanted -= sum(part.stat().st_size for part in (self._target / PARTIAL).glob("*.part"))
+        wanted -= sum(part.stat().st_size for part in (self._target / PARTIAL_DIRECTORY).glob("*.part"))
         free = shutil.disk_usage(self._target).free
         if wanted > free:
             given = f"{self._target} with {free / 1e9:.1f} GB free"
@@ -214,12 +214,12 @@ class _Fetch:
         known = self._listing.files[name]
         destination = self._target / name
         destination.parent.mkdir(parents=True, exist_ok=True)
-        if (known.size or 0) > PLAIN_LIMIT:
+        if (known.size or 0) > MAX_DIRECT_BYTES:
             self._by_hub(name, known)
             self._note(name)
             return
-        key = hashlib.sha256(f"{name} {_sum_of(known)}".encode()).hexdigest()[:32]
-        part = self._target / PARTIAL / f"{key}.part"
+        key = hashlib.sha256(f"{name} {_expected_hash(known)}".encode()).hexdigest()[:32]
+        part = self._target / PARTIAL_DIRECTORY / f"{key}.part"
         part.parent.mkdir(exist_ok=True)
         try:
             self._whole(name, known, part)
@@ -256,15 +256,15 @@ class _Fetch:
             why = "the hub sent less than it said"
             try:
                 self._stream(name, part, digest)
-            except _Lost as lost:
+            except _ConnectionLost as lost:
                 why = str(lost)
             before, size = size, part.stat().st_size if part.exists() else 0
             if part.exists() and (known.size is None or size >= known.size):
                 break
             tried = 0 if size > before else tried + 1
-            if tried >= ATTEMPTS:
+            if tried >= MAX_STALLED_ATTEMPTS:
                 raise KTError(f"{name}: the connection was lost ({why}); the same command goes on from there")
-            self.stop.wait(PAUSE)
+            self.stop.wait(RETRY_SECONDS)
         if digest.wrong():
             part.unlink()
             raise KTError(f"{name}: what arrived has another hash than the hub says; run the command again")
@@ -278,7 +278,7 @@ class _Fetch:
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
         if size:
             headers["Range"] = f"bytes={size}-"
-        request = get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT)
+        request = get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT_SECONDS)
         blocks = _lost_when_broken(request, name)
         status = next(blocks)
         fresh = size and status != b"206"  # the whole file again
@@ -302,16 +302,16 @@ def _lost_when_broken(request: Any, name: str) -> Iterator[bytes]:
             if status in (401, 403, 404, 416):
                 raise InputError(name, f"status {status} of the hub", "the file", "a gated model needs HF_TOKEN")
             if status >= 400:
-                raise _Lost(f"status {status}")
+                raise _ConnectionLost(f"status {status}")
             yield str(status).encode()
-            yield from response.iter_bytes(chunk_size=CHUNK)
-    except (_Lost, KTError, GeneratorExit):
+            yield from response.iter_bytes(chunk_size=CHUNK_BYTES)
+    except (_ConnectionLost, KTError, GeneratorExit):
         raise
     except Exception as error:  # of whichever client huggingface_hub has
-        raise _Lost(str(error) or type(error).__name__) from error
+        raise _ConnectionLost(str(error) or type(error).__name__) from error
 
 
-def _sum_of(known: FileFacts) -> str | None:
+def _expected_hash(known: FileFacts) -> str | None:
     return known.sha256 or known.git_sha1
 
 
@@ -341,11 +341,11 @@ class _Digest:
 
     def read(self, file: Path) -> None:
         with file.open("rb") as handle:
-            while block := handle.read(CHUNK):
+            while block := handle.read(CHUNK_BYTES):
                 self.update(block)
 
     def wrong(self) -> bool:
-        wanted = _sum_of(self._known)
+        wanted = _expected_hash(self._known)
         return wanted is not None and self._sum.hexdigest() != wanted
 
 
@@ -368,7 +368,10 @@ def from_modelscope(
     words |= {"allow_patterns": list(include)} if include else {}
     try:
         snapshot_download(
-            repo, local_dir=str(target), ignore_patterns=[*exclude] if include else [*UNWANTED, *exclude], **words
+            repo,
+            local_dir=str(target),
+            ignore_patterns=[*exclude] if include else [*DEFAULT_EXCLUDES, *exclude],
+            **words,
         )
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -15,11 +15,11 @@ import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
-from ktransformers.checkpoint.packed import ShardRecord, wrong_checksums
+from ktransformers.checkpoint.packed import ShardRecord, find_damaged
 from ktransformers.errors import InputError
 from ktransformers.files import sync
 
-JOURNAL = "journal.jsonl"
+JOURNAL_FILE = "journal.jsonl"
 
 
 class ConversionJournal:
@@ -51,7 +51,7 @@ class ConversionJournal:
             self.about[line["file"]] = line["about"]
 
     def _locked(self) -> TextIO:
-        stream = (self.directory / JOURNAL).open("a+", encoding="utf-8")
+        stream = (self.directory / JOURNAL_FILE).open("a+", encoding="utf-8")
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -78,7 +78,7 @@ class ConversionJournal:
 
     def _restart(self, plan: dict[str, Any]) -> None:
         for entry in self.directory.iterdir():
-            if entry.name != JOURNAL:
+            if entry.name != JOURNAL_FILE:
                 raise InputError(
                     str(self.directory), f"{entry.name} and no journal", "a conversion that was begun", "remove it"
                 )
@@ -91,7 +91,7 @@ class ConversionJournal:
 
     def recheck(self, threads: int = 4) -> list[str]:
         """Drop entries of files that are gone or whose contents do not fit; the names of those dropped."""
-        wrong = wrong_checksums(self.directory, self.shards, threads)
+        wrong = find_damaged(self.directory, self.shards, threads)
         for name in wrong:
             del self.shards[name], self.about[name]
         for entry in self.directory.glob(".*.partial"):
@@ -113,7 +113,7 @@ class ConversionJournal:
         sync(self.directory)
         self.directory.rename(self.out)
         sync(self.out.parent)
-        (self.out / JOURNAL).unlink()  # after the rename: without it what was begun could not be gone on with
+        (self.out / JOURNAL_FILE).unlink()  # after the rename: without it what was begun could not be gone on with
         self.close()
 
     def discard(self) -> None:

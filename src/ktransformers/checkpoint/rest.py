@@ -16,14 +16,26 @@ import torch
 
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, lay_out
+from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
 from ktransformers.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
-SMALL_BYTES = 64 << 20  # a larger file beside a model is weights of some kind
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".kt", ".index.json")
-TEMPLATES = "additional_chat_templates"
-OWN = ("config.json", "quality.json", "kt_packed.json")
+MAX_SMALL_FILE_BYTES = 64 << 20  # a larger file beside a model is weights of some kind
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".kt",
+    ".index.json",
+)
+TEMPLATES_DIRECTORY = "additional_chat_templates"
+REWRITTEN_FILES = ("config.json", "quality.json", "kt_packed.json")
 
 
 def tensor_bytes(tensor: PlainTensor) -> int:
@@ -55,7 +67,7 @@ class RestShard:
             target.close()
 
 
-def divide(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[RestShard]:
+def split_into_shards(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[RestShard]:
     """Into shards named as stock ones are."""
     groups: list[list[PlainTensor]] = [[]]
     size = 0
@@ -68,7 +80,7 @@ def divide(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[Res
     shards = []
     for number, group in enumerate(groups, 1):
         ordered = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
-        layout = lay_out([(tensor.name, SPELLED[tensor.dtype], tensor.shape) for tensor in ordered], metadata)
+        layout = plan_layout([(tensor.name, SPELLED[tensor.dtype], tensor.shape) for tensor in ordered], metadata)
         shards.append(RestShard(f"model-{number:05}-of-{len(groups):05}.safetensors", ordered, layout))
     return shards
 
@@ -76,9 +88,9 @@ def divide(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[Res
 def small_files(directory: Path) -> Iterator[Path]:
     """Tokenizer, generation settings, licence, code of the model: what is neither weights nor written anew."""
     for entry in sorted(directory.iterdir()):
-        if entry.name.startswith(".") or entry.name in OWN or entry.name.endswith(WEIGHTS):
+        if entry.name.startswith(".") or entry.name in REWRITTEN_FILES or entry.name.endswith(WEIGHT_SUFFIXES):
             continue
-        if entry.stat().st_size <= SMALL_BYTES if entry.is_file() else entry.name == TEMPLATES:
+        if entry.stat().st_size <= MAX_SMALL_FILE_BYTES if entry.is_file() else entry.name == TEMPLATES_DIRECTORY:
             yield entry
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from ktransformers.checkpoint.matrix import TensorRef
 from ktransformers.errors import InputError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 class Shards:
@@ -40,18 +40,20 @@ class Shards:
     def of_directory(cls, directory: str | Path) -> Shards:
         """A local Hugging Face directory: `model.safetensors.index.json` and its files, or `model.safetensors`."""
         directory = Path(directory)
-        index = directory / INDEX
+        index = directory / INDEX_FILE
         if not index.is_file():
-            if not (directory / SINGLE).is_file():
-                raise InputError(str(directory), f"a directory with neither {INDEX} nor {SINGLE}", "one of them")
-            return cls([directory / SINGLE])
+            if not (directory / SINGLE_FILE).is_file():
+                raise InputError(
+                    str(directory), f"a directory with neither {INDEX_FILE} nor {SINGLE_FILE}", "one of them"
+                )
+            return cls([directory / SINGLE_FILE])
         weight_map = _weight_map(index)
         shards = cls(directory / file for file in sorted(set(weight_map.values())))
         for name, file in weight_map.items():
             home = shards._home.get(name)
             if home is None or home.name != file:
                 raise InputError(
-                    name, f"no such tensor in {directory / file}", f"what {INDEX} says", "download it anew"
+                    name, f"no such tensor in {directory / file}", f"what {INDEX_FILE} says", "download it anew"
                 )
         return shards
 

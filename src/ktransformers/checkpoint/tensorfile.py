@@ -23,9 +23,9 @@ from ktransformers.checkpoint.matrix import DTYPES
 from ktransformers.errors import InputError
 from ktransformers.files import sync
 
-PAGE = 4096
-CHUNK = 16 << 20
-LIMIT = 100_000_000  # bytes of a header, the format's own
+PAGE_BYTES = 4096
+CHUNK_BYTES = 16 << 20
+MAX_HEADER_BYTES = 100_000_000  # bytes of a header, the format's own
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class FileLayout:
         return len(self.header) + sum(slot.bytes for slot in self.slots.values())
 
 
-def lay_out(
+def plan_layout(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, padding: str | None = None
 ) -> FileLayout:
     """For (name, dtype, shape) in this order; with `padding`, a name, every tensor begins at a page of the file."""
     places: list[tuple[str, TensorSlot]] = []
     end = 0
     for name, dtype, shape in tensors:
-        if padding is not None and end % PAGE:
-            places.append((f"{padding}.{len(places)}", TensorSlot("U8", (PAGE - end % PAGE,), end)))
-            end += PAGE - end % PAGE
+        if padding is not None and end % PAGE_BYTES:
+            places.append((f"{padding}.{len(places)}", TensorSlot("U8", (PAGE_BYTES - end % PAGE_BYTES,), end)))
+            end += PAGE_BYTES - end % PAGE_BYTES
         slot = TensorSlot(dtype, shape, end)
         if end % DTYPES[dtype].itemsize:
             raise ValueError(f"{name} would begin at {end}, which its dtype does not allow: give wide dtypes first")
@@ -71,7 +71,7 @@ def lay_out(
         offsets = [slot.offset, slot.offset + slot.bytes]
         fields[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    begin = -(-(8 + len(text)) // PAGE) * PAGE
+    begin = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
     header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
     return FileLayout(header, {name: TensorSlot(slot.dtype, slot.shape, begin + slot.offset) for name, slot in places})
 
@@ -83,7 +83,7 @@ def read_layout(file: Path) -> FileLayout:
         with file.open("rb") as stream:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > min(LIMIT, size - 8):
+            if len(start) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"{size} bytes, too few for its header")
             text = stream.read(length)
         fields = json.loads(text)
@@ -118,12 +118,12 @@ class TensorFile:
         slot = self.layout.slots[name]
         if at + data.nbytes > slot.bytes:
             raise ValueError(f"{name}: {data.nbytes} bytes at {at}, and it has {slot.bytes}")
-        self._write(raw(data), slot.offset + at)
+        self._write(byte_view(data), slot.offset + at)
 
     def _write(self, data: bytes | memoryview, at: int) -> None:
         left = memoryview(data)
         while left:
-            count = os.pwrite(self._handle, left[:CHUNK], at)
+            count = os.pwrite(self._handle, left[:CHUNK_BYTES], at)
             left, at = left[count:], at + count
 
     def finish(self) -> None:
@@ -138,7 +138,7 @@ class TensorFile:
             self._handle = -1
 
 
-def raw(tensor: Tensor) -> memoryview:
+def byte_view(tensor: Tensor) -> memoryview:
     """Its bytes as they lie."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 

@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktransformers.checkpoint.dense import DenseModel
-from ktransformers.checkpoint.shards import INDEX, SINGLE
+from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-COPIED = (  # words of the configuration that mean the same in all families
+COPIED_KEYS = (  # words of the configuration that mean the same in all families
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class DenseFamily:
+class MoeFamily:
     """How one MoE class spells its layers."""
 
     architecture: str
@@ -65,9 +65,9 @@ class DenseFamily:
 
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 FAMILIES = {
-    "mixtral": DenseFamily("MixtralForCausalLM", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "qwen2_moe": DenseFamily("Qwen2MoeForCausalLM", "mlp", PROJECTIONS, "shared_expert", 0.5, may_have_bias=True),
-    "glm4_moe": DenseFamily("Glm4MoeForCausalLM", "mlp", PROJECTIONS, "shared_experts"),
+    "mixtral": MoeFamily("MixtralForCausalLM", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "qwen2_moe": MoeFamily("Qwen2MoeForCausalLM", "mlp", PROJECTIONS, "shared_expert", 0.5, may_have_bias=True),
+    "glm4_moe": MoeFamily("Glm4MoeForCausalLM", "mlp", PROJECTIONS, "shared_experts"),
 }
 
 
@@ -90,7 +90,7 @@ class Recipe:
         return -(-intermediate // (8 * (self.top_k + self.shared_experts))) * 8
 
 
-def check(recipe: Recipe, model: DenseModel) -> None:
+def check_recipe(recipe: Recipe, model: DenseModel) -> None:
     """Refuse what cannot be made, before anything is written."""
     if recipe.family not in FAMILIES:
         raise InputError("family", repr(recipe.family), f"one of {', '.join(FAMILIES)}")
@@ -136,7 +136,7 @@ def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
         "architectures": [FAMILIES[recipe.family].architecture],
         "model_type": recipe.family,
         "dtype": recipe.dtype,
-        **{key: source[key] for key in COPIED if source.get(key) is not None},
+        **{key: source[key] for key in COPIED_KEYS if source.get(key) is not None},
         "num_experts_per_tok": recipe.top_k,
         "output_router_logits": False,
     }
@@ -179,7 +179,7 @@ def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
     return words
 
 
-def router_rows(norm: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
+def router_weight(norm: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
     """`[experts, H]` in float32: pairs of copies with opposite rows, logits of about one.
 
     `norm` is the weight of the norm before the block: dividing by it makes all channels count alike.
@@ -207,7 +207,7 @@ def layer_tensors(model: DenseModel, recipe: Recipe, layer: int) -> Iterator[tup
     }
     generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + layer)
     norm = model.read(f"model.layers.{layer}.post_attention_layernorm.weight")
-    yield f"{block}.gate.weight", router_rows(norm, recipe, generator)
+    yield f"{block}.gate.weight", router_weight(norm, recipe, generator)
 
     def turned(role: str, rows: Tensor, gain: float) -> Tensor:
         return (rows * gain).T.contiguous() if role == "down" else rows.clone()
@@ -232,7 +232,7 @@ def layer_tensors(model: DenseModel, recipe: Recipe, layer: int) -> Iterator[tup
         yield f"{block}.gate.e_score_correction_bias", torch.zeros(recipe.experts)
 
 
-def tensors(model: DenseModel, recipe: Recipe, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
+def moe_tensors(model: DenseModel, recipe: Recipe, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the result, in the dtype of the recipe (the selection bias of glm4_moe stays float32)."""
     dtype, layers = DTYPES[recipe.dtype], model.config["num_hidden_layers"]
     attention = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
@@ -253,7 +253,7 @@ def tensors(model: DenseModel, recipe: Recipe, progress: Progress | None = None)
 
 def upcycle(model: DenseModel, directory: str | Path, recipe: Recipe, progress: Progress | None = None) -> int:
     """Write the MoE as a Hugging Face directory, which appears when it is complete; return its parameter count."""
-    check(recipe, model)
+    check_recipe(recipe, model)
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(str(target), "something that exists", "a new or empty directory", "choose another -o")
@@ -264,7 +264,7 @@ def upcycle(model: DenseModel, directory: str | Path, recipe: Recipe, progress: 
     try:
         (staging / "config.json").write_text(json.dumps(configuration(model, recipe), indent=2) + "\n")
         model.write_tokenizer(staging)
-        parameters = _write_shards(tensors(model, recipe, progress), staging)
+        parameters = _write_shards(moe_tensors(model, recipe, progress), staging)
         (staging / "README.md").write_text(_card(model, recipe, parameters))
         for file in staging.iterdir():
             with file.open("rb") as handle:
@@ -300,7 +300,7 @@ def _write_shards(pieces: Iterator[tuple[str, Tensor]], directory: Path) -> int:
         parameters += tensor.numel()
     flush()
     if len(files) == 1:
-        (directory / "part-0").rename(directory / SINGLE)
+        (directory / "part-0").rename(directory / SINGLE_FILE)
         return parameters
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files):
@@ -308,7 +308,7 @@ def _write_shards(pieces: Iterator[tuple[str, Tensor]], directory: Path) -> int:
         (directory / f"part-{number}").rename(directory / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return parameters
 
 

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktransformers.checkpoint.hub import PARTIAL, hash_is_wrong
-from ktransformers.checkpoint.shards import INDEX, SINGLE
+from ktransformers.checkpoint.hub import PARTIAL_DIRECTORY, hash_is_wrong
+from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.errors import InputError
 from ktransformers.model_registry import FileFacts, split_parts
 
-BITS = {
+BITS_BY_DTYPE = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
@@ -29,10 +29,10 @@ BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-MANIFEST = "kt_packed.json"  # of a packed directory
-HEADER_LIMIT = 100_000_000  # bytes, the format's own
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
-AGAIN = "fetch the file again: delete it and run `kt model download`"
+MANIFEST_FILE = "kt_packed.json"  # of a packed directory
+MAX_HEADER_BYTES = 100_000_000  # bytes, the format's own
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
+REPACK_HINT = "fetch the file again: delete it and run `kt model download`"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Verified:
     def whole(self) -> bool:
         return not any(finding.level == "error" for finding in self.findings)
 
-    def error(self, file: str, text: str, fix: str = AGAIN) -> None:
+    def error(self, file: str, text: str, fix: str = REPACK_HINT) -> None:
         self.findings.append(FileProblem("error", file, text, fix))
 
     def warn(self, file: str, text: str, fix: str = "") -> None:
@@ -85,7 +85,7 @@ def verify(
         directory, weights = path, _safetensors(path, found)
     else:
         raise InputError("model", f"{path}, which does not exist", "a model's folder, or a .gguf file")
-    expected = {**beside(directory), **_packed(directory, found), **(known or {})}
+    expected = {**local_hashes(directory), **_packed(directory, found), **(known or {})}
     names = expected if path.is_dir() else [part.name for part in weights if part.name in expected]
     for name in names:
         _compare(directory, name, expected[name], found, hashes, progress)
@@ -95,16 +95,16 @@ def verify(
 
 def _packed(directory: Path, found: Verified) -> dict[str, FileFacts]:
     """What the manifest of a packed directory says of its files; that the two fit is looked at here."""
-    if not (directory / MANIFEST).is_file():
+    if not (directory / MANIFEST_FILE).is_file():
         return {}
-    from ktransformers.checkpoint.packed import AGAIN as ANEW
+    from ktransformers.checkpoint.packed import REPACK_HINT as ANEW
     from ktransformers.checkpoint.packed import check_shards, read_manifest  # they bring torch
 
     try:
         manifest = read_manifest(directory)
         check_shards(directory, manifest)
     except InputError as error:
-        found.error(MANIFEST, str(error), ANEW)
+        found.error(MANIFEST_FILE, str(error), ANEW)
         return {}
     return {name: FileFacts(record.bytes, record.sha256) for name, record in manifest.shards.items()}
 
@@ -130,7 +130,7 @@ def _sums(known: FileFacts) -> tuple[str | None, str | None]:
     return known.sha256, known.git_sha1
 
 
-def beside(directory: Path) -> dict[str, FileFacts]:
+def local_hashes(directory: Path) -> dict[str, FileFacts]:
     """Hashes that huggingface_hub left: metadata of a download into a folder, or names of blobs in its cache."""
     found = {}
     records = directory / ".cache" / "huggingface" / "download"
@@ -155,7 +155,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     size = file.stat().st_size
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > min(HEADER_LIMIT, size - 8):
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"its header should have {length} bytes, and the file has {size}")
         header = json.loads(handle.read(length))
     if not isinstance(header, dict):
@@ -174,7 +174,7 @@ def _shard(file: Path, found: Verified) -> set[str]:
         end = 0
         for first, last, name in spans:
             tensor = tensors[name]
-            count, bits = math.prod(tensor["shape"]), BITS.get(tensor["dtype"])
+            count, bits = math.prod(tensor["shape"]), BITS_BY_DTYPE.get(tensor["dtype"])
             if first != end or last < first:
                 raise ValueError(f"{name} begins at {first}, where {end} was to be expected")
             if bits is not None and (count * bits + 7) // 8 != last - first:
@@ -201,17 +201,19 @@ def _safetensors(directory: Path, found: Verified) -> list[Path]:
             json.loads((directory / "config.json").read_text())
         except ValueError as error:
             found.error("config.json", f"no JSON: {error}")
-    if not any((directory / name).is_file() for name in TOKENIZERS):
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         found.warn("tokenizer", "there is none", "text cannot be put in or out without one")
-    if (directory / PARTIAL).is_dir() or any(directory.glob(".cache/huggingface/download/**/*.incomplete")):
+    if (directory / PARTIAL_DIRECTORY).is_dir() or any(directory.glob(".cache/huggingface/download/**/*.incomplete")):
         found.warn(directory.name, "a download into it was cut off", "`kt model download` with the same id goes on")
-    index = directory / INDEX
+    index = directory / INDEX_FILE
     if not index.is_file():
-        if not (directory / SINGLE).is_file():
-            found.error(SINGLE, f"neither it nor {INDEX} is here", "`kt model download` fetches what is missing")
+        if not (directory / SINGLE_FILE).is_file():
+            found.error(
+                SINGLE_FILE, f"neither it nor {INDEX_FILE} is here", "`kt model download` fetches what is missing"
+            )
             return []
-        _shard(directory / SINGLE, found)
-        return [directory / SINGLE]
+        _shard(directory / SINGLE_FILE, found)
+        return [directory / SINGLE_FILE]
     return _indexed(directory, index, found)
 
 
@@ -220,7 +222,7 @@ def _indexed(directory: Path, index: Path, found: Verified) -> list[Path]:
         document = json.loads(index.read_text())
         homes = {str(name): str(file) for name, file in document["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found.error(INDEX, f"no index: {type(error).__name__}: {error}")
+        found.error(INDEX_FILE, f"no index: {type(error).__name__}: {error}")
         return []
     weights, extra = [], 0
     for name in sorted(set(homes.values())):
@@ -239,7 +241,7 @@ def _indexed(directory: Path, index: Path, found: Verified) -> list[Path]:
             found.error(name, f"{len(absent)} tensors that the index puts here are not: {some}")
         extra += len(inside - homes.keys())
     if extra:
-        found.warn(INDEX, f"{extra} tensors of the shards are not in it, and will not be read")
+        found.warn(INDEX_FILE, f"{extra} tensors of the shards are not in it, and will not be read")
     others = {file.name for file in directory.glob("*.safetensors")} - set(homes.values())
     if others:
         found.warn(

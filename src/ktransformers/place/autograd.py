@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktransformers.nn.checkpointing import computed
+from ktransformers.nn.checkpointing import compute_or_replay
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.choose import PlacedLayer
@@ -98,7 +98,7 @@ def placed_experts(
         out, kept = placed.engine.forward(placed.layer, batch, retain)
         return out, kept.ids, kept.keep, kept.cpu
 
-    out, ids_host, keep, cpu = computed(compute)
+    out, ids_host, keep, cpu = compute_or_replay(compute)
     return out, ids_host, keep, cpu
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ktransformers.nn.lora_factors import LoraFactors, is_packed
+from ktransformers.nn.lora_factors import LoraFactors, is_adapter_packed
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.corrections import Corrections
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
@@ -131,7 +131,7 @@ class Chooser:
 
     def _costs(self, layer: PlacedLayer, tokens: int, phase: Phase, factors: LoraFactors | None) -> Costs:
         costs = self.corrections.apply(layer.costs[phase.direction], phase.direction, tokens)
-        if factors is not None and not is_packed(layer.store, factors):
+        if factors is not None and not is_adapter_packed(layer.store, factors):
             costs = replace(costs, cpu_call=costs.cpu_call + self._packing)
         return costs
 

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.lora_factors import gradients_like, is_packed, packed, turned
+from ktransformers.nn.lora_factors import empty_gradients, is_adapter_packed, match_factor_strides, packed_adapter
 from ktransformers.nn.lora_prefetch import LoraPrefetch
-from ktransformers.nn.pool import beside_the_pool
-from ktransformers.nn.transfer import DeviceToHost, start_down
+from ktransformers.nn.pool import avoid_pool_cpus
+from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.choose import Chooser, PlacedLayer
 from ktransformers.place.corrections import SETTLE
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
@@ -62,7 +62,7 @@ class ExpertEngine(Chooser):
         super().__init__(policy, GpuExecutor(device, slots))
         self._puller = ZeroCopyReader(device)
         self.few = HostCallbackPath(device, self.side)
-        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
+        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=avoid_pool_cpus)
         weakref.finalize(self, self._worker.shutdown, wait=False)
         self._ahead = LoraPrefetch(self._worker)
         self._lock = threading.RLock()
@@ -114,7 +114,7 @@ class ExpertEngine(Chooser):
         self.settle(wait=way != WHOLE)
         tokens = batch.ids.shape[0]
         at_once = way == "cpu" and tokens <= MOST  # nobody has to know who is wanted to know who computes them
-        routes = start_down((batch.ids, batch.hidden, batch.weights) if at_once else (batch.ids,))
+        routes = start_device_to_host((batch.ids, batch.hidden, batch.weights) if at_once else (batch.ids,))
         counts = None
         if way == WHOLE:
             ids, found = routes.targets[0], self._everybody(layer)
@@ -130,7 +130,7 @@ class ExpertEngine(Chooser):
         gpu = found.there + found.streamed
         share = None
         if found.cpu:
-            rows = routes if at_once else start_down((batch.hidden, batch.weights))
+            rows = routes if at_once else start_device_to_host((batch.hidden, batch.weights))
             share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep[:0] if gpu else keep)
         whole = self.side.forward(layer.packed, batch, gpu, counts) if gpu else None
         self._prefetch(layer, phase, tokens, batch.ids.numel())
@@ -144,7 +144,7 @@ class ExpertEngine(Chooser):
         else:  # nobody was asked for
             result = torch.zeros_like(batch.hidden)
         if share is not None and batch.factors is not None:
-            self._ahead.passed(layer.store)
+            self._ahead.layer_done(layer.store)
         self._leave(whole is not None and self.side.making)
         return result, Kept(ids, keep, cpu)
 
@@ -176,7 +176,7 @@ class ExpertEngine(Chooser):
         share = None
         if found.cpu:
             if wanted and batch.factors is not None:
-                grads, views = gradients_like(batch.factors, pinned=self.device.type == "cuda")
+                grads, views = empty_gradients(batch.factors, pinned=self.device.type == "cuda")
             share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views)
         grad_hidden = grad_weights = None
         laid: list[Tensor] = []
@@ -203,7 +203,7 @@ class ExpertEngine(Chooser):
         if leaving is not None:
             grads = leaving.tensors
         elif grads and batch.factors is not None:
-            grads = turned(layer.store, batch.factors, grads)
+            grads = match_factor_strides(layer.store, batch.factors, grads)
         elif wanted and batch.factors is not None:  # nobody was asked for
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         return *found_grads, grads, leaving
@@ -233,7 +233,7 @@ class ExpertEngine(Chooser):
                 out=out,
                 keep=keep if keep.numel() else None,
                 dropout=batch.dropout,
-                learns=batch.learns,
+                needs_grad=batch.learns,
                 **(host_options(batch.several) or {"adapters": adapters}),
             )
 
@@ -249,7 +249,7 @@ class ExpertEngine(Chooser):
         cpu: Tensor,
         views: Sequence[Tensor | None],
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        rising, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
+        rising, weights, hidden = start_device_to_host((grad_out, batch.weights, batch.hidden)).finish()
 
         def work() -> tuple[Tensor, Tensor]:
             adapters = self._adapters(layer, batch)
@@ -270,8 +270,8 @@ class ExpertEngine(Chooser):
     def _adapters(self, layer: PlacedLayer, batch: ExpertBatch) -> list[_core.Adapter]:
         if batch.factors is None:
             return []
-        known, begun = is_packed(layer.store, batch.factors), time.perf_counter()
-        found = packed(layer.store, batch.factors)
+        known, begun = is_adapter_packed(layer.store, batch.factors), time.perf_counter()
+        found = packed_adapter(layer.store, batch.factors)
         if not known:
             taken = self._packed = time.perf_counter() - begun
             self._packing = taken + (1 - SETTLE) * (self._packing - taken) if self._packing else taken

@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.lora_factors import LoraFactors, packed
+from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
 from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.nn.pool import beside_the_pool
+from ktransformers.nn.pool import avoid_pool_cpus
 from ktransformers.nn.store import NO_DROPOUT, Dropout
-from ktransformers.nn.transfer import DeviceToHost, start_down, start_up
+from ktransformers.nn.transfer import DeviceToHost, start_device_to_host, start_host_to_device
 from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.choose import PlacedLayer
 from ktransformers.place.engine import ExpertEngine, Kept, count
@@ -75,7 +75,7 @@ class Deferral:
 
     def __init__(self, late: int) -> None:
         self.late = late  # experts of a token that may be deferred
-        self._worker = ThreadPoolExecutor(1, "kt-deferred", initializer=beside_the_pool)
+        self._worker = ThreadPoolExecutor(1, "kt-deferred", initializer=avoid_pool_cpus)
         weakref.finalize(self, self._worker.shutdown, wait=False)
         self._pending: dict[int, Future[Tensor]] = {}
 
@@ -86,7 +86,9 @@ class Deferral:
     def add(self, layer: int, out: Tensor) -> Tensor:
         """With what the layer before this one has deferred."""
         late = self._pending.pop(layer, None)
-        return out if late is None else out + start_up((late.result(),), out.device).finish()[0].to(out.dtype)
+        return (
+            out if late is None else out + start_host_to_device((late.result(),), out.device).finish()[0].to(out.dtype)
+        )
 
     def put(self, following: int, placed: ServedStore, batch: ExpertBatch, descent: DeviceToHost) -> None:
         """Compute a batch on the CPU for the next layer; `batch` has the deferred ids, `descent` brings its hidden
@@ -98,7 +100,7 @@ class Deferral:
             layer.counts += count(ids, layer.packed.geometry.experts)
             lora = host_options(batch.several)
             if batch.factors is not None:
-                lora = {"adapters": [packed(layer.store, batch.factors)]}
+                lora = {"adapters": [packed_adapter(layer.store, batch.factors)]}
             out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=pinned)
             return layer.store.forward(hidden, ids, weights, out=out, **lora)
 
@@ -128,7 +130,7 @@ class ServedStore(PlacedStore):
             return super().__call__(hidden, ids, weights, factors, dropout, retain)
         return self._pass(hidden, ids, weights, factors, None)
 
-    def several(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
+    def forward_mixed(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
         with torch.no_grad():
             return self._pass(hidden, ids, weights, None, MultiLora(lora, self.device))
 
@@ -160,7 +162,7 @@ class ServedStore(PlacedStore):
             ExpertBatch(batch.hidden, ids, batch.weights, batch.factors, batch.dropout, batch.several)
             for ids in (now, late)
         ]
-        descent = start_down((batch.hidden, late, batch.weights))  # not behind what the device computes next
+        descent = start_device_to_host((batch.hidden, late, batch.weights))  # not behind what the device computes next
         out = self.engine.forward(self.layer, parts[0], False)[0]
         deferral.put(following, self, parts[1], descent)
         return out

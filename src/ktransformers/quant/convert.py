@@ -25,18 +25,18 @@ from ktransformers import __version__, _core
 from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.packed import ShardRecord, SourceFile
 from ktransformers.checkpoint.recode import Recoded, Weight, experts_of, recode
-from ktransformers.checkpoint.rest import RestShard, divide
+from ktransformers.checkpoint.rest import RestShard, split_into_shards
 from ktransformers.checkpoint.tensorfile import read_layout, sha256
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.store import LAYOUT_VERSION
-from ktransformers.quant.directory import finish, is_made
+from ktransformers.quant.directory import find_existing, write_directory
 from ktransformers.quant.layer_file import LayerFile
-from ktransformers.quant.plan import ConversionPlan, LayerPlan, small_store
-from ktransformers.quant.receipt import Receipt, receipt_of
+from ktransformers.quant.plan import ConversionPlan, LayerPlan, partial_store
+from ktransformers.quant.receipt import Receipt, build_receipt
 
 STORE_BYTES = 256 << 20  # of the store that experts pass through
-AHEAD = 6  # matrices that may wait for their turn, beside one for each thread
+MAX_QUEUED_MATRICES = 6  # matrices that may wait for their turn, beside one for each thread
 Progress = Callable[[int, int, str], None]  # bytes of the source done, in all, what is under way
 
 log = logger(__name__)
@@ -69,7 +69,7 @@ def convert(
         numbers = [layer.origin.number for layer in plan.layers]
         raise InputError("layers", f"{unknown[0]}", f"layers with experts, {min(numbers)} to {max(numbers)}")
     files = plan.origin.files(hashed=hash_source)
-    if (made := is_made(target, plan.asked, files)) is not None:
+    if (made := find_existing(target, plan.asked, files)) is not None:
         return Converted(target, True, made, 0.0, 0, len(plan.layers))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(str(target), "something that exists", "a new directory", "remove it or name another")
@@ -113,7 +113,7 @@ class _Run:
         redone = journal.recheck(plan.threads)
         kept = [layer for layer in plan.layers if layer.file in journal.shards]
         self._done = sum(layer.origin.bytes for layer in kept)
-        rest = divide(plan.origin.rest(), {"format": "pt", "conversion": self._conversion})
+        rest = split_into_shards(plan.origin.rest(), {"format": "pt", "conversion": self._conversion})
         self._check_room(rest)
         threads = torch.get_num_threads()
         work = ThreadPoolExecutor(plan.threads, "kt-quant", initializer=_one_thread)
@@ -133,9 +133,9 @@ class _Run:
             background.shutdown()
             torch.set_num_threads(threads)
         whole = all(layer.file in journal.shards for layer in plan.layers)
-        receipt = receipt_of(self._conversion, plan.asked, journal.about)
+        receipt = build_receipt(self._conversion, plan.asked, journal.about)
         if whole:
-            finish(plan.origin, journal, plan.asked, files, receipt)
+            write_directory(plan.origin, journal, plan.asked, files, receipt)
         seconds = time.perf_counter() - start
         directory = journal.out if whole else journal.directory
         return Converted(directory, whole, receipt, seconds, self._read, len(kept), redone)
@@ -191,7 +191,7 @@ class _Run:
         start = time.perf_counter()
         shape = layer.origin.contract.shape
         experts = min(shape.num_experts, max(1, STORE_BYTES // layer.expert_bytes))
-        store = small_store(layer.origin.contract, layer.formats, experts, pool)
+        store = partial_store(layer.origin.contract, layer.formats, experts, pool)
         writing = LayerFile(layer, self._journal.directory, self._conversion, store)
         sums = {role: [0.0, 0.0] for role in layer.formats}
         kept = dict.fromkeys(layer.formats, True)
@@ -241,7 +241,7 @@ class _Run:
                     for role in layer.formats
                 }
                 under_way.append((first + place, futures, own))
-                while len(under_way) * len(futures) > self._plan.threads + AHEAD:
+                while len(under_way) * len(futures) > self._plan.threads + MAX_QUEUED_MATRICES:
                     yield oldest()
         while under_way:
             yield oldest()

@@ -14,27 +14,27 @@ from typing import Any
 from ktransformers import __version__
 from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.packed import (
-    MANIFEST,
+    MANIFEST_FILE,
     VERSION,
     Manifest,
     PackedLayer,
     SourceFile,
     SourceRecord,
     is_packed,
-    manifest_words,
+    manifest_document,
     read_manifest,
 )
-from ktransformers.checkpoint.shards import INDEX
+from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.tensorfile import read_layout
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
-from ktransformers.nn.prepare import METHOD
+from ktransformers.nn.prepare import QUANT_METHOD
 from ktransformers.nn.store import LAYOUT_VERSION
 from ktransformers.quant.origin import Origin
-from ktransformers.quant.receipt import QUALITY, Receipt, read_receipt
+from ktransformers.quant.receipt import QUALITY_FILE, Receipt, read_receipt
 
 
-def finish(
+def write_directory(
     origin: Origin, journal: ConversionJournal, asked: dict[str, str], files: Sequence[SourceFile], receipt: Receipt
 ) -> None:
     """All shards are there: index, manifest, configuration, tokenizer, receipt; then the directory gets its name."""
@@ -50,11 +50,11 @@ def finish(
         layers=sorted(layers, key=lambda layer: layer.file),
         shards=dict(sorted(journal.shards.items())),
     )
-    words = manifest_words(manifest)
+    words = manifest_document(manifest)
     origin.write_small_files(directory)
-    write_json(directory / INDEX, _index(directory, manifest))
-    write_json(directory / MANIFEST, words)
-    write_json(directory / QUALITY, receipt.to_json())
+    write_json(directory / INDEX_FILE, _index(directory, manifest))
+    write_json(directory / MANIFEST_FILE, words)
+    write_json(directory / QUALITY_FILE, receipt.to_json())
     write_json(directory / "config.json", configuration(origin, manifest, words["sha256"]))
     journal.publish()
 
@@ -63,11 +63,11 @@ def configuration(origin: Origin, manifest: Manifest, digest: str) -> dict[str, 
     words = dict(origin.config)
     if "dtype" not in words and "torch_dtype" not in words:
         words["dtype"] = "bfloat16"
-    packed: dict[str, Any] = {"manifest": MANIFEST, "sha256": digest, "layout": manifest.layout}
+    packed: dict[str, Any] = {"manifest": MANIFEST_FILE, "sha256": digest, "layout": manifest.layout}
     packed["formats"] = manifest.formats
     if origin.quantisation is not None:
         packed["source"] = origin.quantisation
-    words["quantization_config"] = {"quant_method": METHOD, "packed": packed}
+    words["quantization_config"] = {"quant_method": QUANT_METHOD, "packed": packed}
     return words
 
 
@@ -77,7 +77,7 @@ def _index(directory: Path, manifest: Manifest) -> dict[str, Any]:
     return {"metadata": {"total_size": size}, "weight_map": names}
 
 
-def is_made(out: Path, asked: dict[str, str], files: Sequence[SourceFile]) -> Receipt | None:
+def find_existing(out: Path, asked: dict[str, str], files: Sequence[SourceFile]) -> Receipt | None:
     """The receipt of an earlier conversion of the same files into the same formats."""
     if not is_packed(out):
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import PackedLayer
-from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, lay_out
+from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
 from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
 from ktransformers.quant.plan import LayerPlan
 
@@ -46,7 +46,7 @@ class LayerFile:
         for role, tensor in tensors.items():
             shape = (tensor.numel() // few * experts,) if tensor.dim() == 1 else (experts, *tensor.shape[1:])
             entries.append((self._name(role), SPELLED[tensor.dtype], shape))
-        return lay_out(entries, self._metadata, padding=f"{self._plan.origin.module}.padding")
+        return plan_layout(entries, self._metadata, padding=f"{self._plan.origin.module}.padding")
 
     def _name(self, role: str) -> str:
         """That of the parameter whose place it takes."""

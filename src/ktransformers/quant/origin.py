@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ktransformers.checkpoint.dense import KEPT
+from ktransformers.checkpoint.dense import TOKENIZER_FILES
 from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.packed import SourceFile, is_packed
@@ -30,9 +30,9 @@ from ktransformers.checkpoint.tensorfile import sha256
 from ktransformers.errors import InputError
 from ktransformers.nn import load
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
-from ktransformers.nn.prepare import in_stock_terms, read_config, take_quantisation
+from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
 
-START = 1 << 20  # bytes of a file that has no safetensors header
+HASHED_PREFIX_BYTES = 1 << 20  # bytes of a file that has no safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 
@@ -55,7 +55,7 @@ class OriginLayer:
     def experts(self) -> Iterator[tuple[int, dict[str, Weight]]]:
         """(first expert, roles `[E, N, K]` and `[E, N]`): an expert at a time, or a layer in views of the file."""
         transposed, interleaved = self.contract.shape.transposed, self.contract.interleaved
-        for piece in self.tensors.pieces():
+        for piece in self.tensors.chunks():
             yield piece.first_expert, split(piece, transposed=transposed, interleaved=interleaved)
 
 
@@ -67,14 +67,14 @@ class Origin:
         for place in (self.path, self.experts):
             if place is not None and is_packed(place):
                 raise InputError(str(place), "a packed directory", "the checkpoint that it was made from")
-        told = load.read_told(self.path)
+        told = load.read_checkpoint_facts(self.path)
         self._source = open_source(self.path, told.rest)
-        self._experts = load._experts(told, self.experts) or self._source
+        self._experts = load.open_expert_source(told, self.experts) or self._source
         self.quantisation = told.rest
         self.config = self._configuration()
         self.notes: list[str] = []  # what the result will lack
         self._tokenizer = self._carried_tokenizer()
-        modules = expert_modules(skeleton(self.path))
+        modules = expert_modules(build_meta_model(self.path))
         if not modules:
             raise InputError(str(path), "a model without expert layers", "a Mixture of Experts")
         self.layers = [self._layer(name, read_contract(name, module)) for name, module in modules.items()]
@@ -82,8 +82,8 @@ class Origin:
     def _configuration(self) -> dict[str, Any]:
         """The words of config.json, from beside the weights or from inside them."""
         carried = None if self._has_config() else self._source.config()
-        words, _ = take_quantisation(read_config(self.directory) if carried is None else carried)
-        return in_stock_terms(words)
+        words, _ = split_quantisation(read_config(self.directory) if carried is None else carried)
+        return to_stock_config(words)
 
     def _layer(self, name: str, contract: Contract) -> OriginLayer:
         place = PLACE.fullmatch(name)
@@ -106,7 +106,7 @@ class Origin:
         if self.path.is_dir():
             copy_small_files(self.path, target)
         elif self._has_config():  # other models may lie beside a file
-            copy_small_files(self.directory, target, only=KEPT)
+            copy_small_files(self.directory, target, only=TOKENIZER_FILES)
         for name, text in self._tokenizer.items():
             (target / name).write_text(text)
 
@@ -140,9 +140,9 @@ class Origin:
         return [fingerprint(path, hashed=hashed) for path in self.paths]
 
 
-def skeleton(directory: Path) -> nn.Module:
+def build_meta_model(directory: Path) -> nn.Module:
     """The model without numbers."""
-    config = load._config(directory)
+    config = load.load_config(directory)
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config)
@@ -154,8 +154,8 @@ def fingerprint(path: Path, *, hashed: bool = False) -> SourceFile:
     hash."""
     with path.open("rb") as stream:
         start = stream.read(8)
-        length = int.from_bytes(start, "little") if path.suffix == ".safetensors" else START
-        header = start + stream.read(min(length, 100 * START))
+        length = int.from_bytes(start, "little") if path.suffix == ".safetensors" else HASHED_PREFIX_BYTES
+        header = start + stream.read(min(length, 100 * HASHED_PREFIX_BYTES))
     blob = path.resolve().name
     known = blob if re.fullmatch(r"[0-9a-f]{64}", blob) else sha256(path) if hashed else None
     return SourceFile(

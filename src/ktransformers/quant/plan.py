@@ -52,7 +52,7 @@ class ConversionPlan:
         return self.rest_bytes + sum(layer.packed_bytes for layer in self.layers)
 
 
-def wanted(word: str, group: int | None = None, down: str | None = None) -> dict[str, str]:
+def parse_formats(word: str, group: int | None = None, down: str | None = None) -> dict[str, str]:
     """gate, up, down -> format, from `int4`, `int4:64`, `int8`, `keep` and so on."""
     if group is not None and "int4" not in (word, down):
         raise InputError("group", f"{group} with {word}", "it beside int4")
@@ -66,10 +66,10 @@ def wanted(word: str, group: int | None = None, down: str | None = None) -> dict
 def make_plan(
     path: str | Path, asked: dict[str, str], threads: int | None = None, experts: str | Path | None = None
 ) -> ConversionPlan:
-    return plan_of(Origin(path, experts), asked, threads)
+    return plan_conversion(Origin(path, experts), asked, threads)
 
 
-def plan_of(origin: Origin, asked: dict[str, str], threads: int | None = None) -> ConversionPlan:
+def plan_conversion(origin: Origin, asked: dict[str, str], threads: int | None = None) -> ConversionPlan:
     """Whatever the origin is: a checkpoint, or one with an adapter folded into it."""
     sizes: dict[tuple[object, ...], int] = {}
     layers: list[LayerPlan] = []
@@ -78,7 +78,7 @@ def plan_of(origin: Origin, asked: dict[str, str], threads: int | None = None) -
         check_columns(layer, formats)
         key = (layer.contract.shape, *formats.values())
         if key not in sizes:
-            sizes[key] = small_store(layer.contract, formats, 1).packed_bytes
+            sizes[key] = partial_store(layer.contract, formats, 1).packed_bytes
         same = sum(other.origin.number == layer.number for other in layers)  # two blocks of experts in one layer
         file = f"packed-{layer.number:05}{f'-{same}' if same else ''}.safetensors"
         layers.append(LayerPlan(layer, file, formats, sizes[key]))
@@ -94,7 +94,7 @@ def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:
             raise InputError(f"{layer.module}: {role}", given, f"a multiple of {multiple} for {formats[role]}")
 
 
-def small_store(
+def partial_store(
     contract: Contract, formats: dict[str, str], experts: int, pool: _core.Pool | None = None
 ) -> ExpertStore:
     """A store for some experts of a layer."""

@@ -23,11 +23,11 @@ from ktransformers.errors import InputError
 from ktransformers.files import write_json
 from ktransformers.system import memory
 
-QUALITY = "quality.json"
+QUALITY_FILE = "quality.json"
 VERSION = 1
-WINDOW = 512  # tokens
-TOKENS = 8192  # of the text, at most
-RESERVE = 2 << 30  # bytes beside a model's own
+WINDOW_TOKENS = 512  # tokens
+MAX_TOKENS = 8192  # of the text, at most
+RESERVE_BYTES = 2 << 30  # bytes beside a model's own
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Receipt:
         return {"version": VERSION, **asdict(self), "summary": self.summary()}
 
 
-def receipt_of(conversion: str, formats: dict[str, str], about: Mapping[str, Mapping[str, Any]]) -> Receipt:
+def build_receipt(conversion: str, formats: dict[str, str], about: Mapping[str, Mapping[str, Any]]) -> Receipt:
     """From what the journal keeps of every layer."""
     layers = [
         LayerQuality(
@@ -101,7 +101,7 @@ def receipt_of(conversion: str, formats: dict[str, str], about: Mapping[str, Map
 
 
 def read_receipt(directory: Path) -> Receipt:
-    file = directory / QUALITY
+    file = directory / QUALITY_FILE
     try:
         words = json.loads(file.read_text())
         layers = [
@@ -119,7 +119,7 @@ def read_receipt(directory: Path) -> Receipt:
 
 
 def write_receipt(directory: Path, receipt: Receipt) -> None:
-    write_json(directory / QUALITY, receipt.to_json())
+    write_json(directory / QUALITY_FILE, receipt.to_json())
 
 
 def read_text(file: Path) -> str:
@@ -147,9 +147,12 @@ def _line(file: Path, number: int, line: str) -> str:
     raise InputError("calib", f"line {number} of {file}", "an object with text, content or prompt")
 
 
-def windows(tokens: Tensor, count: int = TOKENS) -> list[Tensor]:
+def split_windows(tokens: Tensor, count: int = MAX_TOKENS) -> list[Tensor]:
     """`[1, up to WINDOW]` pieces, the last one if there is anything to predict in it."""
-    pieces = [tokens[None, first : min(first + WINDOW, count)] for first in range(0, min(len(tokens), count), WINDOW)]
+    pieces = [
+        tokens[None, first : min(first + WINDOW_TOKENS, count)]
+        for first in range(0, min(len(tokens), count), WINDOW_TOKENS)
+    ]
     return [piece for piece in pieces if piece.shape[1] > 1]
 
 
@@ -159,19 +162,19 @@ def calibrate(
     text: Path,
     *,
     experts: Path | None = None,
-    tokens: int = TOKENS,
+    tokens: int = MAX_TOKENS,
     source_bytes: int = 0,
 ) -> Calibration:
     """Read the text with both models; InputError where the source cannot be loaded here."""
     from transformers import AutoTokenizer
 
     free = memory().available
-    if source_bytes + RESERVE > free:
+    if source_bytes + RESERVE_BYTES > free:
         given = f"{free / 1e9:.1f} GB of free memory"
-        raise InputError("calib", given, f"about {(source_bytes + RESERVE) / 1e9:.1f} GB to load the source")
+        raise InputError("calib", given, f"about {(source_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the source")
     tokenizer = AutoTokenizer.from_pretrained(packed)
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
-    pieces = windows(ids, tokens)
+    pieces = split_windows(ids, tokens)
     if not pieces:
         raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
     with tempfile.TemporaryDirectory(prefix=".kt-calib-", dir=packed) as scratch:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.checkpoint.quantisation import accept
-from ktransformers.checkpoint.shards import INDEX, SINGLE
+from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.checkpoint.sources.gguf import GGUFSource, gguf_files
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor, Source
 from ktransformers.checkpoint.sources.tensors import SafetensorsSource
@@ -25,7 +25,7 @@ def open_source(
     `quantisation` is config.json's; `files` are the safetensors to look at where they are not the directory's own.
     """
     path = Path(path)
-    if files is not None or (path / INDEX).is_file() or (path / SINGLE).is_file():
+    if files is not None or (path / INDEX_FILE).is_file() or (path / SINGLE_FILE).is_file():
         return SafetensorsSource(path, files or (), accept(str(path / "config.json"), quantisation))
     if found := gguf_files(path):
         return GGUFSource(path, found)
@@ -34,6 +34,8 @@ def open_source(
     if not path.exists():
         raise InputError(str(path), "nothing there", "a model's directory or a .gguf file")
     raise InputError(
-        str(path), "no weights that are known", f"{SINGLE}, {INDEX}, .gguf files or kt-kernel's _layer_N/_numa_P",
+        str(path),
+        "no weights that are known",
+        f"{SINGLE_FILE}, {INDEX_FILE}, .gguf files or kt-kernel's _layer_N/_numa_P",
         "pickles (.bin, .pt) are not read: they run code when opened",
-    )  # fmt: skip
+    )

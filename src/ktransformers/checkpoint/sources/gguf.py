@@ -31,7 +31,7 @@ from ktransformers.checkpoint.sources.gguf_names import (
     unpermute,
 )
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
-from ktransformers.checkpoint.sources.tensors import plain
+from ktransformers.checkpoint.sources.tensors import dequantise
 from ktransformers.errors import InputError
 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -202,7 +202,7 @@ class GGUFSource:
         columns = tensor.shape[-1]
         rows = torch.Size(tensor.shape[:-1]).numel()
         found = _encoded(tensor, data.reshape(1, rows, -1), columns)
-        return plain(found).reshape(tensor.shape)
+        return dequantise(found).reshape(tensor.shape)
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
         if tensor.file not in self._maps:

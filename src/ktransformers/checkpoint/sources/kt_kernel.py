@@ -26,11 +26,11 @@ from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.source import LayerSource
 from ktransformers.errors import InputError
 
-MERGED = re.compile(
+MERGED_NAME = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<role>gate|up|down)_exps\.(?P<expert>\d+)\.numa\.(?P<part>\d+)\.(?P<kind>weight|scale)"
 )
 BACKWARD = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_bwd_exps\..+")
-FILE = re.compile(
+TREE_FILE_NAME = re.compile(
     r"(?P<method>MOE_INT4|MOE_INT8|INT4|INT8|BF16)_(?P<role>gate|up|down)(?P<back>_bwd)?_(?P<expert>\d+)_(?P<bytes>\d+)Byte_"
     r"(?P<kind>quant|scale)_\.kt"
 )
@@ -81,7 +81,7 @@ class KTLayers:
         for folder in directory.glob("_layer_*/_numa_*"):
             layer, numa = int(folder.parent.name.removeprefix("_layer_")), int(folder.name.removeprefix("_numa_"))
             for file in folder.glob("*.kt"):
-                found = FILE.fullmatch(file.name)
+                found = TREE_FILE_NAME.fullmatch(file.name)
                 if found is None:
                     raise InputError(str(file), "a name that is not known", "INT8_gate_0_1024Byte_quant_.kt and so on")
                 if found["back"]:

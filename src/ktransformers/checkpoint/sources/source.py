@@ -32,7 +32,7 @@ class PlainTensor:
 class LayerSource:
     formats: Formats  # of gate, up and down
     bytes: int  # in the files
-    pieces: Callable[[], Iterator[ExpertChunk]]
+    chunks: Callable[[], Iterator[ExpertChunk]]
 
 
 class Source(Protocol):

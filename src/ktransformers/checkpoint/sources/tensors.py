@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode
-from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check, read
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check_experts, read_experts
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.recode import blocks, rows_of
 from ktransformers.checkpoint.shards import Shards
-from ktransformers.checkpoint.sources.kt_kernel import MERGED, KTLayers
+from ktransformers.checkpoint.sources.kt_kernel import MERGED_NAME, KTLayers
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
 from ktransformers.errors import InputError
 
@@ -35,10 +35,10 @@ class SafetensorsSource:
         self.path = path
         self._shards = Shards.of_directory(path) if not files else Shards(files)
         self._quantisation = quantisation
-        merged = {name: found for name in self._shards.names if (found := MERGED.fullmatch(name))}
+        merged = {name: found for name in self._shards.names if (found := MERGED_NAME.fullmatch(name))}
         self._converted = KTLayers.of_merged(self._shards, merged) if merged else None
         self._layers = find_experts(self._shards.names)
-        self._experts = {name for tensors in self._layers for name in names_of(tensors)} | set(merged)
+        self._experts = {name for tensors in self._layers for name in tensor_names(tensors)} | set(merged)
         self._bases = _bases(self._shards, (name for name in self._shards.names if name not in self._experts))
 
     @property
@@ -62,11 +62,11 @@ class SafetensorsSource:
         if self._converted is not None:
             return self._converted.layer(module, shape)
         shards, tensors = self._shards, locate(self._layers, module)
-        formats = check(shards, tensors, shape, self._quantisation, interleaved)
-        size = sum(_bytes(shards.part(name)) for name in names_of(tensors))
+        formats = check_experts(shards, tensors, shape, self._quantisation, interleaved)
+        size = sum(_bytes(shards.part(name)) for name in tensor_names(tensors))
 
         def pieces() -> Iterator[ExpertChunk]:
-            return read(shards, tensors, shape, self._quantisation, interleaved)
+            return read_experts(shards, tensors, shape, self._quantisation, interleaved)
 
         return LayerSource(formats, size, pieces)
 
@@ -99,11 +99,11 @@ class SafetensorsSource:
             self._name(f"{base}.weight"),
             torch.bfloat16,
             (rows, columns),
-            lambda: plain(matrix.build(self._shards.read)),
+            lambda: dequantise(matrix.build(self._shards.read)),
         )
 
 
-def plain(matrix: Tensor | Encoded) -> Tensor:
+def dequantise(matrix: Tensor | Encoded) -> Tensor:
     """Of one matrix, in bf16 where it was quantised; some rows at a time, because float32 is twice as large."""
     if isinstance(matrix, Tensor):
         return matrix
@@ -115,7 +115,7 @@ def plain(matrix: Tensor | Encoded) -> Tensor:
     return found
 
 
-def names_of(tensors: ExpertTensors) -> Iterator[str]:
+def tensor_names(tensors: ExpertTensors) -> Iterator[str]:
     yield from tensors.fused.values()
     for roles in tensors.single.values():
         yield from roles.values()
