@@ -187,7 +187,7 @@ def test_manifests_that_are_refused(tmp_path: Path) -> None:
 def enter(journal: ConversionJournal, name: str, data: bytes = b"data") -> None:
     file = journal.directory / name
     file.write_bytes(data)
-    journal.enter(name, ShardRecord(bytes=len(data), header_sha256="-", sha256=sha256(file)), {"of": name})
+    journal.record(name, ShardRecord(bytes=len(data), header_sha256="-", sha256=sha256(file)), {"of": name})
 
 
 def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
     again = ConversionJournal(tmp_path / "out", plan | {"conversion": "two"})
     assert again.plan["conversion"] == "one"
     assert set(again.shards) == {"a", "b"}
-    assert again.recheck() == ["b"]
-    assert set(again.shards) == {"a"} and again.about == {"a": {"of": "a"}}
+    assert again.drop_damaged() == ["b"]
+    assert set(again.shards) == {"a"} and again.details == {"a": {"of": "a"}}
     assert not (again.directory / ".c.partial").exists()
     enter(again, "b", b"data again")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which tensors are experts, and reading them layer by layer. Knows no model code."""
+"""Checkpoints on disk: finds the tensors of experts and reads them layer by layer. Independent of model code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a packed directory has beside its experts: the other tensors in ordinary shards, and the small files.
+"""The non-expert part of a packed directory: the other tensors in ordinary safetensors shards, and the small files.
 
-Tensors are asked for one at a time and written where they belong, so memory is that of the largest one that has to be
-decoded; those that are copied go from the mapped source to the file. Their division into shards depends on names and
-sizes alone, so an interrupted conversion finds the same one again.
+Tensors are read and written one at a time, so peak memory is that of the largest tensor that must be dequantised;
+the others are copied from the mapped source. The split into shards depends on names and sizes alone, so a resumed
+conversion produces the same shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_lay
 from ktransformers.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
-MAX_SMALL_FILE_BYTES = 64 << 20  # a larger file beside a model is weights of some kind
+MAX_SMALL_FILE_BYTES = 64 << 20  # larger files are taken for weights
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -45,7 +45,7 @@ def tensor_bytes(tensor: PlainTensor) -> int:
 @dataclass(frozen=True)
 class RestShard:
     file: str
-    tensors: list[PlainTensor]  # wide dtypes first
+    tensors: list[PlainTensor]  # by descending size of dtype, so that each is aligned
     layout: FileLayout
 
     @property
@@ -68,7 +68,7 @@ class RestShard:
 
 
 def split_into_shards(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[RestShard]:
-    """Into shards named as stock ones are."""
+    """Shards of at most SHARD_BYTES, named as `save_pretrained` names them."""
     groups: list[list[PlainTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -86,7 +86,7 @@ def split_into_shards(tensors: Iterable[PlainTensor], metadata: dict[str, str]) 
 
 
 def small_files(directory: Path) -> Iterator[Path]:
-    """Tokenizer, generation settings, licence, code of the model: what is neither weights nor written anew."""
+    """Tokenizer, generation settings, licence, modelling code: files that are neither weights nor rewritten."""
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith(".") or entry.name in REWRITTEN_FILES or entry.name.endswith(WEIGHT_SUFFIXES):
             continue
@@ -95,7 +95,7 @@ def small_files(directory: Path) -> Iterator[Path]:
 
 
 def copy_small_files(source: Path, target: Path, only: Collection[str] | None = None) -> list[str]:
-    """The names of what was copied; `only` these, where there are others that do not belong to the model."""
+    """Copy the small files, or those named in `only`; returns the names of what was copied."""
     names = []
     for entry in small_files(source):
         if only is not None and entry.name not in only:

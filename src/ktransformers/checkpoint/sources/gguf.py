@@ -30,8 +30,8 @@ from ktransformers.checkpoint.sources.gguf_names import (
     join_kv,
     unpermute,
 )
+from ktransformers.checkpoint.sources.safetensors import dequantise
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
-from ktransformers.checkpoint.sources.tensors import dequantise
 from ktransformers.errors import InputError
 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
