@@ -177,7 +177,7 @@ def test_manifests_that_are_refused(tmp_path: Path) -> None:
     save_manifest(tmp_path, words)
     other = manifest_document(manifest(conversion="8"))
     (tmp_path / "kt_packed.json").write_text(json.dumps(other))
-    with pytest.raises(InputError, match="files of two conversions lie together"):
+    with pytest.raises(InputError, match="the directory has files of two conversions"):
         read_manifest(tmp_path)
     (tmp_path / "kt_packed.json").write_text("{")
     with pytest.raises(InputError, match="expected the manifest of a packed directory"):

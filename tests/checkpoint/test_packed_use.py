@@ -151,7 +151,7 @@ def test_foreign(copy: Path, packed: Path, tmp_path: Path) -> None:
         load_model(copy)
     (copy / LAYER).write_bytes(own)
     shutil.copyfile(tmp_path / "other" / MANIFEST_FILE, copy / MANIFEST_FILE)
-    with pytest.raises(InputError, match="files of two conversions lie together"):
+    with pytest.raises(InputError, match="the directory has files of two conversions"):
         load_model(copy)
     (copy / MANIFEST_FILE).unlink()
     with pytest.raises(InputError, match=r"given no kt_packed\.json, expected a packed directory"):

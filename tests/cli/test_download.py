@@ -134,7 +134,7 @@ def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:
         client.download(listing, tmp_path / "m", endpoint=hub.url)
         assert verify(tmp_path / "m", listing.files).whole
         hub.lies = {"model.safetensors": bytes(listing.files["model.safetensors"].size or 0)}
-        with pytest.raises(KTError, match=r"model\.safetensors: what arrived has another hash"):
+        with pytest.raises(KTError, match=r"model\.safetensors: the downloaded file has another hash"):
             client.download(listing, tmp_path / "n", endpoint=hub.url)
         assert not (tmp_path / "n" / "model.safetensors").exists()
         assert not list((tmp_path / "n" / client.PARTIAL_DIRECTORY).glob("*.part"))
@@ -224,7 +224,7 @@ def test_verify_finds_every_damage(tmp_path: Path) -> None:
     (place / "config.json").write_text("{")
     (place / "tokenizer.json").unlink()
     found = texts(verify(place))
-    assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: there is none" in found
+    assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: no tokenizer file" in found
 
 
 def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:

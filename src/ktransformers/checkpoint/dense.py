@@ -126,7 +126,7 @@ def _open_gguf(path: Path) -> DenseModel:
         reader = GGUFReader(str(path))
     except (ValueError, OSError, IndexError) as error:
         raise InputError(
-            str(path), f"a file that does not open ({error})", "a GGUF file", "download it anew"
+            str(path), f"a file that does not open ({error})", "a GGUF file", "download it again"
         ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}

@@ -203,7 +203,7 @@ def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...
         return "bf16"
     if weight.dtype != "F8_E4M3" or scale is None:
         raise InputError(weight.name, f"dtype {weight.dtype}", f"{' or '.join(FLOATS)}, or F8_E4M3 with scales")
-    grid = (experts, *(math.ceil(side / BLOCK) for side in size[1:]))
+    grid = (experts, *(math.ceil(length / BLOCK) for length in size[1:]))
     if scale.dtype not in FLOATS or scale.shape != grid:
         raise scale.refuse(f"floats {list(grid)}, one for each block of 128 x 128")
     return "fp8:128x128"

@@ -269,11 +269,11 @@ class _Download:
                 break
             stalled = 0 if size > before else stalled + 1
             if stalled >= MAX_STALLED_ATTEMPTS:
-                raise KTError(f"{name}: the connection was lost ({reason}); the same command goes on from there")
+                raise KTError(f"{name}: the connection was lost ({reason}); the same command resumes the download")
             self.stop.wait(RETRY_SECONDS)
         if digest.wrong():
             part.unlink()
-            raise KTError(f"{name}: what arrived has another hash than the hub says; run the command again")
+            raise KTError(f"{name}: the downloaded file has another hash than the hub says; run the command again")
 
     def _stream(self, name: str, part: Path, digest: _Digest) -> None:
         from huggingface_hub import get_session, hf_hub_url

@@ -41,7 +41,7 @@ class ConversionJournal:
             raise InputError(
                 str(self.directory),
                 f"a conversion that was begun differently ({_difference(interrupted, plan)})",
-                "the one that is asked for now",
+                "the plan of this command",
                 "remove it, or repeat the earlier command to finish it",
             )
         self.plan = interrupted  # with the id of its conversion
@@ -56,7 +56,7 @@ class ConversionJournal:
         except OSError:
             stream.close()
             raise InputError(
-                str(self.directory), "a conversion that is running", "no other one", "wait for it"
+                str(self.directory), "a conversion that is running", "no other conversion into it", "wait for it"
             ) from None
         return stream
 

@@ -135,7 +135,7 @@ def read_manifest(directory: Path) -> Manifest:
             str(directory / "config.json"),
             f"the hash {str(named)[:12]} of a manifest",
             f"{given[:12]}, that of the {MANIFEST_FILE} beside it",
-            f"files of two conversions lie together; {REPACK_HINT}",
+            f"the directory has files of two conversions; {REPACK_HINT}",
         )
     return manifest
 

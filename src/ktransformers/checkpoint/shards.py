@@ -53,7 +53,7 @@ class Shards:
             actual = shards._files.get(name)
             if actual is None or actual.name != file:
                 raise InputError(
-                    name, f"no such tensor in {directory / file}", f"what {INDEX_FILE} says", "download it anew"
+                    name, f"no such tensor in {directory / file}", f"what {INDEX_FILE} says", "download it again"
                 )
         return shards
 
@@ -95,10 +95,10 @@ class Shards:
             try:
                 self._handles[file] = safe_open(str(file), framework="pt", device="cpu")
             except FileNotFoundError:
-                raise InputError(str(file), "no such file", "a part of the checkpoint", "download it anew") from None
+                raise InputError(str(file), "no such file", "a part of the checkpoint", "download it again") from None
             except (SafetensorError, OSError) as error:
                 raise InputError(
-                    str(file), f"a file that does not open ({error})", "safetensors", "download it anew"
+                    str(file), f"a file that does not open ({error})", "safetensors", "download it again"
                 ) from error
         return self._handles[file]
 

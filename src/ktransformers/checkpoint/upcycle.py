@@ -130,7 +130,7 @@ def check_recipe(recipe: Recipe, model: DenseModel) -> None:
 def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
     """The config.json of the result."""
     source = model.config
-    words: dict[str, Any] = {
+    config: dict[str, Any] = {
         "architectures": [FAMILIES[recipe.family].architecture],
         "model_type": recipe.family,
         "dtype": recipe.dtype,
@@ -138,18 +138,18 @@ def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
         "num_experts_per_tok": recipe.top_k,
         "output_router_logits": False,
     }
-    words.setdefault("num_key_value_heads", source["num_attention_heads"])
-    words.setdefault("head_dim", source["hidden_size"] // source["num_attention_heads"])
+    config.setdefault("num_key_value_heads", source["num_attention_heads"])
+    config.setdefault("head_dim", source["hidden_size"] // source["num_attention_heads"])
     scaling = source.get("rope_parameters") or source.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", source.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    words["rope_theta"] = theta  # older readers look here
-    words["rope_parameters"] = {**scaling, "rope_type": kind, "rope_theta": theta}
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    config["rope_theta"] = theta  # for versions of transformers that do not read rope_parameters
+    config["rope_parameters"] = {**scaling, "rope_type": rope_type, "rope_theta": theta}
     size = recipe.slice_size(source["intermediate_size"])
     if recipe.family == "mixtral":
-        words |= {"num_local_experts": recipe.experts, "intermediate_size": size, "sliding_window": None}
+        config |= {"num_local_experts": recipe.experts, "intermediate_size": size, "sliding_window": None}
     elif recipe.family == "qwen2_moe":
-        words |= {
+        config |= {
             "num_experts": recipe.experts,
             "intermediate_size": source["intermediate_size"],
             "moe_intermediate_size": size,
@@ -159,8 +159,8 @@ def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
             "qkv_bias": model.biased,
         }
     else:
-        words["rope_parameters"]["partial_rotary_factor"] = 1.0
-        words |= {
+        config["rope_parameters"]["partial_rotary_factor"] = 1.0
+        config |= {
             "n_routed_experts": recipe.experts,
             "n_shared_experts": recipe.shared_experts,
             "intermediate_size": source["intermediate_size"],
@@ -174,7 +174,7 @@ def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
             "use_qk_norm": False,
             "num_nextn_predict_layers": 0,
         }
-    return words
+    return config
 
 
 def router_weight(norm: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
@@ -219,8 +219,8 @@ def layer_tensors(model: DenseModel, recipe: Recipe, layer: int) -> Iterator[tup
             )
         deviation = recipe.noise * matrix.std().item()
         for expert in range(recipe.experts):
-            copy, piece = divmod(expert, recipe.top_k)
-            rows = matrix[(shared + piece) * size : (shared + piece + 1) * size]
+            copy, part = divmod(expert, recipe.top_k)
+            rows = matrix[(shared + part) * size : (shared + part + 1) * size]
             if copy and deviation:
                 rows = rows + deviation * torch.randn(rows.shape, generator=generator)
             yield f"{block}.experts.{expert}.{name}.weight", output_major(role, rows, recipe.top_k)

@@ -173,7 +173,7 @@ def _shard(file: Path, report: Verified) -> set[str]:
             tensor = tensors[name]
             count, bits = math.prod(tensor["shape"]), BITS_BY_DTYPE.get(tensor["dtype"])
             if first != end or last < first:
-                raise ValueError(f"{name} begins at {first}, where {end} was to be expected")
+                raise ValueError(f"{name} begins at {first}, expected {end}")
             if bits is not None and (count * bits + 7) // 8 != last - first:
                 raise ValueError(f"{name} has {last - first} bytes, and its shape {tensor['shape']} does not")
             report.dtypes[tensor["dtype"]] = report.dtypes.get(tensor["dtype"], 0) + count
@@ -199,15 +199,13 @@ def _safetensors(directory: Path, report: Verified) -> list[Path]:
         except ValueError as error:
             report.error("config.json", f"no JSON: {error}")
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        report.warn("tokenizer", "there is none", "text cannot be put in or out without one")
+        report.warn("tokenizer", "no tokenizer file", "text cannot be tokenised without one")
     if (directory / PARTIAL_DIRECTORY).is_dir() or any(directory.glob(".cache/huggingface/download/**/*.incomplete")):
         report.warn(directory.name, "a download into it was cut off", "`kt model download` with the same id goes on")
     index = directory / INDEX_FILE
     if not index.is_file():
         if not (directory / SINGLE_FILE).is_file():
-            report.error(
-                SINGLE_FILE, f"neither it nor {INDEX_FILE} is here", "`kt model download` fetches what is missing"
-            )
+            report.error(SINGLE_FILE, f"neither it nor {INDEX_FILE} exists", MISSING_HINT)
             return []
         _shard(directory / SINGLE_FILE, report)
         return [directory / SINGLE_FILE]
@@ -235,7 +233,7 @@ def _indexed(directory: Path, index: Path, report: Verified) -> list[Path]:
         absent = [tensor for tensor, file_name in file_of.items() if file_name == name and tensor not in inside]
         if absent:
             some = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
-            report.error(name, f"{len(absent)} tensors that the index puts here are not: {some}")
+            report.error(name, f"{len(absent)} tensors of the index are missing in it: {some}")
         extra += len(inside - file_of.keys())
     if extra:
         report.warn(INDEX_FILE, f"{extra} tensors of the shards are not in it, and will not be read")

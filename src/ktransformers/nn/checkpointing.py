@@ -6,7 +6,7 @@ from that list in call order. torch's own selective checkpointing does the same 
 Python at every operator of the block, attention included, which took a third of a training step.
 
 The ContextVar `_expert_outputs` carries the function that saves or replays from the `context_fn` past the stock model
-to the operators, which torch calls without any argument of ours.
+to the operators, because torch passes no argument from one to the other.
 """
 
 from __future__ import annotations

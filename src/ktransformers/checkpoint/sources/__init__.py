@@ -33,10 +33,10 @@ def open_source(
     if any(path.glob("_layer_*/_numa_*")):
         return TreeSource(path)
     if not path.exists():
-        raise InputError(str(path), "nothing there", "a model's directory or a .gguf file")
+        raise InputError(str(path), "no such file or directory", "a model's directory or a .gguf file")
     raise InputError(
         str(path),
-        "no weights that are known",
+        "no supported weights",
         f"{SINGLE_FILE}, {INDEX_FILE}, .gguf files or kt-kernel's _layer_N/_numa_P",
         "pickles (.bin, .pt) are not read: they run code when opened",
     )

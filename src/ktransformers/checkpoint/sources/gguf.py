@@ -55,7 +55,7 @@ def _parts(directory: Path, stem: str, count: int) -> list[Path]:
     files = [directory / f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
     for file in files:
         if not file.is_file():
-            raise InputError(str(file), "no such file", f"all {count} parts of {stem}", "download it anew")
+            raise InputError(str(file), "no such file", f"all {count} parts of {stem}", "download it again")
     return files
 
 

@@ -140,7 +140,7 @@ class KTLayers:
         n, k = (rows // count, columns) if role != "down" else (rows, columns // count)
         methods = {"int8": n * k, "int4": n * k // 2}
         first = parts.get((role, 0, 0, "quant"))
-        method = next((word for word, size in methods.items() if first and first.bytes == size), None)
+        method = next((name for name, size in methods.items() if first and first.bytes == size), None)
         if first is None or method is None:
             given = "no such part" if first is None else f"{first.bytes} bytes"
             where = f"{module}: {role} of expert 0, part 0" if first is None else first.name
