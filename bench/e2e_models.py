@@ -209,11 +209,11 @@ def _adapt(model: Any, recipe: Recipe) -> Any:
 
 
 def _checkpoint(peft: Any, retain: bool) -> None:
-    from ktransformers.nn.checkpointing import retain_experts
+    from ktransformers.nn.checkpointing import save_expert_outputs
 
     options: dict[str, Any] = {"use_reentrant": False}
     if retain:
-        options["context_fn"] = retain_experts
+        options["context_fn"] = save_expert_outputs
     peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     peft.enable_input_require_grads()
 
@@ -233,7 +233,7 @@ def _pack(model: Any, spec: str) -> None:
     from ktransformers.checkpoint import ExpertChunk
     from ktransformers.checkpoint.encoded import encode
     from ktransformers.nn.contract import expert_modules, read_contract
-    from ktransformers.nn.experts import new_store, pack_piece, select, settle, strip
+    from ktransformers.nn.experts import attach_store, new_store, pack_chunk, remove_parameters, select_implementation
 
     made: dict[str, torch.Tensor] = {}
     for place, (name, module) in enumerate(expert_modules(model).items()):
@@ -248,29 +248,29 @@ def _pack(model: Any, spec: str) -> None:
                     tensors = {
                         role: encode(matrix, spec) for role, matrix in (tensors | {"gate": gate, "up": up}).items()
                     }
-                pack_piece(store, contract, ExpertChunk(expert, spec == "bf16", tensors))
+                pack_chunk(store, contract, ExpertChunk(expert, spec == "bf16", tensors))
             made = store.memory()
         else:
             experts = contract.shape.num_experts
             store.adopt(**{name: _rolled(tensor.view(experts, -1), place).flatten() for name, tensor in made.items()})
-        settle(module, contract, store, strip(module, contract))
-    select(model)
+        attach_store(module, contract, store, remove_parameters(module, contract))
+    select_implementation(model)
 
 
 def build_packed(recipe: Recipe, device: torch.device, spec: str) -> Any:
     """The stock model with packed experts in host memory and the rest on the device, without LoRA."""
     import torch
 
-    from ktransformers.nn.distributed import keep_from_ddp
-    from ktransformers.nn.pool import choose_pool
+    from ktransformers.nn.distributed import exclude_from_ddp
+    from ktransformers.nn.pool import set_default_pool
 
-    choose_pool(spare=device.type == "cuda")
+    set_default_pool(spare=device.type == "cuda")
     host = torch.device("cpu")
     model = _blank(recipe, host, "eager")
     _share_experts(model)
     _fill(model, host)
     _pack(model, spec)
-    keep_from_ddp(model)
+    exclude_from_ddp(model)
     return model.to(device)
 
 

@@ -77,7 +77,7 @@ class Ours(moe.Ours):
 
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
         from ktransformers.nn.lora import ExpertLora, Factor
-        from ktransformers.nn.lora_factors import factors_of, gradients_like, packed
+        from ktransformers.nn.lora_factors import empty_gradients, factors_of, packed_adapter
 
         seconds = super().load(shape, weights, layers, max_tokens)
         made = make_lora(shape)
@@ -88,9 +88,9 @@ class Ours(moe.Ours):
                 Factor(own[f"{matrix}_a"], own[f"{matrix}_b"], ALPHA / RANK) for matrix in ("gate", "up", "down")
             )
             factors = factors_of(ExpertLora(gate=gate, up=up, down=down))
-            grads, targets = gradients_like(factors)
+            grads, targets = empty_gradients(factors)
             self._factors.append(factors)
-            self._adapters.append([packed(store, factors)])
+            self._adapters.append([packed_adapter(store, factors)])
             self._grads.append(dict(zip(factors.roles, grads, strict=True)))
             self._targets.append([targets])
         return seconds
@@ -104,12 +104,12 @@ class Ours(moe.Ours):
         """Seconds to take in the factors of a layer that an optimizer has changed."""
         from torch.autograd.graph import increment_version
 
-        from ktransformers.nn.lora_factors import packed
+        from ktransformers.nn.lora_factors import packed_adapter
 
         store, factors = self._stores[step % len(self._stores)], self._factors[step % len(self._stores)]
         increment_version(factors.tensors)
         start = time.perf_counter()
-        packed(store, factors)
+        packed_adapter(store, factors)
         return time.perf_counter() - start
 
     def bind(self, work: Work) -> Callable[[int], Swept]:  # type: ignore[override] # sweeps, not calls

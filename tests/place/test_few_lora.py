@@ -14,7 +14,7 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors, packed
+from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
 from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.executor import ExpertBatch
@@ -36,7 +36,9 @@ def wanting(
     which = ADAPTERS if which is None else which
     where = given.hidden.device
     numbers = torch.tensor(rows, dtype=torch.int32, device=where)
-    return replace(given, several=MultiLora(MixedLora(numbers, [packed(store, one) for one in which], which), where))
+    return replace(
+        given, several=MultiLora(MixedLora(numbers, [packed_adapter(store, one) for one in which], which), where)
+    )
 
 
 def on_cpu(store: ExpertStore, given: ExpertBatch) -> Tensor:
@@ -211,5 +213,5 @@ def test_rows_come_from_the_batch() -> None:
     place = rehearsed(store, "cpu", (1, 4))
     given = wanting(store, batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
     assert given.several is not None
-    got = place.several(given.hidden, given.ids, given.weights, given.several.lora)
+    got = place.forward_mixed(given.hidden, given.ids, given.weights, given.several.lora)
     assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last_split

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ktransformers.checkpoint.encoded import encode
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.checkpointing import retain_experts
+from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.lora_factors import factors_of
@@ -278,7 +278,7 @@ def test_checkpointing_keeps_what_was_computed(by: str, device: str, monkeypatch
         lambda x: place(2 * x, given.ids, given.weights, factors, NO_DROPOUT, True) * 0.5,
         given.hidden / 2,
         use_reentrant=False,
-        context_fn=retain_experts if by == "us" else functools.partial(create_selective_checkpoint_contexts, keep),
+        context_fn=save_expert_outputs if by == "us" else functools.partial(create_selective_checkpoint_contexts, keep),
     )
     got = [out * 2, *gradients(out * 2, given)]
     compare(got, expected(store, given))

@@ -13,8 +13,8 @@ from torch import Tensor
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors, packed
-from ktransformers.nn.mixed_lora import MixedLora, mixed
+from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
+from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
 from ktransformers.place.engine import ExpertEngine
@@ -60,7 +60,7 @@ ADAPTERS = [factors(4, 1, ALL), factors(9, 2, "gate_a gate_b up_b"), factors(2, 
 
 def mixture(store: ExpertStore, which: list[LoraFactors], tokens: int) -> MixedLora:
     rows = torch.randint(-1, len(which), (tokens,), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
-    return MixedLora(rows, [packed(store, one) for one in which], which)
+    return MixedLora(rows, [packed_adapter(store, one) for one in which], which)
 
 
 @devices
@@ -75,7 +75,7 @@ def test_several_adapters(policy: str, device: str) -> None:
     assert error(bare, want) > 0.05, "the adapters do something"
     place = served(store, device, policy, residents=(1, 6) if policy != "stream" else ())
     for _ in range(2):
-        got = place.several(hidden, ids, weights, lora)
+        got = place.forward_mixed(hidden, ids, weights, lora)
         assert error(got, want) < TOLERANCE
         alone = lora.rows < 0
         assert error(got[alone.to(device)], bare[alone]) < TOLERANCE
@@ -202,15 +202,15 @@ def test_several_adapters_reach_the_engine_from_a_model() -> None:
             made = torch.Generator().manual_seed(seed)
             tensors = (torch.randn(e, 4, i, generator=made) / 4, torch.randn(e, h, 4, generator=made) / 4)
             which.append(LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0)))
-        layers[module] = MixedLora(rows, [packed(store, one) for one in which], which)
+        layers[module] = MixedLora(rows, [packed_adapter(store, one) for one in which], which)
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        with mixed(layers):
+        with use_mixed_lora(layers):
             got = model(tokens).logits.float()
         assert all(row.sum() == 32 for row in placement.counts())
         placement.detach()
         bare = model(tokens).logits.float()
-        with mixed(layers):
+        with use_mixed_lora(layers):
             want = model(tokens).logits.float()
     assert error(bare, want) > 0.05 and error(got, want) < 0.02
 

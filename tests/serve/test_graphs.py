@@ -13,8 +13,8 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import pack_module, select
-from ktransformers.nn.padding import padded, without_padding
+from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.nn.padding import mask_padding, use_padding_mask
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
 from ktransformers.serve.engine.forward import Chunk, Forward
@@ -146,9 +146,9 @@ def test_padding_asks_nobody(placed: tuple[Bench, Placement], recorder: Recorder
 
 def test_ids_of_padding() -> None:
     ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    assert without_padding(ids) is ids
-    with padded(torch.tensor([True, False, True])):
-        assert without_padding(ids).tolist() == [[1, 2], [-1, -1], [5, 6]]
+    assert mask_padding(ids) is ids
+    with use_padding_mask(torch.tensor([True, False, True])):
+        assert mask_padding(ids).tolist() == [[1, 2], [-1, -1], [5, 6]]
 
 
 def test_residents_change(placed: tuple[Bench, Placement], recorder: Recorder, bench: Bench) -> None:
@@ -207,7 +207,7 @@ def test_families(family: str, device: str) -> None:
     model: Any = build(family)
     for module in expert_modules(model).values():
         pack_module(module, free=True)
-    select(model)
+    select_implementation(model)
     forward = Forward(model.to(device))
     placement = attach(model, policy="resident", device=device)
     assert placement is not None and not placement.left

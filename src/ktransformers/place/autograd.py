@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktransformers.nn.checkpointing import computed
+from ktransformers.nn.checkpointing import compute_or_replay
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.dispatch import PlacedLayer
@@ -115,7 +115,7 @@ def placed_experts(
         out, saved = placed.engine.forward(placed.layer, batch, retain)
         return out, saved.ids, saved.keep, saved.cpu
 
-    out, ids_host, keep, cpu = computed(compute)
+    out, ids_host, keep, cpu = compute_or_replay(compute)
     return out, ids_host, keep, cpu
 
 

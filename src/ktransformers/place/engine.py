@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.lora_factors import gradients_like, packed, turned
+from ktransformers.nn.lora_factors import empty_gradients, match_factor_strides, packed_adapter
 from ktransformers.nn.lora_prefetch import LoraPrefetch
-from ktransformers.nn.pool import beside_the_pool
-from ktransformers.nn.transfer import DeviceToHost, start_down
+from ktransformers.nn.pool import avoid_pool_cpus
+from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.dispatch import Dispatcher, PlacedLayer
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor
@@ -63,7 +63,7 @@ class ExpertEngine:
         self.layers: dict[int, PlacedLayer] = {}
         self._prefetcher = Prefetcher(self.dispatcher, self.executor)
         self._reader = ZeroCopyReader(device)
-        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
+        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=avoid_pool_cpus)
         weakref.finalize(self, self._worker.shutdown, wait=False)
         self._lora_prefetch = LoraPrefetch(self._worker)
         self._lock = threading.RLock()
@@ -129,7 +129,7 @@ class ExpertEngine:
         self.count_pending(wait=mode != STREAM_ALL)
         name, tokens = _forward_pass(training), batch.ids.shape[0]
         together = mode == CPU and tokens <= MAX_DECODE_TOKENS  # one copy: the CPU computes whatever the ids are
-        copy = start_down((batch.ids, batch.hidden, batch.weights) if together else (batch.ids,))
+        copy = start_device_to_host((batch.ids, batch.hidden, batch.weights) if together else (batch.ids,))
         counts = None
         if mode == STREAM_ALL:
             ids, division = copy.targets[0], self.dispatcher.all_on_gpu(layer)
@@ -145,7 +145,7 @@ class ExpertEngine:
         cpu = mask(division.cpu, layer.packed.geometry.experts)
         cpu_share = None
         if division.cpu:
-            rows = copy if together else start_down((batch.hidden, batch.weights))
+            rows = copy if together else start_device_to_host((batch.hidden, batch.weights))
             cpu_share = self._cpu_forward(layer, batch, rows, ids, division, cpu, keep[:0] if division.gpu else keep)
         gpu_share = self.executor.forward(layer.packed, batch, division.gpu, counts) if division.gpu else None
         self._prefetch_next(layer, name, batch, training)
@@ -159,7 +159,7 @@ class ExpertEngine:
         else:  # no token goes to any expert
             result = torch.zeros_like(batch.hidden)
         if cpu_share is not None and batch.factors is not None:
-            self._lora_prefetch.passed(layer.store)
+            self._lora_prefetch.layer_done(layer.store)
         return result, SavedForBackward(ids, keep, cpu)
 
     def _prefetch_next(self, layer: PlacedLayer, name: str, batch: ExpertBatch, training: bool) -> None:
@@ -196,7 +196,7 @@ class ExpertEngine:
         cpu_share = None
         if division.cpu:
             if factor_grads and batch.factors is not None:
-                grads, views = gradients_like(batch.factors, pinned=self.device.type == "cuda")
+                grads, views = empty_gradients(batch.factors, pinned=self.device.type == "cuda")
             cpu_share = self._cpu_backward(layer, batch, grad_out, saved, division, cpu, views)
         grad_hidden = grad_weights = None
         device_grads: list[Tensor] = []
@@ -224,7 +224,7 @@ class ExpertEngine:
         if pending is not None:
             grads = pending.tensors
         elif grads and batch.factors is not None:
-            grads = turned(layer.store, batch.factors, grads)
+            grads = match_factor_strides(layer.store, batch.factors, grads)
         elif factor_grads and batch.factors is not None:
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         return *results, grads, pending
@@ -253,7 +253,7 @@ class ExpertEngine:
                 out=out,
                 keep=keep if keep.numel() else None,
                 dropout=batch.dropout,
-                learns=batch.learns,
+                needs_grad=batch.learns,
                 **(host_options(batch.several) or {"adapters": _adapters(layer, batch)}),
             )
 
@@ -269,7 +269,7 @@ class ExpertEngine:
         cpu: Tensor,
         factor_grads: Sequence[Tensor | None],
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        host_grad_out, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
+        host_grad_out, weights, hidden = start_device_to_host((grad_out, batch.weights, batch.hidden)).finish()
 
         def compute() -> tuple[Tensor, Tensor]:
             return layer.store.backward(
@@ -309,7 +309,7 @@ def _forward_pass(training: bool) -> str:
 
 
 def _adapters(layer: PlacedLayer, batch: ExpertBatch) -> list[_core.Adapter]:
-    return [] if batch.factors is None else [packed(layer.store, batch.factors)]
+    return [] if batch.factors is None else [packed_adapter(layer.store, batch.factors)]
 
 
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.lora_factors import LoraFactors, packed
+from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
 from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.nn.pool import beside_the_pool
+from ktransformers.nn.pool import avoid_pool_cpus
 from ktransformers.nn.store import NO_DROPOUT, Dropout
-from ktransformers.nn.transfer import DeviceToHost, start_down, start_up
+from ktransformers.nn.transfer import DeviceToHost, start_device_to_host, start_host_to_device
 from ktransformers.place.autograd import apply_placed, register
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine, count
@@ -49,7 +49,7 @@ class Deferral:
 
     def __init__(self, late: int) -> None:
         self.late = late  # experts of a token that may be deferred
-        self._worker = ThreadPoolExecutor(1, "kt-deferred", initializer=beside_the_pool)
+        self._worker = ThreadPoolExecutor(1, "kt-deferred", initializer=avoid_pool_cpus)
         weakref.finalize(self, self._worker.shutdown, wait=False)
         self._pending: dict[int, Future[Tensor]] = {}
 
@@ -60,7 +60,9 @@ class Deferral:
     def add(self, layer: int, out: Tensor) -> Tensor:
         """The output of a layer with what the layer before it has deferred."""
         late = self._pending.pop(layer, None)
-        return out if late is None else out + start_up((late.result(),), out.device).finish()[0].to(out.dtype)
+        return (
+            out if late is None else out + start_host_to_device((late.result(),), out.device).finish()[0].to(out.dtype)
+        )
 
     def put(self, following: int, placed: PlacedStore, batch: ExpertBatch, descent: DeviceToHost) -> None:
         """Compute a batch on the CPU for the next layer; `batch` has the deferred ids, `descent` brings its hidden
@@ -72,7 +74,7 @@ class Deferral:
             layer.counts += count(ids, layer.packed.geometry.experts)
             lora = host_options(batch.several)
             if batch.factors is not None:
-                lora = {"adapters": [packed(layer.store, batch.factors)]}
+                lora = {"adapters": [packed_adapter(layer.store, batch.factors)]}
             out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=pinned)
             return layer.store.forward(hidden, ids, weights, out=out, **lora)
 
@@ -103,7 +105,7 @@ class PlacedStore:
             return apply_placed(self._handle, hidden, ids, weights, factors, dropout, retain)
         return self._infer(hidden, ids, weights, factors, None)
 
-    def several(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
+    def forward_mixed(self, hidden: Tensor, ids: Tensor, weights: Tensor, lora: MixedLora) -> Tensor:
         with torch.no_grad():
             return self._infer(hidden, ids, weights, None, MultiLora(lora, self.device))
 
@@ -130,7 +132,7 @@ class PlacedStore:
     def _infer_deferred(self, deferral: Deferral, following: int, batch: ExpertBatch) -> Tensor:
         experts = self.layer.packed.geometry.experts
         now, late = select(batch.ids, batch.weights, deferral.late, experts, self._protected(experts))
-        copy = start_down((batch.hidden, late, batch.weights))  # before what the device computes next
+        copy = start_device_to_host((batch.hidden, late, batch.weights))  # before what the device computes next
         out = self.engine.forward(self.layer, replace(batch, ids=now), False, training=False)[0]
         deferral.put(following, self, replace(batch, ids=late), copy)
         return out

@@ -177,10 +177,10 @@ def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         return stock.to(device)
     from ktransformers.nn import load_model
-    from ktransformers.nn.pool import choose_pool
+    from ktransformers.nn.pool import set_default_pool
 
     wanted = launch.threads or 0, launch.groups or 0, spare
-    pool = choose_pool(*wanted) if any(wanted) else None
+    pool = set_default_pool(*wanted) if any(wanted) else None
     experts = target.experts_of(launch.experts)
     if experts is not None:
         say(f"experts from {experts}")

@@ -191,7 +191,7 @@ def _last_evaluation(trainer: Any) -> dict[str, Any]:
 
 def _batch_tokens(settings: TrainSettings, rows: int) -> int:
     """Tokens of one batch, at most."""
-    return settings.experts.tokens_at_once or rows * settings.data.cutoff_len
+    return settings.experts.tokens_per_pass or rows * settings.data.cutoff_len
 
 
 def _early_stopping(settings: TrainSettings) -> list[Any]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ktransformers import log
 from ktransformers.nn.cuda_graphs import capture
 from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.transfer import side_streams
+from ktransformers.nn.transfer import copy_streams
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.dequantize import decode
 from ktransformers.place.gpu.device_lora import empty_like_factors, parts_of
@@ -226,7 +226,7 @@ class ExpertGraphs:
         if found is None:
             return None
         # What the last layer's gradients were copied from is written again.
-        torch.cuda.current_stream(self.device).wait_stream(side_streams(self.device).down)
+        torch.cuda.current_stream(self.device).wait_stream(copy_streams(self.device).to_host)
         found.replay(work)
         tokens = work.batch.hidden.shape[0]
         return found.desk.out[:tokens], found.desk.grad_weights[:tokens].clone(), found.laid
@@ -296,7 +296,7 @@ class ExpertGraphs:
             (found.graph, _pass(found, work, tokens=key[1], learns=key[0])),
         )
         if key[0] is not None:  # gradients of the last layer may still be on their way from the buffers
-            torch.cuda.current_stream(self.device).wait_stream(side_streams(self.device).down)
+            torch.cuda.current_stream(self.device).wait_stream(copy_streams(self.device).to_host)
         for _, run in pieces:
             run()
         torch.cuda.synchronize(self.device)

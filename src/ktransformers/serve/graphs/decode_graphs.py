@@ -42,7 +42,7 @@ from ktransformers.log import logger
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.cuda_graphs import capture
 from ktransformers.nn.operator import placed_for
-from ktransformers.nn.padding import padded
+from ktransformers.nn.padding import use_padding_mask
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.placement import Placement
 from ktransformers.plan.modes import MAX_DECODE_TOKENS
@@ -257,7 +257,7 @@ class DecodeGraphs:
         with (
             torch.inference_mode(),
             attending(functools.partial(self._attend, there)),
-            padded(there[ASKED] != 0),
+            use_padding_mask(there[ASKED] != 0),
             mixture.applied(there[ADAPTER]),
         ):
             logits: Tensor = self._model(**words).logits[0]

@@ -1,8 +1,8 @@
-"""A source of safetensors: a released directory, plain or quantised, and the merged files of kt-kernel's converter.
+"""The source for safetensors: a released directory, plain or quantised, and the merged files of kt-kernel's converter.
 
-Tensors are grouped by what stands before their ending (`matrix.py`); a group with codes in it is one matrix, everything
-else is plain. The converter of kt-kernel writes Hugging Face names in other words (`blk.3.` for `model.layers.3.`, the
-leading `model.` dropped); these are put back.
+Tensors are grouped by their name without its ending (`checkpoint/matrix.py`); a group with codes is one quantised
+matrix, all other tensors are plain. The converter of kt-kernel renames tensors (`blk.3.` for `model.layers.3.`, no
+leading `model.`); the Hugging Face names are restored.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode
-from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check, read
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check_experts, read_experts
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.recode import blocks, rows_of
 from ktransformers.checkpoint.shards import Shards
-from ktransformers.checkpoint.sources.kt_kernel import MERGED, KTLayers
+from ktransformers.checkpoint.sources.kt_kernel import MERGED_NAME, KTLayers
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
 from ktransformers.errors import InputError
 
@@ -35,11 +35,11 @@ class SafetensorsSource:
         self.path = path
         self._shards = Shards.of_directory(path) if not files else Shards(files)
         self._quantisation = quantisation
-        merged = {name: found for name in self._shards.names if (found := MERGED.fullmatch(name))}
+        merged = {name: match for name in self._shards.names if (match := MERGED_NAME.fullmatch(name))}
         self._converted = KTLayers.of_merged(self._shards, merged) if merged else None
         self._layers = find_experts(self._shards.names)
-        self._experts = {name for tensors in self._layers for name in names_of(tensors)} | set(merged)
-        self._bases = _bases(self._shards, (name for name in self._shards.names if name not in self._experts))
+        self._experts = {name for tensors in self._layers for name in tensor_names(tensors)} | set(merged)
+        self._quantised = _quantised(self._shards, (name for name in self._shards.names if name not in self._experts))
 
     @property
     def files(self) -> list[Path]:
@@ -53,7 +53,7 @@ class SafetensorsSource:
 
     @property
     def quantised(self) -> bool:
-        return bool(self._bases) or self._converted is not None
+        return bool(self._quantised) or self._converted is not None
 
     def config(self) -> dict[str, Any] | None:
         return None
@@ -62,73 +62,74 @@ class SafetensorsSource:
         if self._converted is not None:
             return self._converted.layer(module, shape)
         shards, tensors = self._shards, locate(self._layers, module)
-        formats = check(shards, tensors, shape, self._quantisation, interleaved)
-        size = sum(_bytes(shards.part(name)) for name in names_of(tensors))
+        formats = check_experts(shards, tensors, shape, self._quantisation, interleaved)
+        size = sum(_bytes(shards.ref(name)) for name in tensor_names(tensors))
 
-        def pieces() -> Iterator[ExpertChunk]:
-            return read(shards, tensors, shape, self._quantisation, interleaved)
+        def chunks() -> Iterator[ExpertChunk]:
+            return read_experts(shards, tensors, shape, self._quantisation, interleaved)
 
-        return LayerSource(formats, size, pieces)
+        return LayerSource(formats, size, chunks)
 
     def rest(self) -> list[PlainTensor]:
-        parts = {name for endings in self._bases.values() for name in endings.values()}
+        parts = {name for endings in self._quantised.values() for name in endings.values()}
         plain = [name for name in self._shards.names if name not in self._experts and name not in parts]
-        return [self._plain(name) for name in plain] + [self._decoded(base) for base in self._bases]
+        return [self._plain(name) for name in plain] + [self._dequantised(base) for base in self._quantised]
 
     def release(self) -> None:
         self._shards.release()
 
     def _name(self, name: str) -> str:
-        """As Hugging Face has it."""
+        """The Hugging Face name."""
         if self._converted is None or name.startswith("lm_head."):
             return name
         return re.sub(r"^blk\.", "model.layers.", name) if name.startswith("blk.") else f"model.{name}"
 
     def _plain(self, name: str) -> PlainTensor:
-        part = self._shards.part(name)
-        if part.dtype not in DTYPES:
-            raise InputError(name, f"dtype {part.dtype}", ", ".join(DTYPES))
-        return PlainTensor(self._name(name), DTYPES[part.dtype], part.shape, lambda: self._shards.read(name))
+        ref = self._shards.ref(name)
+        if ref.dtype not in DTYPES:
+            raise InputError(name, f"dtype {ref.dtype}", ", ".join(DTYPES))
+        return PlainTensor(self._name(name), DTYPES[ref.dtype], ref.shape, lambda: self._shards.read(name))
 
-    def _decoded(self, base: str) -> PlainTensor:
-        parts = {ending: self._shards.part(name) for ending, name in self._bases[base].items()}
-        given = self._bases[base].get("weight_shape")
-        rows, columns = dimensions(parts) if given is None else self._shards.read(given).flatten().tolist()
-        matrix = recognise(parts, rows, columns, self._quantisation)
+    def _dequantised(self, base: str) -> PlainTensor:
+        refs = {ending: self._shards.ref(name) for ending, name in self._quantised[base].items()}
+        shape_name = self._quantised[base].get("weight_shape")
+        rows, columns = dimensions(refs) if shape_name is None else self._shards.read(shape_name).flatten().tolist()
+        matrix = recognise(refs, rows, columns, self._quantisation)
         return PlainTensor(
             self._name(f"{base}.weight"),
             torch.bfloat16,
             (rows, columns),
-            lambda: plain(matrix.build(self._shards.read)),
+            lambda: dequantise(matrix.build(self._shards.read)),
         )
 
 
-def plain(matrix: Tensor | Encoded) -> Tensor:
-    """Of one matrix, in bf16 where it was quantised; some rows at a time, because float32 is twice as large."""
+def dequantise(matrix: Tensor | Encoded) -> Tensor:
+    """A matrix in bf16 if it was quantised, else unchanged; in blocks of rows, because decoding goes through float32,
+    which is twice as large."""
     if isinstance(matrix, Tensor):
         return matrix
-    found = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.codes.device)
+    out = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.codes.device)
     for first, last in blocks(matrix.rows, matrix.columns):
-        part = rows_of(matrix, first, last)
-        assert isinstance(part, Encoded)
-        found[first:last] = decode(part)[0]
-    return found
+        block = rows_of(matrix, first, last)
+        assert isinstance(block, Encoded)
+        out[first:last] = decode(block)[0]
+    return out
 
 
-def names_of(tensors: ExpertTensors) -> Iterator[str]:
+def tensor_names(tensors: ExpertTensors) -> Iterator[str]:
     yield from tensors.fused.values()
     for roles in tensors.single.values():
         yield from roles.values()
 
 
-def _bases(shards: Shards, names: Iterable[str]) -> Mapping[str, dict[str, str]]:
-    """What stands before the ending -> ending -> name, of quantised matrices."""
-    found: dict[str, dict[str, str]] = {}
+def _quantised(shards: Shards, names: Iterable[str]) -> Mapping[str, dict[str, str]]:
+    """Quantised matrices: name without ending -> ending -> name."""
+    groups: dict[str, dict[str, str]] = {}
     for name in names:
         base, _, ending = name.rpartition(".")
         if ending in ENDINGS and base:
-            found.setdefault(base, {})[ending] = name
-    return {base: endings for base, endings in found.items() if _is_quantised(shards, endings)}
+            groups.setdefault(base, {})[ending] = name
+    return {base: endings for base, endings in groups.items() if _is_quantised(shards, endings)}
 
 
 def _is_quantised(shards: Shards, endings: Mapping[str, str]) -> bool:
@@ -136,7 +137,7 @@ def _is_quantised(shards: Shards, endings: Mapping[str, str]) -> bool:
         return True
     if "weight" not in endings:
         return False
-    weight = shards.part(endings["weight"])
+    weight = shards.ref(endings["weight"])
     if weight.dtype in FLOATS or len(weight.shape) != 2:
         return False
     if weight.dtype.startswith("F8") and not any(ending in endings for ending in SCALES):
@@ -144,6 +145,6 @@ def _is_quantised(shards: Shards, endings: Mapping[str, str]) -> bool:
     return weight.dtype in CODE_DTYPES and any(ending in endings for ending in SCALES)
 
 
-def _bytes(part: TensorRef) -> int:
-    size = torch.Size(part.shape).numel()
-    return size * DTYPES[part.dtype].itemsize if part.dtype in DTYPES else size
+def _bytes(ref: TensorRef) -> int:
+    elements = torch.Size(ref.shape).numel()
+    return elements * DTYPES[ref.dtype].itemsize if ref.dtype in DTYPES else elements
