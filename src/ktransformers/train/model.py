@@ -77,7 +77,7 @@ def build_meta_model(directory: Path) -> nn.Module:
 
     from ktransformers.nn import load
 
-    config = load.load_config(directory)  # the config that load_model uses; raises for unsupported models
+    config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config)
@@ -99,7 +99,9 @@ def check_formats(model: nn.Module, requested: str) -> None:
 
 def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
     """A thread pool as requested, with at most the CPUs of this process; `spare` reserves a thread to launch GPU
-    work.""" from ktransformers import _core from ktransformers.nn.pool import set_default_pool
+    work."""
+    from ktransformers import _core
+    from ktransformers.nn.pool import set_default_pool
 
     experts = settings.experts
     if experts.kt_num_threads is None and experts.kt_threadpool_count is None and not spare:
