@@ -106,11 +106,9 @@ def engine_of(
     found = []
     for index, store in enumerate(made):
         layer = new_layer(engine, index, store, Gate("silu"), sizes)
-        if index:
-            layer.costs = engine.layers[0].costs
-        elif policy in ("auto", "split"):
+        if not index and policy in ("auto", "split"):
             layer.costs, cache.link_rate = costs_of(layer.packed, store, engine.executor, anew=policy == "auto")
-        engine.dispatcher.costs = layer.costs
+            engine.dispatcher.costs = layer.costs
         engine.layers[index] = layer
         found.append(PlacedStore(engine, layer, index))
     return found

@@ -146,10 +146,12 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
     assert not place.layer.last_split, "somebody asked"
     assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
     monkeypatch.setattr(resident_decode, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
-    assert not place.engine.callbacks.takes(place.layer.packed, given, "resident"), "too large, or faster when asked"
-    assert place.engine.callbacks.takes(place.layer.packed, batch(SMALL, 4, device), "resident")
+    assert place.engine._inference_mode(place.layer, given) != "host_callback", "too large, or no residents"
+    assert not place.engine.callbacks.refusal(place.layer.packed, batch(SMALL, 4, device), "resident")
     place.engine.callbacks.rehearsing = True
-    assert place.engine.callbacks.takes(place.layer.packed, given, "resident"), "in a graph, some tokens at a time"
+    assert not place.engine.callbacks.refusal(place.layer.packed, given, "resident"), (
+        "in a graph, some tokens at a time"
+    )
     assert torch.equal(place.engine.infer(place.layer, given), got)
 
 
@@ -181,7 +183,7 @@ def test_residents_that_change(device: str) -> None:
         assert error(place.engine.infer(place.layer, given), want) < CLOSE
     held = residents_of(few, 0)
     assert held.skip.nonzero().flatten().tolist() == [1, 6] and held.place.cpu()[[1, 6]].tolist() == [0, 1]
-    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
     assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [2, 5]
     room = place.engine.executor.residents[0] = ExpertCache(sizes, 3, torch.device(device), None)
@@ -208,7 +210,7 @@ def test_a_graph_from_before() -> None:
     (ready,) = few._ready.values()
     few._captured[0] = [(ready, store)]
     inputs, want, before = (given.hidden, given.ids, given.weights), expected(store, given), few.generation
-    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     assert ready.residents is residents_of(few, 0) and few.generation == before
     assert ready.residents.skip.nonzero().flatten().tolist() == [2, 5]
     assert 0 < error(few._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"

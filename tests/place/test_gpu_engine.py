@@ -184,7 +184,7 @@ def test_policies(policy: str, retain: bool, device: str) -> None:
             got = run(place, given, retain)
             if policy == "auto" and not turn:
                 first = place.layer.last_split["forward"]
-                assert first.cpu and first.there and first.streamed, "nothing was split"
+                assert first.cpu and first.resident and first.streamed, "nothing was split"
             assert got[0].dtype == given.hidden.dtype and str(got[0].device) == device
             compare(got, want)
 

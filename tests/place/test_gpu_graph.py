@@ -129,7 +129,7 @@ def test_a_graph_outlives_its_residents() -> None:
     place = served(store, GPU, "resident", residents=(1, 6))
     static = batch(SMALL, 4, GPU)
     graph, out = capture(place, static)
-    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     given = batch(SMALL, 4, GPU, seed=3)
     given.ids[:, 0] = torch.tensor([2, 5, 2, 5], device=GPU)
     replay(graph, static, given)

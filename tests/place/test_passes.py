@@ -35,7 +35,7 @@ def served(
 ) -> PlacedStore:
     where, sizes = torch.device(device), geometry_of(store)
     engine = ExpertEngine(where, policy, ExpertCache(sizes, slots, where, None))
-    engine.threshold = threshold
+    engine.dispatcher.threshold = threshold
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = {"forward": EVEN, "backward": EVEN}
     engine.layers[0] = layer
@@ -135,7 +135,7 @@ def test_residents_follow_the_routing(device: str) -> None:
     assert set(place.layer.last_split["forward"].resident) == {3, 5}
     for got, part in ((few, want[:4]), (many, want), (again, want[:4]), (asked, want[:4])):
         assert error(got, part) < TOLERANCE
-    assert place.renew(np.array([0, 0, 0, 1, 0, 0, 0, 0])) == 0, "of equals those that are there stay"
+    assert place.update_residents(np.array([0, 0, 0, 1, 0, 0, 0, 0])) == 0, "of equals those that are there stay"
 
 
 def test_selection_is_kt_kernels() -> None:

@@ -82,9 +82,9 @@ def test_policies() -> None:
     rows, there = [5, 0, 3, 9], frozenset({0, 1})
     assert split(rows, 17, given_costs, resident=there, mode="cpu").cpu == (0, 2, 3)
     streaming = split(rows, 17, given_costs, resident=there, mode="stream")
-    assert (streaming.there, streaming.streamed, streaming.cpu) == ((0,), (3, 2), ())
+    assert (streaming.resident, streaming.streamed, streaming.cpu) == ((0,), (3, 2), ())
     resident = split(rows, 17, given_costs, resident=there, mode="resident")
-    assert (resident.there, resident.streamed, resident.cpu) == ((0,), (), (2, 3))
+    assert (resident.resident, resident.streamed, resident.cpu) == ((0,), (), (2, 3))
 
 
 def test_a_real_layer() -> None:
@@ -118,4 +118,4 @@ def test_what_is_under_way_comes_first() -> None:
 
 
 def test_no_tokens() -> None:
-    assert split([0, 0], 0, Costs(*[1e-3] * 9)) == Split((), (), (), 0.0, 0.0)
+    assert split([0, 0], 0, Costs(*[1e-3] * 9)) == Split((), (), (), 0.0)

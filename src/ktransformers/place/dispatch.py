@@ -121,17 +121,16 @@ class Dispatcher:
             return CPU
         mode = self.decided_mode(tokens, training)
         residents = self._executor.resident_experts(layer.packed.index)
+        decoding = pass_kind(tokens, training) == DECODE
+        if mode == RESIDENT and residents and decoding and self.forced is None:
+            return HOST_CALLBACK  # the same division, which a CUDA graph can hold
         if mode in (STREAM, RESIDENT, SPLIT) and len(residents) == layer.packed.geometry.experts:
             mode = STREAM_ALL  # nothing is copied
         if mode == STREAM and self._used_nearly_all(layer, tokens):
             mode = STREAM_ALL
         if mode == STREAM_ALL and not self._is_captured(layer, batch, factor_grads):
             mode = STREAM
-        if mode == RESIDENT and not residents:
-            return CPU
-        if mode == RESIDENT and self.forced is None and pass_kind(tokens, training) == DECODE:
-            return HOST_CALLBACK  # the same division, which a CUDA graph can hold
-        return mode
+        return CPU if mode == RESIDENT and not residents else mode
 
     def split(self, layer: PlacedLayer, counts: NDArray[np.int64], tokens: int, direction: str, mode: str) -> Split:
         """Who computes which expert of a batch whose `counts` [E] are known."""

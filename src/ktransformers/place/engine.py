@@ -115,7 +115,7 @@ class ExpertEngine:
         may be captured later, its first call goes that way too, because it allocates what a graph needs."""
         mode = self.dispatcher.mode(layer, batch, training=False)
         if self.callbacks.capturing:
-            self.callbacks.check(layer.packed, batch, mode)
+            self.callbacks.check(layer.packed, batch, self.dispatcher.policy_of(batch.ids.shape[0]))
             return HOST_CALLBACK
         if batch.ids.shape[0] > MAX_DECODE_TOKENS or self.callbacks.refusal(layer.packed, batch, mode):
             if mode != HOST_CALLBACK:

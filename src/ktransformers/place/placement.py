@@ -312,11 +312,9 @@ def _add(
     placement: Placement, engine: ExpertEngine, name: str, store: ExpertStore, contract: Contract, calibrate: bool
 ) -> None:
     layer = new_layer(engine, len(engine.layers), store, contract.gate, geometry_of(store))
-    if engine.layers:
-        layer.costs = engine.layers[0].costs
-    elif placement.policy in ("auto", SPLIT):
+    if not engine.layers and placement.policy in ("auto", SPLIT):
         layer.costs, engine.cache.link_rate = costs_of(layer.packed, store, engine.executor, anew=calibrate)
-    engine.dispatcher.costs = layer.costs
+        engine.dispatcher.costs = layer.costs
     engine.layers[layer.packed.index] = layer
     number = chosen.layer_number(name)
     placed = PlacedStore(engine, layer, -1 if number is None else number)
@@ -334,9 +332,9 @@ def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, 
         _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
     )
     packed = LayerOnDevice(index, sizes, gate, source, biases)
-    return PlacedLayer(
-        packed, weakref.ref(store), dict.fromkeys(("forward", "backward"), NOMINAL), np.zeros(sizes.experts, np.int64)
-    )
+    costs = engine.dispatcher.costs or dict.fromkeys(("forward", "backward"), NOMINAL)
+    engine.dispatcher.costs = costs
+    return PlacedLayer(packed, weakref.ref(store), costs, np.zeros(sizes.experts, np.int64))
 
 
 def _by_expert(packed: Tensor, experts: int) -> Tensor:
