@@ -103,7 +103,7 @@ def work_of(settings: TrainSettings, rest_bytes: int, lengths: Lengths | None = 
         rest_bytes=rest_bytes,
         saves=int(settings.trainer.get("save_total_limit") or 1),
         labelled=_labelled(settings, tokens, lengths),
-        graphs=env.text("KT_GRAPHS") != "0" and not settings.model.use_reentrant_gc,
+        graphs=env.graphs_enabled("attention") and not settings.model.use_reentrant_gc,
     )
 
 
