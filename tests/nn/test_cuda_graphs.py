@@ -18,7 +18,7 @@ Cache = GraphCache[str, str]
 
 @pytest.fixture
 def pool() -> GraphPool:
-    return GraphPool(torch.device("cpu"), "all fakes")
+    return GraphPool(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_out_of_memory_closes_all_caches_of_the_pool(
     assert cache.capture("a", failing(torch.OutOfMemoryError("tried to allocate"))) is None
     assert cache.closed and other.closed and request(other, "a") == "graph of a"
     assert caplog.messages == [
-        "no further CUDA graphs of all fakes, launched kernel by kernel instead: no GPU memory is left"
+        "no further CUDA graphs of fakes, launched kernel by kernel instead: no GPU memory is left"
     ]
 
 
@@ -208,7 +208,7 @@ def test_switch_with_an_unknown_word_is_refused(value: str, monkeypatch: pytest.
 @pytest.mark.gpu
 def test_graphs_share_a_pool_and_a_new_one_follows_the_last_graph() -> None:
     device = torch.device("cuda:0")
-    pool = GraphPool(device, "fakes")
+    pool = GraphPool(device)
     source, target = torch.ones(8, device=device), torch.zeros(8, device=device)
 
     def run() -> torch.Tensor:
@@ -229,7 +229,7 @@ def test_graphs_share_a_pool_and_a_new_one_follows_the_last_graph() -> None:
 @pytest.mark.gpu
 def test_random_numbers_go_on_after_a_failed_capture() -> None:
     device = torch.device("cuda:0")
-    pool = GraphPool(device, "fakes")
+    pool = GraphPool(device)
     weights, target = torch.ones(64, device=device), torch.empty(64, device=device)
 
     def synchronising() -> None:

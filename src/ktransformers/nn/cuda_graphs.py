@@ -49,8 +49,8 @@ class GraphPool:
     torch frees the memory of a pool with its last graph and does not take such a pool up again, so the pool is that of
     any graph that still exists, or a new one."""
 
-    def __init__(self, device: torch.device, name: str) -> None:
-        self.device, self.name = device, name
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.exhausted = False  # no GPU memory was left for a graph
         self.reported: set[str] = set()  # refusals that were logged: layers of a model fail alike
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -137,7 +137,7 @@ class GraphCache(Generic[K, G]):
         subject: str = "",
         on_failure: Callable[[K, Exception], Refusal] = refuse_all,
     ) -> G | None:
-        """The graph that `make` warms up and records; None: refused. `subject` names the key in the log line.
+        """The graph that `make` warms up and records; None: refused. `subject` describes a key that is refused alone.
 
         Errors of any kind are a refusal, because the work itself is still to be done, and can be, kernel by kernel."""
         while self.may_capture(key):
@@ -159,10 +159,10 @@ class GraphCache(Generic[K, G]):
             self._closed = True
         else:
             self.pool.exhausted = True
-        names = {Refusal.KEY: subject or self.name, Refusal.CACHE: self.name, Refusal.POOL: self.pool.name}
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         reason = "no GPU memory is left" if out_of_memory else f"{type(error).__name__}: {error}"
-        line = f"no further CUDA graphs of {names[refusal]}, launched kernel by kernel instead: {reason}"
+        subject = subject if refusal is Refusal.KEY else self.name
+        line = f"no further CUDA graphs of {subject}, launched kernel by kernel instead: {reason}"
         if line not in self.pool.reported:
             self.pool.reported.add(line)
             LOG.warning("%s", line)
@@ -180,7 +180,6 @@ class GraphCache(Generic[K, G]):
         """Drop all graphs and capture none any more."""
         self._closed = True
         self.evict()
-        self.reset()
 
 
 def capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], device: torch.device, pool: Any) -> T:

@@ -153,7 +153,7 @@ class DeviceState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pool = GraphPool(device, f"attention on {device}")
+        self.pool = GraphPool(device)
         self.buffers = GrowingBuffers()
         self.inputs: dict[Key, StaticInputs] = {}
         self._stream: Any = None  # of all calls so far

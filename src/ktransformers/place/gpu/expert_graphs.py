@@ -112,16 +112,10 @@ class StaticBuffers:
 
     @classmethod
     def allocate(cls, tokens: int, batch: ExpertBatch) -> StaticBuffers:
-        size, top_k, device = batch.hidden.shape[1], batch.ids.shape[1], batch.hidden.device
-        hidden = torch.empty(tokens, size, dtype=batch.hidden.dtype, device=device)
-        return cls(
-            hidden,
-            torch.empty_like(hidden),
-            torch.empty(tokens, top_k, dtype=torch.int64, device=device),
-            torch.empty(tokens, top_k, dtype=torch.float32, device=device),
-            torch.empty(tokens, size, dtype=torch.float32, device=device),
-            torch.empty(tokens, top_k, dtype=torch.float32, device=device),
-        )
+        hidden = batch.hidden.new_empty(tokens, batch.hidden.shape[1])
+        ids = hidden.new_empty(tokens, batch.ids.shape[1], dtype=torch.int64)
+        out, weights = (torch.empty_like(like, dtype=torch.float32) for like in (hidden, ids))
+        return cls(hidden, torch.empty_like(hidden), ids, weights, out, torch.empty_like(weights))
 
     def fits(self, key: PassKey) -> bool:
         return self.hidden.shape[0] >= key.tokens and (self.hidden.dtype, self.ids.shape[1]) == (key.dtype, key.top_k)
@@ -209,9 +203,8 @@ class ExpertGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        name = "expert passes"
         self.graphs: GraphCache[PassKey, ExpertGraph] = GraphCache(
-            name, GraphPool(device, name), enabled=env.graphs_enabled("experts")
+            "expert passes", GraphPool(device), enabled=env.graphs_enabled("experts")
         )
         self._copier = ZeroCopyReader(device)
         self._static: StaticBuffers | None = None

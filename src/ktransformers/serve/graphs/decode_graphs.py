@@ -111,7 +111,7 @@ class DecodeGraphs:
         self._record = record
         self._sizes = [*(size for size in SIZES if size < max_rows), min(max_rows, MOST)]
         self.max_rows = self._sizes[-1]
-        self.graphs: GraphCache[StepKey, DecodeStep] = GraphCache(NAME, GraphPool(self.device, NAME))
+        self.graphs: GraphCache[StepKey, DecodeStep] = GraphCache(NAME, GraphPool(self.device))
         self._base = AdapterSet((), self.device)
         self.sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # least recently used first; without the base
         self._generation = self._current_generation()
