@@ -139,7 +139,7 @@ class Bench:
         self.rates = measure()
         machine["rates"] = dataclasses.asdict(self.rates)
         self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine}
-        self.document |= {"attention_graphs": env.text("KT_GRAPHS") != "0", "models": {}, "cells": []}
+        self.document |= {"attention_graphs": env.graphs_enabled("attention"), "models": {}, "cells": []}
         print(f"{machine['cpu']}: {machine['cpus']} CPUs; GPU: {machine['gpu'] or 'none'}")
         heads = ["model", "variant", "format", "tokens", "pieces", "s/step", "ideal", "tokens/s", "GPU GiB", "host GiB"]
         heads += ["fwd", "bwd", "again", "attn", "optim", "rest"]

@@ -303,8 +303,7 @@ def attach(
         _add(placement, engine, name, store, contract, calibrate)
     for name, reason in placement.left.items():
         _log.warning("%s stays with the CPU: %s", name, reason)
-    if env.text("KT_GRAPHS") != "0":
-        placement._attention = record_attention(model, [one for one in placement.devices() if one.type == "cuda"])
+    placement._attention = record_attention(model, [one for one in placement.devices() if one.type == "cuda"])
     return placement
 
 

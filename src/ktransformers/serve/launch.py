@@ -161,8 +161,8 @@ def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     why = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
     if why:
         return f"new tokens are computed kernel by kernel: {why}"
-    forward.graphs = DecodeGraphs(forward.model, placement, most=launch.graph_rows)
-    return f"new tokens are computed in CUDA graphs, up to {forward.graphs.most} sequences at once"
+    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=launch.graph_rows)
+    return f"new tokens are computed in CUDA graphs, up to {forward.graphs.max_rows} sequences at once"
 
 
 def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, say: Say) -> Any:

@@ -23,8 +23,7 @@ from ktransformers.place.gpu.dequantize import decode
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, chosen
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.expert_cache import ExpertCache, Key, LayerBytes
-from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, SlotRefs, numbers_of, suits
-from ktransformers.place.gpu.expert_graphs import Key as Kind
+from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, PassKey, SlotRefs, can_capture, slot_table
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, shelf_bytes
@@ -197,30 +196,30 @@ class GpuExecutor:
             first = mine.stop
             yield weighed, decoded, lora, thin, order[rows]
 
-    def _kind(self, layer: LayerOnDevice, batch: ExpertBatch, streamed: int, learns: bool | None) -> Kind | None:
+    def _kind(self, layer: LayerOnDevice, batch: ExpertBatch, streamed: int, learns: bool | None) -> PassKey | None:
         """Of a pass with so many streamed experts that may be recorded; None: it has to go group by group. `learns`
         None: forward."""
         bulk, most = self._bulk(layer.geometry), GROUP_ROWS + 2 * batch.hidden.shape[0]
         if bulk < layer.geometry.experts or batch.ids.numel() > most or streamed > self.cache.count:
             return None
-        return self._recorder.key(layer, batch, learns) if suits(layer, batch) else None
+        return self._recorder.key(layer, batch, learns) if can_capture(layer, batch) else None
 
     def replays(self, layer: LayerOnDevice, batch: ExpertBatch, learns: bool | None) -> bool:
         """Whether this pass with all of its experts is recorded: then its `counts` need not be known."""
         streamed = layer.geometry.experts - len(self.resident_experts(layer.index))
         kind = self._kind(layer, batch, streamed, learns)
-        return kind is not None and self._recorder.knows(kind)
+        return kind is not None and self._recorder.is_captured(kind)
 
     def _in_one(
         self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], learns: bool | None
-    ) -> tuple[Kind, GraphInputs] | None:
+    ) -> tuple[PassKey, GraphInputs] | None:
         """Everything for a replay; None: group by group."""
         geometry, bulk = layer.geometry, self._bulk(layer.geometry)
         rooms = self.residents.get(layer.index)
         resident = self.resident_experts(layer.index)
         streamed = [e for e in experts if e not in resident]
         kind = self._kind(layer, batch, len(streamed), learns)
-        if kind is None or not self._recorder.wants(kind, layer.index):
+        if kind is None or not self._recorder.is_due(kind, layer.index):
             return None
         seats = []
         for room, mine in ((rooms, [e for e in experts if e in resident]), (self.cache, streamed)):
@@ -231,7 +230,7 @@ class GpuExecutor:
         first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
         down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
-        numbers = numbers_of(geometry.experts, seats, self.cache)
+        numbers = slot_table(geometry.experts, seats, self.cache)
         return kind, GraphInputs(layer, batch, self.cache, seats, Decoded(first, down), numbers, pairs)
 
     def forward(

@@ -1,4 +1,4 @@
-"""Passes that are replayed give what passes give that are asked for kernel by kernel, whatever the routing is."""
+"""Replayed expert passes compute what passes compute that are launched kernel by kernel, whatever the routing is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from ktransformers.nn import cuda_graphs
+from ktransformers.nn.cuda_graphs import GraphPool
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT, Dropout
@@ -18,13 +20,14 @@ from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, 
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
 from ktransformers.place.gpu.expert_graphs import (
-    ExpertGraph,
     ExpertGraphs,
     GraphInputs,
+    LoraBuffers,
+    PassBuffers,
+    PassKey,
     SlotRefs,
     StaticBuffers,
-    numbers_of,
-    size_of,
+    slot_table,
 )
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import geometry
@@ -33,45 +36,44 @@ from ktransformers.place.placement import geometry_of, new_layer
 from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
 
 LARGER = Size(32, 512, 256, 4, 300, 8)
-NO_GRAPHS: Any = (None, None)
 
 
-def a_room(count: int, first: int, down: int) -> Any:
+def fake_cache(count: int, first: int, down: int) -> Any:
     return SimpleNamespace(
         first=torch.empty(count, first, dtype=torch.uint8), down=torch.empty(count, down, dtype=torch.uint8)
     )
 
 
-def test_numbers() -> None:
-    room, residents = a_room(8, 192, 64), a_room(3, 192, 64)
-    seats = [SlotRefs(residents, [2], [1]), SlotRefs(room, [0, 4], [1, 7])]
-    found = numbers_of(5, seats, room)
-    place, first, down = found[:6], found[6:11], found[11:]
-    assert place.tolist() == [0, 5, 2, 5, 4, 5]  # two that others compute, and ids that are none
-    for name, size, distances in (("first", 192, first), ("down", 64, down)):
-        apart = getattr(residents, name).data_ptr() - getattr(room, name).data_ptr()
-        assert distances.tolist() == [size, -1, apart + size, -1, 7 * size]
+def test_slot_table_has_sort_keys_and_offsets() -> None:
+    streamed, residents = fake_cache(8, 192, 64), fake_cache(3, 192, 64)
+    table = slot_table(5, [SlotRefs(residents, [2], [1]), SlotRefs(streamed, [0, 4], [1, 7])], streamed)
+    sort_keys, first, down = table[:6], table[6:11], table[11:]
+    assert sort_keys.tolist() == [0, 5, 2, 5, 4, 5]  # two experts on the CPU, and ids that are none
+    for name, size, offsets in (("first", 192, first), ("down", 64, down)):
+        apart = getattr(residents, name).data_ptr() - getattr(streamed, name).data_ptr()
+        assert offsets.tolist() == [size, -1, apart + size, -1, 7 * size]
 
 
-def test_sizes() -> None:
-    assert [size_of(tokens) for tokens in (1, 64, 65, 1000, 1025, 2049, 4000)] == [64, 64, 128, 1024, 1152, 2304, 4096]
-    for tokens in range(1, 5000, 7):
-        assert 0 <= size_of(tokens) - tokens < max(64, tokens / 8 + 1)
+def pass_key(needs_grad: bool | None, tokens: int) -> PassKey:
+    return PassKey(needs_grad, tokens, SMALL.top_k, torch.bfloat16, Gate("silu"), ())
 
 
-def test_what_is_recorded() -> None:
-    """In the third pass over the layers; never more kinds than there is room for."""
-    recorder = ExpertGraphs(torch.device("cpu"))
+def test_pass_is_due_in_the_third_pass_over_the_layers() -> None:
+    graphs, key = ExpertGraphs(torch.device("cpu")), pass_key(None, 64)
     for turn in range(3):
-        found = {recorder.wants(("a",), layer) for layer in (4, 5, 6)}
-        assert found == {turn == 2}
-    recorder._known = {(number,): None for number in range(expert_graphs.MOST)}  # type: ignore[misc]
-    assert not recorder.wants(("a",), 4) and recorder.wants((0,), 4)
+        assert graphs.is_pending(key) and not graphs.is_captured(key)
+        assert {graphs.is_due(key, layer) for layer in (4, 5, 6)} == {turn == 2}
 
 
-@pytest.mark.parametrize("learns", [None, False, True])
-def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
-    """Three of eight experts, 41 tokens in a place for 64, buffers full of NaN: as if these experts' rows were all."""
+def test_passes_are_not_captured_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_GRAPHS", "attention,decode")
+    graphs, key = ExpertGraphs(torch.device("cpu")), pass_key(None, 64)
+    assert not graphs.is_pending(key) and not any(graphs.is_due(key, 0) for _ in range(4))
+
+
+@pytest.mark.parametrize("needs_grad", [None, False, True])
+def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | None) -> None:
+    """Three of eight experts, 41 tokens padded to 64, buffers full of NaN: only these experts' rows count."""
     given = inputs(SMALL, "cpu")
     wanted, size, gate = [1, 2, 6], SMALL, Gate("silu")
     generator = torch.Generator().manual_seed(3)
@@ -93,47 +95,49 @@ def test_rows_that_are_nobodys_count_nowhere(learns: bool | None) -> None:
     lora = GroupLora(ends, *(StackedLora(pairs[n].a[wanted], pairs[n].b[wanted]) for n in ("first", "down")))
     want = torch.zeros(size.tokens, size.hidden)
 
-    room = 64
-    desk = StaticBuffers(
-        *(torch.full((room, size.hidden), torch.nan, dtype=torch.bfloat16) for _ in range(2)),
-        torch.full((room, size.top_k), -1),
-        torch.full((room, size.top_k), torch.nan),
-        torch.full((room, size.hidden), torch.nan),
-        torch.full((room, size.top_k), torch.nan),
-    )
-    for target, source in ((desk.hidden, hidden), (desk.rising, given.grad), (desk.ids, ids), (desk.weights, weights)):
+    key = pass_key(needs_grad, 64)
+    static = StaticBuffers.allocate(key.tokens, ExpertBatch(hidden, ids, weights, factors, NO_DROPOUT))
+    for buffer in (static.hidden, static.grad_out, static.weights, static.out, static.grad_weights):
+        buffer.fill_(torch.nan)
+    static.ids.fill_(-1)
+    for target, source in (
+        (static.hidden, hidden),
+        (static.grad_out, given.grad),
+        (static.ids, ids),
+        (static.weights, weights),
+    ):
         target[: size.tokens] = source
     sizes = geometry(size.experts, size.hidden, size.intermediate, True, dict.fromkeys(("gate", "up", "down"), "bf16"))
     nothing = torch.empty(0)
     layer = LayerOnDevice(0, sizes, gate, LayerBytes(nothing, nothing), (None, None))
-    slots = a_room(3, 64, 64)
-    work = GraphInputs(
-        layer, ExpertBatch(hidden, ids, weights, factors, NO_DROPOUT), slots, [], decoded, np.empty(0, np.int64), pairs
-    )
-    laid = empty_like_factors(factors if learns else None, torch.device("cpu"))
-    numbers = torch.from_numpy(numbers_of(size.experts, [SlotRefs(slots, wanted, [0, 1, 2])], slots))
-    expert_graphs._pass(ExpertGraph(*NO_GRAPHS, desk, numbers, dict(pairs), laid), work, room, learns)()
+    slots = fake_cache(3, 64, 64)
+    table = slot_table(size.experts, [SlotRefs(slots, wanted, [0, 1, 2])], slots)
+    batch = ExpertBatch(hidden, ids, weights, factors, NO_DROPOUT)
+    replayed = GraphInputs(layer, batch, slots, [], decoded, table, pairs)
+    lora_grads = empty_like_factors(factors if needs_grad else None, torch.device("cpu"))
+    buffers = PassBuffers(static, torch.from_numpy(table), LoraBuffers(dict(pairs), lora_grads))
+    expert_graphs._compute(buffers, replayed, key)()
 
-    if learns is None:
+    if needs_grad is None:
         grouped_mlp.forward(hidden, rows, few, gate, want, lora)
-        torch.testing.assert_close(desk.out[: size.tokens], want)
+        torch.testing.assert_close(static.out[: size.tokens], want)
         return
-    grad_rows, grads = grouped_mlp.backward(given.grad, hidden, rows, few, gate, want, lora, None, learns)
-    torch.testing.assert_close(desk.out[: size.tokens], want)
+    grad_rows, grads = grouped_mlp.backward(given.grad, hidden, rows, few, gate, want, lora, None, needs_grad)
+    torch.testing.assert_close(static.out[: size.tokens], want)
     expected_weights = torch.zeros(ids.numel()).index_copy_(0, rows_at, grad_rows)
-    torch.testing.assert_close(desk.grad_weights[: size.tokens].view(-1), expected_weights)
+    torch.testing.assert_close(static.grad_weights[: size.tokens].view(-1), expected_weights)
     gradients = FactorGradients(factors)
     gradients.add(grads)
-    for got, whole in zip(laid, gradients.lay(torch.tensor(wanted)), strict=True):
-        torch.testing.assert_close(got, whole)
-        assert got.stride() == whole.stride()
+    for got, expected_grad in zip(lora_grads, gradients.lay(torch.tensor(wanted)), strict=True):
+        torch.testing.assert_close(got, expected_grad)
+        assert got.stride() == expected_grad.stride()
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Everything is recorded at its first call; what was replayed."""
+    """Passes are captured at their first call; the list is what was replayed."""
     replayed: list[str] = []
-    monkeypatch.setattr(expert_graphs, "SEEN", 0)
+    monkeypatch.setattr(cuda_graphs, "CAPTURE_AT", 1)
     for name in ("forward", "backward"):
         inner = getattr(expert_graphs.ExpertGraphs, name)
 
@@ -156,9 +160,9 @@ def other_routing(given: Inputs, size: Size, seed: int, least: int = 0) -> Input
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["bf16", "int4:32", "fp8:128x128"])
 @pytest.mark.parametrize("policy", ["stream", "auto"])
-def test_replays(spec: str, policy: str, at_once: list[str]) -> None:
+def test_replays_compute_what_launches_compute(spec: str, policy: str, at_once: list[str]) -> None:
     """Routing changes from call to call, experts without rows among them; sizes take turns, the smaller one first, so
-    that what was recorded for it is recorded again."""
+    that its passes are captured again when the buffers have grown."""
     store = make_store(LARGER, spec)
     place = placed(store, "cuda:0", policy, LARGER.experts)
     smaller = replace(LARGER, tokens=201)
@@ -167,16 +171,16 @@ def test_replays(spec: str, policy: str, at_once: list[str]) -> None:
             given = other_routing(inputs(size, "cuda:0", seed=turn), size, turn, least=5 * (turn % 2))
             compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward", "backward"] * 8
-    assert len(place.engine.executor._recorder._known) == 4
+    assert len(place.engine.executor._recorder.graphs.captured) == 4
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("room", [1, 2])
-def test_layers_share_a_recording(room: int, at_once: list[str]) -> None:
-    """And results of one are not overwritten by the next, nor are experts that a queued pass has still to read: with
+@pytest.mark.parametrize("layers_in_slots", [1, 2])
+def test_layers_share_graphs(layers_in_slots: int, at_once: list[str]) -> None:
+    """Results of one layer are not overwritten by the next, nor are experts that a queued pass has still to read: with
     slots for one layer, everything is queued before the first kernel runs."""
     stores = [make_store(LARGER, "int4:32", seed=seed) for seed in range(3)]
-    place = placed(stores[0], "cuda:0", "stream", room * LARGER.experts)
+    place = placed(stores[0], "cuda:0", "stream", layers_in_slots * LARGER.experts)
     layers = [place]
     for index, store in enumerate(stores[1:], 1):
         layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
@@ -191,7 +195,7 @@ def test_layers_share_a_recording(room: int, at_once: list[str]) -> None:
     for store, one, out, grads in zip(stores, given, outs, found, strict=True):
         compare([out, *grads], expected(store, one))
     assert at_once == ["forward"] * 3 + ["backward"] * 3
-    assert len(place.engine.executor._recorder._known) == 2
+    assert len(place.engine.executor._recorder.graphs.captured) == 2
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -206,8 +210,8 @@ def test_layers_share_a_recording(room: int, at_once: list[str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["bf16", "int4:32", "nvfp4"])
 @pytest.mark.parametrize("policy", ["stream", "auto", "resident"])
-def test_residents_lie_anywhere(spec: str, policy: str, at_once: list[str]) -> None:
-    """Two layers with other residents, one with all of them, then renewed ones: the recordings stay the same."""
+def test_graphs_serve_residents_at_any_address(spec: str, policy: str, at_once: list[str]) -> None:
+    """Two layers with other residents, one with all of them, then renewed ones: the graphs stay the same."""
     stores = [make_store(LARGER, spec, seed=seed) for seed in range(2)]
     layers = [placed(stores[0], "cuda:0", policy, LARGER.experts, (1, 6, 30))]
     engine, sizes = layers[0].engine, geometry_of(stores[0])
@@ -225,11 +229,11 @@ def test_residents_lie_anywhere(spec: str, policy: str, at_once: list[str]) -> N
         room.retain(0, frozenset())
         room.fetch(0, layers[0].layer.packed.source, (turn, 9, 28))
     assert at_once == ["forward", "backward"] * 6
-    assert len(engine.executor._recorder._known) == 2
+    assert len(engine.executor._recorder.graphs.captured) == 2
 
 
 @pytest.mark.gpu
-def test_inference_and_no_lora(at_once: list[str]) -> None:
+def test_inference_without_and_with_lora_is_replayed(at_once: list[str]) -> None:
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
     place = placed(store, "cuda:0", "stream", LARGER.experts)
     want = expected(store, replace(given, lora=given.lora))
@@ -241,8 +245,8 @@ def test_inference_and_no_lora(at_once: list[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout draws anew in every call, and what is decoded in groups is as long as its rows are."""
+def test_dropout_and_grouped_experts_are_not_captured(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout draws anew in every call, and experts that are decoded in groups have rows as the routing has it."""
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
     place = placed(store, "cuda:0", "stream", LARGER.experts)
     run(place, given, True, Dropout(0.4, 7))
@@ -254,25 +258,28 @@ def test_who_is_not_recorded(at_once: list[str], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("not while capturing")])
-def test_what_cannot_be_recorded(error: RuntimeError, at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything goes on as before, said once."""
+def test_failed_capture_is_logged_once_and_passes_go_on(
+    error: RuntimeError, at_once: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
     place = placed(store, "cuda:0", "stream", LARGER.experts)
 
-    def full(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(expert_graphs.ExpertGraphs, "_record", full)
+    monkeypatch.setattr(GraphPool, "record", fail)
     for _ in range(2):
         compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward"]
+    assert sum("CUDA graphs of expert passes" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["stream", "auto", "resident"])
-def test_nobody_waits_for_ids(policy: str, at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is recorded, a pass with all of its experts asks for nothing; its rows are counted all the same, and a
-    backward pass that goes another way finds its ids."""
+def test_captured_pass_with_all_experts_does_not_synchronise_on_ids(
+    policy: str, at_once: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are counted all the same, and a backward pass that is not replayed finds the ids."""
     store = make_store(LARGER, "int4:32")
     residents = range(LARGER.experts) if policy == "resident" else range(3)
     place = placed(store, "cuda:0", policy, LARGER.experts, tuple(residents))

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from ktransformers.nn.cuda_graphs import CAPTURE_AT
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
 from ktransformers.serve.engine.forward import Chunk
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
+from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs, why_not
 from ktransformers.serve.http.metrics import render
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.target import Target
@@ -143,7 +144,7 @@ def test_answers_are_the_same(on_gpu: Bench, placement: Placement) -> None:
 def test_slots_grow_and_prefixes_are_found(on_gpu: Bench, placement: Placement) -> None:
     engine = on_gpu.engine()
     (first,) = ask(on_gpu, engine, [(60, 100)])
-    assert replayed(on_gpu) == 99 - LEAST + 1, "one graph for all capacities"
+    assert replayed(on_gpu) == 99 - CAPTURE_AT + 1, "one graph for all capacities"
     agree([first], launched(on_gpu, [(60, 100)]), APART)
     longer = text(0, 60) + first.tokens[:80]
     again, later = on_gpu.sequence(longer, max_tokens=20)
@@ -161,7 +162,7 @@ def test_adapters(on_gpu: Bench, placement: Placement) -> None:
     found = ask(on_gpu, engine, lengths, names)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(found, uncaptured(on_gpu, placement, lengths, names), APART)
-    if not any(one.side.residents for one in placement.engines):
+    if not any(one.executor.residents for one in placement.engines):
         agree(found, launched(on_gpu, lengths, names), APART)
 
 
@@ -183,7 +184,7 @@ def test_base_rows_beside_adapters_have_the_base_s_bits(on_gpu: Bench, placement
 
     with torch.inference_mode():
         for _ in range(2):  # the second time all steps are replayed
-            mixture, base = logits(["one", None, "two", None], LEAST), logits([None] * 4, LEAST)
+            mixture, base = logits(["one", None, "two", None], CAPTURE_AT), logits([None] * 4, CAPTURE_AT)
     assert torch.equal(mixture[[1, 3]], base[[1, 3]]) and not torch.equal(mixture[0], base[0])
 
 
@@ -198,10 +199,10 @@ def test_an_adapter_is_unloaded_and_another_comes(
         agree(ask(on_gpu, engine, lengths, ["one", None]), wanted, APART)
         engine.forget(("one", version))
         engine.step()
-        assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs._sets
+        assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs.sets
         assert not any(one.callbacks._terms or one.executor.shelf._held for one in placement.engines)
         agree(ask(on_gpu, engine, [(10, 12), (9, 12)]), launched(on_gpu, [(10, 12), (9, 12)]))
-    assert replayed(on_gpu) > 3 * 2 * (12 - LEAST - 2)
+    assert replayed(on_gpu) > 3 * 2 * (12 - CAPTURE_AT - 2)
 
 
 def test_residents_change(on_gpu: Bench, placement: Placement) -> None:
@@ -215,7 +216,7 @@ def test_residents_change(on_gpu: Bench, placement: Placement) -> None:
             placement.place_residents(count=4)
         engine.step()
     on_gpu.run(engine)
-    assert replayed(on_gpu) == 59 - 2 * (LEAST - 1), "renewed where they were, or captured anew"
+    assert replayed(on_gpu) == 59 - 2 * (CAPTURE_AT - 1), "renewed where they were, or captured anew"
     agree([heard], launched(on_gpu, [(10, 60)]))
 
 

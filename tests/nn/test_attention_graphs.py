@@ -1,85 +1,18 @@
-"""Attention that is replayed gives what stock attention gives, forward and back, whatever a training step does."""
+"""Replayed attention computes what stock attention computes, forward and backward, in any order of passes; on a CPU the
+captured function is called again instead of a graph (tests/nn/test_gpu_attention_graphs.py has real ones)."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from ktransformers.nn.attention_graphs import replay, signature
-from ktransformers.nn.attention_graphs.replay import LOST, GraphedAttention, GraphPair, record_attention
-from tests.nn.families import VOCABULARY, build
-
-CPU = torch.device("cpu")
-LENGTH = 40  # of a sequence, in a place for 64
-FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next")
-
-
-def make(family: str = "qwen3_moe", dropout: float = 0.0, reentrant: bool = False, device: torch.device = CPU) -> Any:
-    torch.manual_seed(0)
-    model = build(family).to(device)
-    config = LoraConfig(r=4, target_modules=r".*self_attn\.(q|k|v|o|kv_b|q_a)_proj", lora_dropout=dropout)
-    peft = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    peft.enable_input_require_grads()
-    return peft.train()
-
-
-def batch(
-    seed: int, length: int = LENGTH, padded: int = 0, device: torch.device = CPU, count: int = 2
-) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (count, length), generator=generator)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[1, -padded:] = 0
-    words = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
-    if padded:
-        words["attention_mask"] = mask
-    return {name: tensor.to(device) for name, tensor in words.items()}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def compare(model: nn.Module, stock: nn.Module, given: dict[str, Tensor], rtol: float = 1e-4) -> None:
-    losses = []
-    for one in (model, stock):
-        loss = one(**given).loss
-        loss.backward()
-        losses.append(loss.detach())
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
-    got, want = gradients(model), gradients(stock)
-    assert got.keys() == want.keys() and got
-    for name in want:
-        assert want[name].norm() > 0
-        assert (got[name] - want[name]).norm() <= rtol * want[name].norm(), name
-
-
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is replayed from now on, in the order in which it comes."""
-    found: list[str] = []
-    for name in ("compute", "differentiate"):
-        inner = getattr(GraphPair, name)
-
-        def noted(self: GraphPair, *args: Any, inner: Any = inner, name: str = name) -> Any:
-            found.append(name)
-            return inner(self, *args)
-
-        monkeypatch.setattr(GraphPair, name, noted)
-    return found
+from ktransformers.nn.attention_graphs.replay import RECOMPUTE_WINDOW, GraphedAttention, record_attention
+from ktransformers.nn.cuda_graphs import GraphPool
+from tests.support.attention_models import CPU, FAMILIES, LENGTH, batch, compare, gradients, make, watch
 
 
 @pytest.fixture
@@ -88,12 +21,12 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_stock_attention(family: str, replayed: list[str]) -> None:
-    """Lengths of one size in turn: the third call of a kind is recorded, in both passes and back."""
+def test_numbers_are_those_of_stock_attention(family: str, replayed: list[str]) -> None:
+    """Lengths of one padded size in turn: the third call is captured, and replayed in both passes and backward."""
     stock, model = make(family), make(family)
-    found = record_attention(model, [CPU])
-    assert len(found) == {"qwen3_next": 1}.get(family, 2)
-    layers = len(found)
+    wrapped = record_attention(model, [CPU])
+    assert len(wrapped) == {"qwen3_next": 1}.get(family, 2)
+    layers = len(wrapped)
     for step, length in enumerate((LENGTH, 33, LENGTH, 64, 47)):
         replayed.clear()
         compare(model, stock, batch(step, length))
@@ -102,7 +35,7 @@ def test_as_stock_attention(family: str, replayed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
-def test_masks(how: str, replayed: list[str]) -> None:
+def test_masks_with_padding(how: str, replayed: list[str]) -> None:
     stock, model = make(), make()
     for one in (stock, model):
         one.get_base_model().set_attn_implementation(how)
@@ -113,18 +46,18 @@ def test_masks(how: str, replayed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("padded", [0, 6])
-def test_pieces(padded: int, replayed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More sequences than a graph has room for, the last piece short; all of it is one kind of call."""
-    monkeypatch.setattr(signature, "PIECE", 128)
+def test_calls_larger_than_a_piece_are_cut(padded: int, replayed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences than fit a graph, the last piece short; all of them have one key."""
+    monkeypatch.setattr(signature, "PIECE_TOKENS", 128)
     stock, model = make(), make()
-    found = record_attention(model, [CPU])
+    wrapped = record_attention(model, [CPU])
     for step, count in enumerate((5, 2, 3, 7, 4)):
         compare(model, stock, batch(step, 40 + step, padded, count=count))
-    assert replayed.count("differentiate") == 2 * 3 and [len(one.known) for one in found] == [1, 1]
+    assert replayed.count("differentiate") == 2 * 3 and [len(one.graphs.captured) for one in wrapped] == [1, 1]
 
 
-def test_steps_in_any_order(replayed: list[str]) -> None:
-    """Two passes before either goes back: a pass is repeated the way it went, or checkpointing would complain."""
+def test_two_forward_passes_before_the_first_backward(replayed: list[str]) -> None:
+    """A pass that was launched is recomputed by launches, or checkpointing would raise."""
     stock, model = make(), make()
     record_attention(model, [CPU])
     for step in range(4):
@@ -138,26 +71,23 @@ def test_steps_in_any_order(replayed: list[str]) -> None:
     assert replayed.count("differentiate") == 2 * 2 * 3
 
 
-def test_a_pass_that_never_goes_back(replayed: list[str]) -> None:
-    """It is waited for, but not for ever."""
+def test_pass_without_backward_delays_the_capture_for_a_while_only(replayed: list[str]) -> None:
     stock, model = make(), make()
-    (one, _) = record_attention(model, [CPU])
+    wrapped = record_attention(model, [CPU])
     model(**batch(0))
     for step in range(4):
         compare(model, stock, batch(step))
     assert not replayed
-    (noted,) = one._noted.values()
-    noted.seen = LOST - 2
-    for layer in (one, _):
-        for other in layer._noted.values():
-            other.seen, other.lowest = LOST - 2, other.pending
+    for one in wrapped:
+        (recomputes,) = one._recomputes.values()
+        recomputes.calls, recomputes.lowest = RECOMPUTE_WINDOW - 2, recomputes.pending
     for step in range(3):
         compare(model, stock, batch(step))
     assert replayed
 
 
-def test_parameters_that_are_others(replayed: list[str]) -> None:
-    """Replaced by another object of the same memory, shared by two projections, or of an adapter that is not active."""
+def test_replaced_shared_and_inactive_parameters(replayed: list[str]) -> None:
+    """Shared by two projections, replaced by another object with the same memory, of an adapter that is not active."""
     stock, model = make(), make()
     record_attention(model, [CPU])
     for one in (stock, model):
@@ -182,8 +112,7 @@ def test_parameters_that_are_others(replayed: list[str]) -> None:
     assert replayed
 
 
-def test_attention_that_looks_ahead(replayed: list[str]) -> None:
-    """Filled up it would see what is nobody's, so it is not; a length that needs nothing is."""
+def test_attention_that_is_not_causal_is_replayed_only_without_padding(replayed: list[str]) -> None:
     stock, model = make(), make()
     record_attention(model, [CPU])
     for step in range(4):
@@ -194,7 +123,7 @@ def test_attention_that_looks_ahead(replayed: list[str]) -> None:
     assert replayed
 
 
-def test_inference_mode(replayed: list[str]) -> None:
+def test_inference_mode_is_not_captured(replayed: list[str]) -> None:
     stock, model = make(), make()
     record_attention(model, [CPU])
     for step in range(4):
@@ -207,18 +136,21 @@ def test_inference_mode(replayed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "kimi_linear"])
-def test_other_results(family: str, replayed: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Three values, or a tensor alone: such a module goes on as it was, and others are recorded."""
+def test_module_with_other_results_is_refused_once(
+    family: str, replayed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three values, or a tensor alone: such a module goes on as it was, and others are captured."""
     stock, model = make(family), make(family)
-    found = record_attention(model, [CPU])
+    wrapped = record_attention(model, [CPU])
     for step in range(4):
         compare(model, stock, batch(step, 64))
-    odd = [one for one in found if one.barred]
-    assert odd and "something else than an output and weights" in caplog.text
+    assert any(one.graphs.closed for one in wrapped)
+    lines = [line for line in caplog.messages if "something else than an output and weights" in line]
+    assert len(lines) == 1 and "launched kernel by kernel instead" in lines[0]
     assert replayed if family == "kimi_linear" else not replayed
 
 
-def test_adapters_that_are_switched(replayed: list[str]) -> None:
+def test_switched_off_adapters_have_graphs_of_their_own(replayed: list[str]) -> None:
     stock, model = make(), make()
     record_attention(model, [CPU])
     for step in range(4):
@@ -232,10 +164,9 @@ def test_adapters_that_are_switched(replayed: list[str]) -> None:
     assert replayed.count("compute") == 2 * 2 + 4 * 2 and replayed.count("differentiate") == 2 * 2
 
 
-def test_what_changes_is_another_kind(replayed: list[str]) -> None:
-    """Parameters that moved, a scale, a switch: nothing is replayed that took the old one for granted."""
+def test_moved_parameters_and_new_scales_are_another_key(replayed: list[str]) -> None:
     stock, model = make(), make()
-    found = record_attention(model, [CPU])
+    wrapped = record_attention(model, [CPU])
     for step in range(3):
         compare(model, stock, batch(step))
     assert replayed
@@ -246,18 +177,17 @@ def test_what_changes_is_another_kind(replayed: list[str]) -> None:
         weight.data = weight.data * 3
     for step in range(4):
         compare(model, stock, batch(step))
-    assert [len(one.known) for one in found] == [2, 1]
+    assert [len(one.graphs.captured) for one in wrapped] == [2, 1]
 
 
-def test_what_is_left_alone(replayed: list[str]) -> None:
-    """Hooks inside, evaluation, other devices, no checkpointing, reentrant checkpointing's second pass."""
+def test_hooks_evaluation_and_no_checkpointing_are_not_replayed(replayed: list[str]) -> None:
     stock, model = make(), make()
-    found = record_attention(model, [CPU])
+    wrapped = record_attention(model, [CPU])
     seen: list[int] = []
     hook = model.get_base_model().model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: seen.append(1))
     for step in range(4):
         compare(model, stock, batch(step))
-    assert len(seen) == 8 and [len(one.known) for one in found] == [0, 1]
+    assert len(seen) == 8 and [len(one.graphs.captured) for one in wrapped] == [0, 1]
     hook.remove()
     model.eval()
     replayed.clear()
@@ -270,10 +200,11 @@ def test_what_is_left_alone(replayed: list[str]) -> None:
     for step in range(4):
         compare(model, stock, batch(step))
     assert not replayed
-    assert not record_attention(model, [torch.device("meta")]) and not record_attention(model, [CPU]), "they are"
+    assert not record_attention(model, [torch.device("meta")])
+    assert not record_attention(model, [CPU]), "modules are wrapped already"
 
 
-def test_reentrant_checkpointing(replayed: list[str]) -> None:
+def test_reentrant_checkpointing_replays_the_first_pass(replayed: list[str]) -> None:
     stock, model = make(reentrant=True), make(reentrant=True)
     record_attention(model, [CPU])
     for step in range(5):
@@ -281,35 +212,33 @@ def test_reentrant_checkpointing(replayed: list[str]) -> None:
     assert set(replayed) == {"compute"} and len(replayed) == 3 * 2  # the pass without gradients
 
 
-def test_weights_that_somebody_watches(replayed: list[str]) -> None:
-    """Eager attention gives them: with a hook on the module nothing is replayed."""
+def test_hook_on_eager_attention_gets_its_weights(replayed: list[str]) -> None:
     model = make()
     model.get_base_model().set_attn_implementation("eager")
-    found = record_attention(model, [CPU])
+    wrapped = record_attention(model, [CPU])
     shapes = []
-    found[0].module.register_forward_hook(lambda module, args, out: shapes.append(out[1].shape))
+    wrapped[0].module.register_forward_hook(lambda module, args, out: shapes.append(out[1].shape))
     for step in range(4):
         model(**batch(step)).loss.backward()
-    assert set(shapes) == {(2, 4, LENGTH, LENGTH)} and [len(one.known) for one in found] == [0, 1]
+    assert set(shapes) == {(2, 4, LENGTH, LENGTH)} and [len(one.graphs.captured) for one in wrapped] == [0, 1]
 
 
-def test_large_batches_and_many_kinds(replayed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_and_many_keys_are_not_captured(replayed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stock, model = make(), make()
     (one, _) = record_attention(model, [CPU])
-    monkeypatch.setattr(replay, "TOKENS", 100)
+    monkeypatch.setattr(replay, "MAX_TOKENS", 100)
     for step in range(4):
         compare(model, stock, batch(step))
     assert not replayed
-    monkeypatch.setattr(replay, "TOKENS", 4096)
-    monkeypatch.setattr(replay, "MOST", 1)
+    monkeypatch.setattr(replay, "MAX_TOKENS", 4096)
+    one.graphs.max_graphs = 1
     for step in range(4):
         compare(model, stock, batch(step))
         compare(model, stock, batch(step, 70))
-    assert len(one.known) == 1
+    assert len(one.graphs.captured) == 1
 
 
-def test_gradients_are_nobodys_buffers(replayed: list[str]) -> None:
-    """Two pieces of a step add up; what was handed out is not written again."""
+def test_gradients_accumulate_and_are_not_overwritten(replayed: list[str]) -> None:
     stock, model = make(), make()
     record_attention(model, [CPU])
     for step in range(4):
@@ -328,21 +257,21 @@ def test_gradients_are_nobodys_buffers(replayed: list[str]) -> None:
     assert replayed
 
 
-def test_copies_and_an_end() -> None:
+def test_copies_of_a_model_are_stock_and_close_restores_it() -> None:
     model = make()
-    found = record_attention(model, [CPU])
+    wrapped = record_attention(model, [CPU])
     for step in range(3):
         model(**batch(step)).loss.backward()
     twin = copy.deepcopy(model)
     assert not any(isinstance(module.__dict__.get("forward"), GraphedAttention) for module in twin.modules())
-    for one, other in zip(found, twin.get_base_model().model.layers, strict=True):
+    for one, other in zip(wrapped, twin.get_base_model().model.layers, strict=True):
         assert other.self_attn.forward.__self__ is other.self_attn is not one.module
-    for one in found:
+    for one in wrapped:
         one.close()
-        assert one.module.forward == one.stock and not one.known and "forward" not in vars(one.module)
+        assert one.module.forward == one.stock and not one.graphs.captured and "forward" not in vars(one.module)
 
 
-def test_autocast_is_part_of_a_kind(replayed: list[str]) -> None:
+def test_autocast_is_part_of_the_key(replayed: list[str]) -> None:
     stock, model = make(), make()
     record_attention(model, [CPU])
     for step in range(4):
@@ -354,3 +283,30 @@ def test_autocast_is_part_of_a_kind(replayed: list[str]) -> None:
         for name in want:
             assert (got[name] - want[name]).norm() <= 0.05 * want[name].norm(), name
     assert replayed.count("differentiate") == 4
+
+
+def test_out_of_memory_ends_captures_in_all_layers_and_keeps_graphs(
+    replayed: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, model = make(), make()
+    wrapped = record_attention(model, [CPU])
+    for step in range(3):
+        compare(model, stock, batch(step))
+    assert replayed
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(GraphPool, "record", no_memory)
+    for step in range(4):
+        compare(model, stock, batch(step, 70))
+    assert [len(one.graphs.captured) for one in wrapped] == [1, 1] and all(one.graphs.closed for one in wrapped)
+    assert sum("no GPU memory is left" in line for line in caplog.messages) == 1
+    replayed.clear()
+    compare(model, stock, batch(7))
+    assert replayed, "graphs that exist are replayed"
+
+
+def test_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_GRAPHS", "experts,decode")
+    assert not record_attention(make(), [CPU])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktransformers.nn.attention_graphs.replay import record_attention
-from tests.place.test_attention import FAMILIES, batch, compare, make, watch
+from tests.support.attention_models import FAMILIES, batch, compare, make, watch
 
 pytestmark = pytest.mark.gpu
 
@@ -19,17 +19,17 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graphs(family: str, replayed: list[str]) -> None:
+def test_numbers_are_those_of_stock_attention(family: str, replayed: list[str]) -> None:
     device = torch.device("cuda:0")
     stock, model = make(family, device=device), make(family, device=device)
-    found = record_attention(model, [device])
+    wrapped = record_attention(model, [device])
     for step, (length, padded) in enumerate(((40, 0), (33, 0), (40, 0), (64, 0), (40, 7), (47, 3), (40, 9), (50, 1))):
         compare(model, stock, batch(step, length, padded, device), rtol=1e-3)
-    assert replayed.count("differentiate") >= 2 * len(found) and not any(one.barred for one in found)
+    assert replayed.count("differentiate") >= 2 * len(wrapped) and not any(one.graphs.closed for one in wrapped)
 
 
-def test_dropout_falls_the_same_way_back() -> None:
-    """The output is linear in B: what B's gradient says of it must be what B has added, under the mask of forward."""
+def test_backward_has_the_dropout_mask_of_forward() -> None:
+    """The output is linear in B, so the gradient of B times B must be what B has added under the mask of forward."""
     device = torch.device("cuda:0")
     model = make(dropout=0.4, device=device)
     for name, parameter in model.named_parameters():
@@ -45,36 +45,38 @@ def test_dropout_falls_the_same_way_back() -> None:
     seen = set()
     for _ in range(6):
         hidden = torch.randn(2, 64, 64, generator=generator, device=device)
-        rising = torch.randn(2, 64, 64, generator=generator, device=device)
+        grad_out = torch.randn(2, 64, 64, generator=generator, device=device)
         with model.disable_adapter():
             base = one.stock(hidden_states=hidden, **words)[0].detach()
         out = module(hidden_states=hidden, **words)[0]
-        torch.rand(1000, device=device)  # somebody else draws meanwhile
-        (grad,) = torch.autograd.grad(out, weight, rising)
-        for noted in one._noted.values():
-            noted.pending = 0  # nobody repeats these
-        added, told = ((out - base) * rising).sum(), (grad * weight).sum()
-        torch.testing.assert_close(added, told, rtol=1e-3, atol=1e-3)
+        torch.rand(1000, device=device)  # other draws in between
+        (grad,) = torch.autograd.grad(out, weight, grad_out)
+        for recomputes in one._recomputes.values():
+            recomputes.pending = 0  # these calls are not recomputed
+        added, by_gradient = ((out - base) * grad_out).sum(), (grad * weight).sum()
+        torch.testing.assert_close(added, by_gradient, rtol=1e-3, atol=1e-3)
         seen.add(round(float(added), 6))
-    assert one.known and len(seen) == 6
+    assert one.graphs.captured and len(seen) == 6
 
 
-def test_a_capture_that_fails(replayed: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody asks the device in the middle of the second layer: nothing is recorded any more, all goes on."""
+def test_module_whose_capture_fails_goes_on_kernel_by_kernel(
+    replayed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second layer synchronises during its capture: it alone is refused, and random numbers work afterwards."""
     device = torch.device("cuda:0")
     stock, model = make(device=device), make(device=device)
-    found = record_attention(model, [device])
-    asks, stock_forward = found[1], found[1].stock
+    first, second = record_attention(model, [device])
+    stock_forward = second.stock
 
-    def waits(**words: Any) -> Any:
+    def synchronising(**words: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         return stock_forward(**words)
 
-    asks.stock = waits
-    here = torch.cuda.current_stream()
+    second.stock = synchronising
+    before = torch.cuda.current_stream()
     for step in range(5):
         compare(model, stock, batch(step, device=device), rtol=1e-3)
-    assert asks.barred and not found[0].barred and "is not recorded" in caplog.text
-    assert torch.cuda.current_stream() == here
+    assert second.graphs.closed and not first.graphs.closed and "launched kernel by kernel instead" in caplog.text
+    assert torch.cuda.current_stream() == before
     assert torch.nn.functional.dropout(torch.ones(100, device=device), 0.5).sum() != 100
