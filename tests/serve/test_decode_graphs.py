@@ -14,7 +14,8 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.cuda_graphs import CAPTURE_AT
-from ktransformers.nn.experts import pack_module
+from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.nn.padding import mask_padding, use_padding_mask
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
 from ktransformers.serve.engine.forward import Chunk, Forward
