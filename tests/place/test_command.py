@@ -128,7 +128,7 @@ def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch
     rows, known = {"per_device_train_batch_size": 2}, Lengths(longest=100, labelled=50)
     assert training_workload(read_settings(BASE | rows), 2).labelled == 1  # nobody has seen the data
     assert training_workload(read_settings(BASE | rows), 2, known).labelled == 50 / 200
-    assert training_workload(read_settings(BASE | rows | {"packing": True}), 2, known).scored == 50
+    assert training_workload(read_settings(BASE | rows | {"packing": True}), 2, known).labelled_tokens == 50
     assert training_workload(read_settings(BASE | rows | {"label_smoothing_factor": 0.1}), 2, known).labelled == 1
     pairs = read_settings(BASE | rows | {"stage": "dpo"})
     assert training_workload(pairs, 2, known).labelled == 1  # on a CPU pairs are scored whole

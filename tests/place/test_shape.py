@@ -15,8 +15,8 @@ from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
 from ktransformers.plan.formats import FORMATS, counted_as, packed_expert_bytes, packed_lora_bytes
 from ktransformers.plan.machine import profile
-from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, keep_bytes
-from ktransformers.plan.model_shape import of_config, open_shape, shipped
+from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, kept_rows_bytes
+from ktransformers.plan.model_shape import open_shape, shape_from_config, shipped_shapes
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
 from tests.checkpoint.releases import KINDS
@@ -31,9 +31,9 @@ def skeleton(config: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**words))
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("name", sorted(shipped_shapes()))
 def test_shipped_shapes_count_what_the_models_have(name: str) -> None:
-    document = shipped()[name]
+    document = shipped_shapes()[name]
     shape = open_shape(name)
     assert shape.numbers == pytest.approx(document["parameters"], rel=0.005)
     model = skeleton(document["config"])
@@ -52,7 +52,7 @@ def test_shipped_shapes_count_what_the_models_have(name: str) -> None:
 
 
 def test_every_name_and_every_file_is_known() -> None:
-    for short, document in shipped().items():
+    for short, document in shipped_shapes().items():
         assert {open_shape(name).name for name in (short, *document["names"])} == {short}
         assert document["source"]
         assert all(figure["source"] and figure["work"] in ("train", "serve") for figure in document["published"])
@@ -70,7 +70,7 @@ def test_headers_say_what_the_formulas_say(family: str, tmp_path: Path) -> None:
     settings = LoraSettings(lora_rank=4, lora_target=("all",))
     numbers = expert_lora_numbers(found, 4) + attention_lora_numbers(found, 4)
     assert numbers == count_trained_parameters(model, find_targets(model, settings), 4)
-    formulas = of_config(json.loads((tmp_path / "config.json").read_text()), "formulas")
+    formulas = shape_from_config(json.loads((tmp_path / "config.json").read_text()), "formulas")
     assert formulas.linears == found.linears or sorted(map(repr, formulas.linears)) == sorted(map(repr, found.linears))
     if family in ("qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral"):
         assert formulas.rest == pytest.approx(found.rest, abs=20)
@@ -158,7 +158,7 @@ def test_kept_rows_are_the_cores() -> None:
         if not any(v["name"] == isa and (v["native"] or v["emulated"]) for v in _core.variants()):
             continue
         store = ExpertStore(1, shape.hidden, shape.intermediate, isa=isa)
-        assert keep_bytes(shape, 7, profile(machine)) == store.keep_bytes(7, shape.top_k)
+        assert kept_rows_bytes(shape, 7, profile(machine)) == store.keep_bytes(7, shape.top_k)
 
 
 def test_refusals_name_what_is_known(tmp_path: Path) -> None:

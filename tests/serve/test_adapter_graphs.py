@@ -220,7 +220,7 @@ def test_a_larger_set_serves(placed: tuple[Bench, Placement], recorder: Recorder
 
 def calls(placement: Placement) -> set[Any]:
     """Adapters of prepared calls and of what is held for graphs, over all layers."""
-    return {key[2] for engine in placement.engines for key in engine.callbacks._ready if key[2]}
+    return {key[2] for engine in placement.engines for key in engine.callbacks._prepared if key[2]}
 
 
 def test_sets_have_a_bound(placed: tuple[Bench, Placement], recorder: Recorder, adapters: dict[str, Path]) -> None:
@@ -277,7 +277,7 @@ def test_an_adapter_is_unloaded(
     engine.step()
     assert heard.finish == "length" and graphs.replayed == 24 - CAPTURE_AT + 1 and recorder.captures == 1
     assert not sets_of(here) and not calls(placement) and not graphs.graphs.captured
-    assert not any(engine.executor.shelf._held for engine in placement.engines)
+    assert not any(engine.executor.lora_cache._pins for engine in placement.engines)
     alone = bench.alone(text(1, 9), "one", max_tokens=25)
     assert heard.tokens[0] == alone.tokens[0] and heard.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
     gone = weakref.ref(here.residents.pop("short"))
@@ -309,11 +309,11 @@ def test_no_room_beside_other_sets(
     here, placement = placed
     placement.place_residents(count=2)
     (engine,) = placement.engines
-    shelf = engine.executor.shelf
+    shelf = engine.executor.lora_cache
     steps(here.forward, here.residents, [["two"]] * CAPTURE_AT)
-    size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
+    size = sum(known[2] for at, known in shelf._entries.items() if shelf._pins[at])
     graphs_of(here).clear()
-    engine.executor.shelf = LoraCache(torch.device("cpu"), size)
+    engine.executor.lora_cache = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):
@@ -325,12 +325,12 @@ def test_no_room_beside_other_sets(
         assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
         lines = [line for line in caplog.messages if "kernel by kernel" in line]
         assert len(lines) == 1 and "decode steps of 2 rows with one, two" in lines[0] and "beside residents" in lines[0]
-        assert not engine.executor.shelf._held and not calls(placement)
+        assert not engine.executor.lora_cache._pins and not calls(placement)
         graphs_of(here).forget(("one", 1))
         assert not graphs_of(here).graphs.refused, "there may be memory now"
     finally:
         graphs_of(here).clear()
-        engine.executor.shelf = shelf
+        engine.executor.lora_cache = shelf
 
 
 def test_out_of_memory_evicts_other_sets_and_then_refuses_the_set(

@@ -79,7 +79,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.best is None:
         lacking = ", ".join(f"{place} lacks {gigabytes(size)}" for place, size in found.lacking.items())
         rows.insert(0, ("no fit", f"{lacking}; this comes nearest:"))
-        for number, way in enumerate(plan.ways, 1):
+        for number, way in enumerate(plan.remedies, 1):
             later = f" (this version lacks {', '.join(way.candidate.missing)})" if way.candidate.missing else ""
             rate = way.candidate.time.tokens_per_second
             rows.append((f"way {number}", f"{' and '.join(way.changes)}: {rate:.3g} tokens/s{later}"))
@@ -164,7 +164,7 @@ def plan(
     from ktransformers.model_registry import resolve
     from ktransformers.plan import Serving, Training, make_plan, open_shape, profiles
     from ktransformers.plan.document import plan_document
-    from ktransformers.plan.workload import PLANNED
+    from ktransformers.plan.workload import PLANNED_POLICIES
 
     if machine == "list":
         if as_json:
@@ -178,7 +178,7 @@ def plan(
     shape = open_shape(model)
     serving = {"serve": Serving(context, prompt, sequences)}
     target = _machine(machine, gpu, ram, calibrate)
-    policies = PLANNED if place is None else (place,)
+    policies = PLANNED_POLICIES if place is None else (place,)
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:

@@ -1,4 +1,4 @@
-"""A plan as a document of plain values, for `--json` and for manifests: sizes in bytes, times in seconds."""
+"""A plan as plain values, for `--json` and for manifests: sizes in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -45,8 +45,12 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "fits": plan.best is not None,
         "plan": candidate_document(plan.nearest),
         "ways": [
-            {"changes": list(way.changes), "same_results": way.same, "plan": candidate_document(way.candidate)}
-            for way in plan.ways
+            {
+                "changes": list(remedy.changes),
+                "same_results": remedy.same_results,
+                "plan": candidate_document(remedy.candidate),
+            }
+            for remedy in plan.remedies
         ],
         "others": [candidate_document(other) for other in plan.others],
         "published": [dict(figure) for figure in plan.model.published],

@@ -17,7 +17,7 @@ from typing import Any
 
 from ktransformers import env, settings, system
 from ktransformers.errors import InputError
-from ktransformers.plan import Plan, refuse
+from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve
 
@@ -76,14 +76,14 @@ def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | No
         return forecast(launch, target.model, device, size, longest, wish.policies, needs_gpu)
 
     found, note = planned(device_of(launch))
-    if found is not None and found.left_out:
-        say(f"everything on the CPU: {found.left_out}; --device cuda insists on it")
+    if found is not None and found.gpu_unused_reason:
+        say(f"everything on the CPU: {found.gpu_unused_reason}; --device cuda insists on it")
         found, note = planned("cpu")
     if found is None:
         say(note)
         return None
     show(found)
-    refuse(found, force=launch.force)
+    require_fit(found, force=launch.force)
     return found
 
 
