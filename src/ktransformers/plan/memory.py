@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
-from ktransformers.plan.formats import TILE_K, packed_lora_bytes, tiles
+from ktransformers.plan.formats import TILE_K, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.workload import GRAPH_PIECE_TOKENS, Choice, Serving, Training, Work, expert_bytes
@@ -171,11 +171,17 @@ def predict_memory(
         if choice.uses_engine:
             free = machine.gpus[place].memory - sum(table.values())
             table |= _engine_bytes(model, work, choice, free, engine)
-    disk["checkpoint"] = model.checkpoint_bytes or model.numbers * 2
+    disk["checkpoint"] = model.checkpoint_bytes or _released_bytes(model)
     sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
     nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
     nodes[0] += elsewhere  # allocated by one process, on its first node
     return MemoryPlan(host, tuple(gpus), disk, tuple(nodes), pinned, mapped)
+
+
+def _released_bytes(model: ModelShape) -> int:
+    """A checkpoint of unknown size: experts in their released format, the rest unquantised."""
+    experts = model.expert_numbers_total * format_of(counted_as(model.stored)).bytes_per_weight
+    return round(experts) + model.rest * model.rest_dtype_bytes
 
 
 def _gpu_numbers(model: ModelShape, gpus: int, place: int) -> int:

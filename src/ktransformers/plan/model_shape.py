@@ -73,6 +73,7 @@ class ModelShape:
     context: int  # maximal tokens
     rest_dtype_bytes: int = 2
     checkpoint_bytes: int = 0  # on disk; 0: unknown
+    counted: bool = False  # from shard headers, not by formulas
     stored: str = "bf16"  # format of the experts in the release
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
@@ -116,9 +117,12 @@ def open_shape(model: str) -> ModelShape:
     known = shipped_shapes()
     for short, document in known.items():
         names = {short, *(name.lower() for name in document["names"])}
-        if model.lower() in names:
-            shape = shape_from_config(document["config"], short, stored=document["stored"])
-            return replace(shape, published=tuple(document["published"]))
+        bf16_names = {name.lower() for name in document.get("bf16_names", ())}
+        if model.lower() in names | bf16_names:
+            released = model.lower() in names
+            stored, size = (document["stored"], document.get("checkpoint_bytes", 0)) if released else ("bf16", 0)
+            shape = shape_from_config(document["config"], short, stored=stored)
+            return replace(shape, checkpoint_bytes=size, published=tuple(document["published"]))
     raise InputError(
         "MODEL", model, "a folder with config.json, or one of " + ", ".join(known), "config.json alone is enough"
     )
@@ -171,7 +175,9 @@ def _attention(text_config: Mapping[str, Any]) -> _Attention:
         out = LinearShape(heads * value, hidden)
         width = 2 * queries + heads * 2 * value + latent + rope + (int(low) if low else 0)
         norms = latent + (int(low) if low else 0)
-        return _Attention((*query, *keys, out), norms, width, heads * (nope + rope + value), latent + rope)
+        # `kt serve` keeps expanded keys and values (serve/engine/kv_cache.py), not the latent.
+        scores = cache = heads * (nope + rope + value)
+        return _Attention((*query, *keys, out), norms, width, scores, cache)
     size = _number(text_config, "head_dim", default=hidden // heads)
     pairs = _number(text_config, "num_key_value_heads", default=heads)
     linears = (
@@ -350,4 +356,5 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
         "tied": "lm_head.weight" not in shards,
         "linears": tuple(linears) or shape.linears,
         "checkpoint_bytes": sum(file.stat().st_size for file in files),
+        "counted": True,
     }

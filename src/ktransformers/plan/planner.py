@@ -177,7 +177,7 @@ def _notes(model: ModelShape, machine: Machine, chosen: Candidate) -> tuple[str,
             notes.append(f"kt_cpu_activation: retain would fit: {gain:.2f} times as fast for {more:.1f} GB more")
     if model.stored != (counted := counted_as(model.stored)):
         notes.append(f"released in {model.stored}: its experts are counted as {counted}")
-    if not model.checkpoint_bytes:
+    if not model.counted:
         notes.append("from config.json alone; the checkpoint's headers would count every tensor")
     if not machine.measured:
         notes.append(f"rates of the profile {machine.name}, not of a measurement here")
