@@ -152,7 +152,7 @@ def open_ours(
     if args.engine:
         yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)))
         return
-    from ktransformers.prove.server import in_process
+    from ktransformers.prove.server import start_server
 
-    with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
+    with start_server(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
         yield OverHttp(url, "base", service.engine.forward.model)

@@ -137,21 +137,21 @@ def test_a_dropped_tensor_without_a_manifest(output: Path) -> None:
 def test_without_a_manifest_the_numbers_name_the_layer(
     output: Path, edit: Callable[[dict[str, torch.Tensor]], None], culprit: str
 ) -> None:
-    from ktransformers.prove.run import against_record, check_tensors, trainer_graph
-    from ktransformers.serve.target import resolve
+    from ktransformers.prove.run import check_record, check_tensors, run_trainer_model
+    from ktransformers.serve.target import resolve_target
 
     change(output, edit, manifest=False)
     record, base = proof_record.read_record(output), json.loads((output / "adapter_config.json").read_text())
     assert record is not None
     folder, content = Path(base["base_model_name_or_path"]), open_content(output)
     assert check_tensors(content, str(folder))[0].passed is None
-    graph = trainer_graph(resolve(str(output)), content, record.rows, torch.float32, "cpu")
-    found = against_record(record, graph)
+    graph = run_trainer_model(resolve_target(str(output)), content, record.rows, torch.float32, "cpu")
+    found = check_record(record, graph)
     assert found.passed is False and found.culprit == culprit
 
 
 def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.serve.engine.forward.expert_shares", lambda shares, rows: {})
+    monkeypatch.setattr("ktransformers.serve.engine.forward.expert_lora", lambda adapter_rows, tokens: {})
     done = run(output)
     assert done.exit_code == 1 and "not proven: model.layers.0.mlp.experts" in done.stderr
     lines = [line for line in done.stdout.splitlines() if "DIFFERENT" in line]
@@ -160,13 +160,13 @@ def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.Mon
 
 def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
     """It has the base alone: the adapter is loaded for the proof and unloaded afterwards."""
-    from ktransformers.prove.server import in_process
+    from ktransformers.prove.server import start_server
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.target import Target, resolve
+    from ktransformers.serve.target import Target, resolve_target
 
-    target = resolve(str(trained[0]))
+    target = resolve_target(str(trained[0]))
     launch = Launch(str(target.model), dtype="float32", device="cpu", tokens=2048)
-    with in_process(launch, Target(target.model, name="base"), lambda line: None) as (url, _):
+    with start_server(launch, Target(target.model, name="base"), lambda line: None) as (url, _):
         done = run(trained[0], "--server", url, "--json")
         assert done.exit_code == 0, done.output
         from ktransformers.serve.client import Client
@@ -196,8 +196,8 @@ def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, l
 
 def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained in float32: the graph says what was recorded and what stock PEFT says; bf16 is the server's alone."""
-    from ktransformers.prove.run import against_record, trainer_graph
-    from ktransformers.serve.target import resolve
+    from ktransformers.prove.run import check_record, run_trainer_model
+    from ktransformers.serve.target import resolve_target
     from tests.train.conftest import Quiet, recipe
     from tests.train.runs import run as train
 
@@ -209,12 +209,12 @@ def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_p
     for what in ("as trained", "server, adapter", "server, base", "stock PEFT"):
         assert checks[what]["passed"] and checks[what]["difference"]["max"] < 2e-5, what
     assert "trained with experts in f32, served in bf16: max 0.00" in checks["server, adapter"]["said"]
-    record, target = proof_record.read_record(output), resolve(str(output))
+    record, target = proof_record.read_record(output), resolve_target(str(output))
     assert record is not None and target.precision == "f32"
 
     def as_trained(precision: str) -> Any:
-        graph = trainer_graph(target, open_content(output), record.rows, torch.float32, "cpu", precision)
-        return against_record(record, graph)
+        graph = run_trainer_model(target, open_content(output), record.rows, torch.float32, "cpu", precision)
+        return check_record(record, graph)
 
     assert as_trained("bf16").passed is False  # what rounding changes would be taken for a fault
     change(output, changed_slightly, manifest=False)

@@ -124,13 +124,13 @@ def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
 
 
 def test_verbs_find_models_by_name(kt: Call, tmp_path: Path) -> None:
-    from ktransformers.serve.target import resolve
+    from ktransformers.serve.target import resolve_target
     from ktransformers.train.model import locate_model
     from ktransformers.train.resolve import read_settings
 
     place = write_model(tmp_path / "disk" / "some folder")
     kt("model", "add", str(place), "--name", "neko")
-    target = resolve("neko")
+    target = resolve_target("neko")
     assert target.model == place and target.name == "neko"
     assert "num_hidden_layers" in kt("plan", "neko").error  # it was found, and is no whole model
     assert "MODEL" in kt("plan").error

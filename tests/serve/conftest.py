@@ -122,9 +122,9 @@ class Bench:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.model = load_model(directory, dtype=dtype, device=device)
         self.forward = Forward(self.model)
-        self.per_token = self.forward.check()
-        self.places = LoraModules(self.model)
-        self.residents = {name: self.places.open(path, name, 1, str(directory)) for name, path in adapters.items()}
+        self.kv_bytes_per_token = self.forward.check_against_stock()
+        self.lora_modules = LoraModules(self.model)
+        self.loaded = {name: self.lora_modules.open(path, name, 1, str(directory)) for name, path in adapters.items()}
 
     def engine(self, **limits: int) -> Any:
         from ktransformers.serve.engine.engine import Limits, ServeEngine
@@ -137,7 +137,7 @@ class Bench:
         from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 
         asked = {"max_tokens": 8, "sampling": Sampling(temperature=0), "logprobs": 2} | asked
-        ask = GenerationRequest(tuple(prompt), adapter=self.residents[adapter] if adapter else None, **asked)
+        ask = GenerationRequest(tuple(prompt), adapter=self.loaded[adapter] if adapter else None, **asked)
         heard = Heard()
         return Sequence(ask, self.tokenizer, heard), heard
 
@@ -188,7 +188,7 @@ def service_of(bench: Bench, adapters: dict[str, Path], timeout: float | None = 
     from ktransformers.serve.http.service import Service
 
     engine = bench.engine(**limits)
-    registry = Registry("tiny", bench.places, str(bench.directory), engine.forget)
+    registry = Registry("tiny", bench.lora_modules, str(bench.directory), engine.drop_adapter)
     for name in ("one", "attention"):
         registry.load(name, adapters[name])
     return Service(engine, registry, bench.tokenizer, timeout=timeout)

@@ -36,12 +36,12 @@ Names = list[str | None]
 
 def all_of(bench: Bench) -> dict[str, LoadedAdapter]:
     """The bench's adapters and two more: one with experts alone, one that lacks a layer."""
-    one, two = bench.residents["one"], bench.residents["two"]
+    one, two = bench.loaded["one"], bench.loaded["two"]
     first = next(iter(expert_modules(bench.model).values()))
     upper = dict(list(two.linears.items())[3:])
     experts = {module: packed for module, packed in two.experts.items() if module is not first}
     more = (replace(one, name="experts", linears={}), replace(two, name="upper", linears=upper, experts=experts))
-    return bench.residents | {resident.name: resident for resident in more}
+    return bench.loaded | {adapter.name: adapter for adapter in more}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,10 @@ def placed(model_directory: Path, adapters: dict[str, Path]) -> Iterator[tuple[B
     bench = Bench(model_directory, adapters)
     placement = attach(bench.model, policy="resident", device="cpu")
     assert placement is not None
-    bench.residents = {name: bench.places.open(path, name, 1, str(model_directory)) for name, path in adapters.items()}
-    bench.residents = all_of(bench)  # behind the engine, as a server loads them
+    bench.loaded = {
+        name: bench.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
+    }
+    bench.loaded = all_of(bench)  # behind the engine, as a server loads them
     yield bench, placement
     placement.detach()
 
@@ -66,7 +68,7 @@ def recorder(placed: tuple[Bench, Placement]) -> Iterator[Recorder]:
     bench.forward.graphs = None
 
 
-def steps(forward: Forward, residents: dict[str, LoadedAdapter], mixtures: list[Names]) -> list[Tensor]:
+def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Names]) -> list[Tensor]:
     """Logits of steps in which row i of the batch has the i-th name's adapter; each (row, name) has a slot of its own,
     with a prompt that nobody looks at."""
     slots: dict[tuple[int, str | None], KVSlot] = {}
@@ -75,7 +77,7 @@ def steps(forward: Forward, residents: dict[str, LoadedAdapter], mixtures: list[
         for number, names in enumerate(mixtures):
             pieces = []
             for row, name in enumerate(names):
-                adapter = residents[name] if name else None
+                adapter = loaded[name] if name else None
                 if (row, name) not in slots:
                     slots[row, name] = KVSlot(None, capacity=64)
                     graphs, forward.graphs = forward.graphs, None
@@ -116,7 +118,7 @@ def test_numbers(
     placement.place_residents(count=count)
     mixtures = MIXTURES[which]
     wanted = steps(bench.forward, all_of(bench), mixtures)
-    found = steps(here.forward, here.residents, mixtures)
+    found = steps(here.forward, here.loaded, mixtures)
     assert recorder.recorded == 1 and graphs_of(here).replayed == len(mixtures) - LEAST + 1
     assert apart(found, wanted) < (NEAR if count else 1e-4)
     base = steps(bench.forward, all_of(bench), [[None] * len(names) for names in mixtures])
@@ -130,8 +132,8 @@ def test_rows_without_an_adapter_have_the_base_s_bits(
     here, placement = placed
     placement.place_residents(count=count)
     for _ in range(2):  # the second time all steps are replayed
-        mixed = steps(here.forward, here.residents, [["one", None, "two", None]] * 4)
-        base = steps(here.forward, here.residents, [[None] * 4] * 4)
+        mixed = steps(here.forward, here.loaded, [["one", None, "two", None]] * 4)
+        base = steps(here.forward, here.loaded, [[None] * 4] * 4)
     assert recorder.recorded == 2, "steps of the base alone have a graph of their own"
     assert torch.equal(mixed[-1][1], base[-1][1]) and torch.equal(mixed[-1][3], base[-1][3])
     assert not torch.equal(mixed[-1][0], base[-1][0])
@@ -206,12 +208,12 @@ def test_a_larger_set_serves(placed: tuple[Bench, Placement], recorder: Recorder
     """Whoever wants some of its adapters takes its graph; at another size the same set is captured."""
     here, _ = placed
     both: list[Names] = [["one", "two"]] * LEAST
-    steps(here.forward, here.residents, [*both, ["two", None], ["one", "one"], [None, "two"]])
+    steps(here.forward, here.loaded, [*both, ["two", None], ["one", "one"], [None, "two"]])
     graphs = graphs_of(here)
     assert recorder.recorded == 1 and graphs.replayed == 4 and sets_of(here) == [["one", "two"]]
-    steps(here.forward, here.residents, [["one"]] * LEAST)
+    steps(here.forward, here.loaded, [["one"]] * LEAST)
     assert recorder.recorded == 2 and sets_of(here) == [["one", "two"]], "its factors are there already"
-    steps(here.forward, here.residents, [["attention", "one"]] * LEAST)
+    steps(here.forward, here.loaded, [["attention", "one"]] * LEAST)
     assert sets_of(here) == [["one", "two"], ["attention", "one"]]
     table = graphs._steps[2, next(reversed(graphs._sets))].table
     assert table[4].tolist() == [1, 2] and table[3].tolist() == [1, 1]
@@ -226,7 +228,7 @@ def test_sets_have_a_bound(placed: tuple[Bench, Placement], recorder: Recorder, 
     here, placement = placed
     placement.place_residents(count=2)
     names = [f"copy{at}" for at in range(SETS + 2)]
-    opened = {name: here.places.open(adapters["one"], name, 1, str(here.directory)) for name in names}
+    opened = {name: here.lora_modules.open(adapters["one"], name, 1, str(here.directory)) for name in names}
     for name in names:
         steps(here.forward, opened, [[name]] * LEAST)
         steps(here.forward, opened, [["copy0"]])  # used again and again: it stays
@@ -243,14 +245,14 @@ def test_copies_have_a_bound(
     placed: tuple[Bench, Placement], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, _ = placed
-    steps(here.forward, here.residents, [["one", "two"]] * LEAST)
+    steps(here.forward, here.loaded, [["one", "two"]] * LEAST)
     (large,) = graphs_of(here)._sets.values()
     monkeypatch.setattr(graphs_module, "SET_BYTES", large.bytes)
-    steps(here.forward, here.residents, [["one", "attention"]] * LEAST)
+    steps(here.forward, here.loaded, [["one", "attention"]] * LEAST)
     assert sets_of(here) == [["attention", "one"]], "both are too much"
-    steps(here.forward, here.residents, [["one"], ["two"]] * LEAST)
+    steps(here.forward, here.loaded, [["one"], ["two"]] * LEAST)
     assert ["two"] in sets_of(here), "one alone has no copies"
-    steps(here.forward, here.residents, [["attention", "one", "two"]] * LEAST)
+    steps(here.forward, here.loaded, [["attention", "one", "two"]] * LEAST)
     assert len(sets_of(here)) == 2 and recorder.recorded == 4, "too much alone: nobody has to go for it"
 
 
@@ -260,14 +262,14 @@ def test_an_adapter_is_unloaded(
     """While a request wants it, which goes on in its graph to its end; then everything of it goes."""
     here, placement = placed
     placement.place_residents(count=2)
-    here.residents["short"] = here.places.open(adapters["one"], "short", 7, str(here.directory))
+    here.loaded["short"] = here.lora_modules.open(adapters["one"], "short", 7, str(here.directory))
     engine = here.engine()
     first, heard = here.sequence(text(1, 9), "short", max_tokens=25)
     engine.submit([first])
     for _ in range(8):
         engine.step()
     graphs = graphs_of(here)
-    engine.forget(("short", 7))
+    engine.drop_adapter(("short", 7))
     before = graphs.replayed
     engine.step()
     assert graphs.replayed == before + 1 and sets_of(here) == [["short"]]
@@ -279,24 +281,24 @@ def test_an_adapter_is_unloaded(
     assert not any(engine.side.shelf._held for engine in placement.engines)
     alone = bench.alone(text(1, 9), "one", max_tokens=25)
     assert heard.tokens[0] == alone.tokens[0] and heard.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
-    gone = weakref.ref(here.residents.pop("short"))
+    gone = weakref.ref(here.loaded.pop("short"))
     del first, heard
     gc.collect()
     assert gone() is None
-    assert not engine._gone
+    assert not engine._unloaded
 
 
 def test_residents_get_another_room(placed: tuple[Bench, Placement], recorder: Recorder, bench: Bench) -> None:
     here, placement = placed
     mixtures: list[Names] = [["one", None]] * 4
-    wanted = steps(bench.forward, bench.residents, mixtures)
+    wanted = steps(bench.forward, bench.loaded, mixtures)
     for turn, count in enumerate((2, 3, 0, 6), start=1):
         placement.place_residents(count=count)
-        assert apart(steps(here.forward, here.residents, mixtures), wanted) < NEAR
+        assert apart(steps(here.forward, here.loaded, mixtures), wanted) < NEAR
         assert recorder.recorded == turn and sets_of(here) == [["one"]]
         if count == 2:
             placement.renew_residents()
-            assert apart(steps(here.forward, here.residents, mixtures), wanted) < NEAR
+            assert apart(steps(here.forward, here.loaded, mixtures), wanted) < NEAR
             assert recorder.recorded == 1, "in the same room"
 
 
@@ -309,18 +311,18 @@ def test_no_room_beside_other_sets(
     placement.place_residents(count=2)
     (engine,) = placement.engines
     shelf = engine.side.shelf
-    steps(here.forward, here.residents, [["two"]] * LEAST)
-    size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
+    steps(here.forward, here.loaded, [["two"]] * LEAST)
+    size = sum(known[2] for at, known in shelf._llg_tokenizer.items() if shelf._held[at])
     graphs_of(here)._clear()
     engine.side.shelf = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):
-                steps(here.forward, here.residents, [[name]] * LEAST)
+                steps(here.forward, here.loaded, [[name]] * LEAST)
                 assert sets_of(here) == [[name]]
             mixtures: list[Names] = [["one", "two"]] * (LEAST + 2)
-            wanted = steps(bench.forward, bench.residents, mixtures)
-            found = steps(here.forward, here.residents, mixtures)
+            wanted = steps(bench.forward, bench.loaded, mixtures)
+            found = steps(here.forward, here.loaded, mixtures)
         assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
         said = [line for line in caplog.messages if "kernel by kernel" in line]
         assert len(said) == 1 and "batches of 2 with one, two" in said[0] and "beside residents" in said[0]
@@ -336,9 +338,9 @@ def test_adapters_from_before_the_engine_are_launched(
     placed: tuple[Bench, Placement], recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, _ = placed
-    bare = {"old": replace(here.residents["one"], name="old", factors={})}
+    bare = {"old": replace(here.loaded["one"], name="old", factors={})}
     with caplog.at_level("WARNING"):
         steps(here.forward, bare, [["old", None]] * (LEAST + 2))
-    assert not graphs_of(here).replayed and sum("only the CPU has" in line for line in caplog.messages) == 1
-    steps(here.forward, here.residents, [["one", None]] * LEAST)
+    assert not graphs_of(here).replayed and sum("packed for the CPU only" in line for line in caplog.messages) == 1
+    steps(here.forward, here.loaded, [["one", None]] * LEAST)
     assert graphs_of(here).replayed == 1

@@ -17,7 +17,7 @@ from tests.serve.conftest import Bench, Served, listening, service_of
 
 openai = pytest.importorskip("openai")
 
-ASKED = [{"role": "user", "content": "Tell me about the sea."}]
+MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_model_name_chooses_base_or_adapter(client: Any, bench: Bench, model
 
 
 def test_chat_whole_and_streamed(client: Any) -> None:
-    same = {"model": "tiny:one", "messages": ASKED, "temperature": 0, "max_completion_tokens": 12, "logprobs": True}
+    same = {"model": "tiny:one", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12, "logprobs": True}
     whole = client.chat.completions.create(**same, top_logprobs=3)
     parts = list(
         client.chat.completions.create(**same, top_logprobs=3, stream=True, stream_options={"include_usage": True})
@@ -88,11 +88,11 @@ def test_the_template_gets_its_variables(client: Any, served: Served) -> None:
     tokenizer = served.service.tokenizer
     for thinking in (True, False):
         text = tokenizer.apply_chat_template(
-            ASKED, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+            MESSAGES, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
         )
         said = client.chat.completions.create(
             model="tiny",
-            messages=ASKED,
+            messages=MESSAGES,
             max_tokens=1,
             extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
         )
@@ -103,8 +103,8 @@ def test_developer_is_system_and_parts_are_text(served: Served) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
     def prompt(*messages: dict[str, Any]) -> tuple[int, ...]:
-        asked = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *ASKED], "max_tokens": 1})
-        found: tuple[int, ...] = served.service.chat(asked).ask.prompt
+        asked = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *MESSAGES], "max_tokens": 1})
+        found: tuple[int, ...] = served.service.chat(asked).request.prompt
         return found
 
     plain = prompt({"role": "system", "content": "Be brief."})
@@ -200,10 +200,10 @@ def test_wrong_chats(served: Served, client: Any) -> None:
         client.chat.completions.create(model="tiny", messages=picture)
     with pytest.raises(openai.BadRequestError, match="own variables"):
         client.chat.completions.create(
-            model="tiny", messages=ASKED, extra_body={"chat_template_kwargs": {"tokenize": True}}
+            model="tiny", messages=MESSAGES, extra_body={"chat_template_kwargs": {"tokenize": True}}
         )
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="nobody", messages=ASKED)
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
     assert post(served.url, "/v1/nothing", {})[0] == 404
     assert json.loads(get(served.url, "/v1/nothing")[1])["error"]["type"] == "not_found_error"
     assert get(served.url, "/v1/completions")[0] == 405

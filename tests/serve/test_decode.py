@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ktransformers import _core
 from ktransformers.serve.engine import attention
-from ktransformers.serve.engine.attention import Span, attend, spans
+from ktransformers.serve.engine.attention import Span, attend_to_slots, attention_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 
 
@@ -42,8 +42,8 @@ def test_new_tokens(heads: int, groups: int, key: int, value: int, window: int |
     query = torch.randn(1, 3, heads, key).to(dtype).transpose(1, 2)
     new_keys, new_values = torch.randn(1, groups, 3, key).to(dtype), torch.randn(1, groups, 3, value).to(dtype)
     rows = [Span(slot, at, at + 1, length) for at, (slot, length) in enumerate(zip(slots, lengths, strict=True))]
-    with spans(rows):
-        found, _ = attend(Layer(), query, new_keys, new_values, None, scaling=0.1, sliding_window=window)
+    with attend_to_slots(rows):
+        found, _ = attention_forward(Layer(), query, new_keys, new_values, None, scaling=0.1, sliding_window=window)
     for at, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         assert torch.equal(slot.keys[0][:, length], new_keys[0, :, at])
         assert torch.equal(slot.values[0][:, length], new_values[0, :, at])
@@ -51,8 +51,8 @@ def test_new_tokens(heads: int, groups: int, key: int, value: int, window: int |
         limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found[0, at].double(), wanted, rtol=limit, atol=limit)
         alone = Span(slot, 0, 1, length)
-        with spans([alone]):
-            single, _ = attend(
+        with attend_to_slots([alone]):
+            single, _ = attention_forward(
                 Layer(),
                 query[:, :, at : at + 1],
                 new_keys[:, :, at : at + 1],
@@ -73,11 +73,11 @@ def test_beside_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(1)
         slots = [filled(length, 2, 32, 32, torch.float32) for length in (9, 4, 20)]
         rows = [Span(slots[0], 0, 1, 9), Span(slots[1], 1, 6, 4), Span(slots[2], 6, 7, 20)]
-        with spans(rows):
-            return attend(Layer(), query, keys, values, None)[0], slots
+        with attend_to_slots(rows):
+            return attention_forward(Layer(), query, keys, values, None)[0], slots
 
     found, slots = run()
-    monkeypatch.setattr(attention, "_native", lambda *_: False)
+    monkeypatch.setattr(attention, "_core_decodes", lambda *_: False)
     wanted, others = run()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for one, other, end in zip(slots, others, (10, 9, 21), strict=True):

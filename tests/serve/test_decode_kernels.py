@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.decode_attention import ASKED, CAPACITY, FIRST, POSITION, CacheLines
+from ktransformers.serve.graphs.decode_attention import ACTIVE, CAPACITY, FIRST_ADDRESS, POSITION, CacheLines
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WAYS = [
@@ -28,7 +28,7 @@ LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 def attend(way: str, *given: object) -> Tensor:
     if way == "twin":
-        return decode_attention._plain(*given)  # type: ignore[arg-type]
+        return decode_attention._attend_in_torch(*given)  # type: ignore[arg-type]
     kernels = pytest.importorskip("ktransformers.serve.graphs.decode_attention_triton")
     found: Tensor = kernels.attend(*given)
     return found
@@ -65,11 +65,14 @@ def oracle(query: Tensor, slot: KVSlot, end: int, kind: AttentionSpec) -> Tensor
 
 def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
     """Of two layers, of which the second is looked at; None: nobody asked for this row."""
-    table = torch.zeros(FIRST + 4, len(slots), dtype=torch.int64)
+    table = torch.zeros(FIRST_ADDRESS + 4, len(slots), dtype=torch.int64)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot is not None:
-            table[POSITION, row], table[CAPACITY, row], table[ASKED, row] = position, slot.capacity, 1
-            table[FIRST + 1, row], table[FIRST + 3, row] = slot.keys[2].data_ptr(), slot.values[2].data_ptr()
+            table[POSITION, row], table[CAPACITY, row], table[ACTIVE, row] = position, slot.capacity, 1
+            table[FIRST_ADDRESS + 1, row], table[FIRST_ADDRESS + 3, row] = (
+                slot.keys[2].data_ptr(),
+                slot.values[2].data_ptr(),
+            )
     return table
 
 
@@ -104,7 +107,7 @@ def test_numbers(
     sinks = torch.randn(heads).to(dtype).to(device) if extra == "sinks" else None
     kind = AttentionSpec(2, key**-0.5, window, 1.5 if extra == "cap" else None, sinks)
     table = table_of(slots, lengths).to(device)
-    found = attend(way, table, CacheLines(FIRST + 1, FIRST + 3), kind, query, new_keys, new_values)
+    found = attend(way, table, CacheLines(FIRST_ADDRESS + 1, FIRST_ADDRESS + 3), kind, query, new_keys, new_values)
     assert found.shape == (len(slots), heads, value) and found.dtype == dtype
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         if slot is None:
@@ -122,7 +125,7 @@ def test_a_row_is_the_same_whoever_is_beside_it(way: str, device: str) -> None:
     torch.manual_seed(0)
     slots: list[KVSlot | None] = [filled(length, (2, 32, 32), torch.bfloat16, device) for length in (300, 20, 9)]
     query, key = (torch.randn(heads, 3, 32).bfloat16().to(device) for heads in (8, 2))
-    places, kind = CacheLines(FIRST + 1, FIRST + 3), AttentionSpec(2, 0.2, None, None, None)
+    places, kind = CacheLines(FIRST_ADDRESS + 1, FIRST_ADDRESS + 3), AttentionSpec(2, 0.2, None, None, None)
     together = attend(way, table_of(slots, [300, 20, 9]).to(device), places, kind, query, key, key)
     for row, length in enumerate((300, 20, 9)):
         table, part = table_of([slots[row]], [length]).to(device), slice(row, row + 1)

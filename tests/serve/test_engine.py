@@ -130,18 +130,18 @@ def test_a_new_version_of_an_adapter_shares_nothing_with_the_old(bench: Bench, a
     prompt = text(8, 40)
     engine = bench.engine()
     bench.run(engine, bench.sequence(prompt, "one")[0])
-    old = bench.residents["one"]
-    bench.residents["one"] = bench.places.open(adapters["two"], "one", 2, str(bench.directory))
+    old = bench.loaded["one"]
+    bench.loaded["one"] = bench.lora_modules.open(adapters["two"], "one", 2, str(bench.directory))
     try:
         one, heard = bench.sequence(prompt, "one")
         bench.run(engine, one)
         assert heard.events[-1].cached == 0
         assert close(heard, bench.alone(prompt, "two"))
     finally:
-        bench.residents["one"] = old
-    engine.forget(old.owner)
+        bench.loaded["one"] = old
+    engine.drop_adapter(old.owner)
     engine.step()
-    assert all(slot.owner != old.owner for slot in engine.slots.slots)
+    assert all(slot.owner != old.owner for slot in engine.kv_cache.slots)
 
 
 def test_without_room_the_youngest_waits_and_answers_the_same(bench: Bench) -> None:
@@ -152,7 +152,7 @@ def test_without_room_the_youngest_waits_and_answers_the_same(bench: Bench) -> N
     assert engine.counts.preempted > 0
     for prompt, (_, heard) in zip(prompts, made, strict=True):
         assert close(heard, bench.alone(prompt, "two", max_tokens=60))
-    assert engine.slots.room_used <= 256
+    assert engine.kv_cache.allocated_tokens <= 256
 
 
 def test_scores_of_a_prompt(bench: Bench, stock: dict[str | None, object]) -> None:
@@ -207,7 +207,7 @@ def test_a_seed_repeats_whoever_else_is_served(bench: Bench) -> None:
 
 def test_limits_are_said_before_work_starts(bench: Bench) -> None:
     engine = bench.engine(queued=2, tokens=256)
-    with pytest.raises(InputError, match=r"20 tokens and 500 to answer.*at most 256"):
+    with pytest.raises(InputError, match=r"20 prompt tokens and 500 new.*at most 256"):
         engine.submit([bench.sequence(text(1, 20), max_tokens=500)[0]])
     engine.submit([bench.sequence(text(1, 20))[0], bench.sequence(text(1, 20))[0]])
     with pytest.raises(QueueFull, match="2 requests"):

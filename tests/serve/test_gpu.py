@@ -55,10 +55,10 @@ def test_attention_and_keys_are_on_the_gpu_and_experts_are_not(on_gpu: Bench) ->
     one, heard = on_gpu.sequence(text(1, 20), "one")
     on_gpu.run(engine, one)
     assert heard.finish == "length" and len(heard.tokens) == 8
-    (slot,) = engine.slots.slots
+    (slot,) = engine.kv_cache.slots
     held = [*slot.keys.values(), *slot.values.values()]
     assert len(held) == 4 and all(tensor.device.type == "cuda" for tensor in held)
-    for resident in on_gpu.residents.values():
+    for resident in on_gpu.loaded.values():
         assert all(linear.a.is_cuda and linear.b.is_cuda for linear in resident.linears.values())
 
 
@@ -110,7 +110,7 @@ def test_chunks_prefixes_and_lost_slots_change_nothing(on_gpu: Bench) -> None:
     made = [on_gpu.sequence(text(seed, 30), "two", max_tokens=60) for seed in range(10, 14)]
     small = on_gpu.engine(tokens=256)
     on_gpu.run(small, *(one for one, _ in made))
-    assert small.counts.preempted > 0 and small.slots.room_used <= 256
+    assert small.counts.preempted > 0 and small.kv_cache.allocated_tokens <= 256
     assert [heard.finish for _, heard in made] == ["length"] * 4
 
 
@@ -148,7 +148,7 @@ def test_in_bf16_as_it_is_served(model_directory: Path, adapters: dict[str, Path
     assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
     bench = Bench.__new__(Bench)
     bench.directory, bench.tokenizer, bench.forward = model_directory, service.tokenizer, service.engine.forward
-    bench.residents = {name: service.registry.find(f"tiny:{name}") for name in ("one", "two")}
+    bench.loaded = {name: service.registry.find(f"tiny:{name}") for name in ("one", "two")}
     prompts = [text(seed, 40) for seed in range(3)]
     names: list[str | None] = [None, "one", "two"]
     mixed = scored(bench, prompts, names)

@@ -48,7 +48,7 @@ def placement(on_gpu: Bench, adapters: dict[str, Path], request: pytest.FixtureR
     assert made is not None and not made.left
     made.place_residents(count=count)
     names = adapters.items()
-    on_gpu.residents = {name: on_gpu.places.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
+    on_gpu.loaded = {name: on_gpu.lora_modules.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
     on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, made)
     assert not why_not(on_gpu.forward, made)
     yield made
@@ -135,7 +135,7 @@ def test_answers_are_the_same(on_gpu: Bench, placement: Placement) -> None:
     agree(
         found,
         launched(on_gpu, lengths),
-        ROUNDED if any(engine.side.residents for engine in placement.engines) else APART,
+        ROUNDED if any(engine.side.loaded for engine in placement.engines) else APART,
     )
 
 
@@ -161,7 +161,7 @@ def test_adapters(on_gpu: Bench, placement: Placement) -> None:
     found = ask(on_gpu, engine, lengths, names)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(found, uncaptured(on_gpu, placement, lengths, names), APART)
-    if not any(one.side.residents for one in placement.engines):
+    if not any(one.side.loaded for one in placement.engines):
         agree(found, launched(on_gpu, lengths, names), APART)
 
 
@@ -169,7 +169,7 @@ def test_adapters(on_gpu: Bench, placement: Placement) -> None:
 def test_base_rows_beside_adapters_have_the_base_s_bits(on_gpu: Bench, placement: Placement) -> None:
     def logits(names: list[str | None], told: int) -> torch.Tensor:
         slots = [KVSlot(None, capacity=64) for _ in names]
-        adapters = [on_gpu.residents[name] if name else None for name in names]
+        adapters = [on_gpu.loaded[name] if name else None for name in names]
         graphs, on_gpu.forward.graphs = on_gpu.forward.graphs, None
         for row, (slot, adapter) in enumerate(zip(slots, adapters, strict=True)):
             on_gpu.forward.run([Chunk(slot, text(row, 9), 0, adapter)])
@@ -194,9 +194,9 @@ def test_an_adapter_is_unloaded_and_another_comes(
     engine, lengths = on_gpu.engine(), [(10, 16), (9, 16)]
     wanted = uncaptured(on_gpu, placement, lengths, ["one", None])
     for version in range(2, 5):
-        on_gpu.residents["one"] = on_gpu.places.open(adapters["one"], "one", version, str(on_gpu.directory))
+        on_gpu.loaded["one"] = on_gpu.lora_modules.open(adapters["one"], "one", version, str(on_gpu.directory))
         agree(ask(on_gpu, engine, lengths, ["one", None]), wanted, APART)
-        engine.forget(("one", version))
+        engine.drop_adapter(("one", version))
         engine.step()
         assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs._sets
         assert not any(one.few._terms or one.side.shelf._held for one in placement.engines)
@@ -281,7 +281,7 @@ def test_as_it_is_served(model_directory: Path) -> None:
         said.append,
     )
     assert "in CUDA graphs" in said[-1] and alone.statistics.placement.policy == "resident"
-    assert not any(engine.side.residents for engine in alone.statistics.placement.engines)
+    assert not any(engine.side.loaded for engine in alone.statistics.placement.engines)
     bench.forward = alone.engine.forward
     ask(bench, alone.engine, [(9, 20)])
     assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"

@@ -12,7 +12,7 @@ from ktransformers.plan import Choice, Serving, make_plan, open_shape, profile, 
 from ktransformers.plan.memory import SCORED_ROWS, memory_of
 from ktransformers.serve import forecast
 from ktransformers.serve.engine import head
-from ktransformers.serve.engine.forward import Chunk, Forward, open_forward
+from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 from tests.nn.families import build
 from tests.serve.conftest import Bench, service_of
@@ -48,7 +48,7 @@ def test_a_long_prompt_meets_the_vocabulary_in_parts() -> None:
 def test_families_are_asked_for_some_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaled logits, biases, states that may be computed once only: `check` compares with the stock model."""
     monkeypatch.setattr(head, "SCORED_ROWS", 5)
-    assert open_forward(build(family)).check() > 0
+    assert make_forward(build(family)).check_against_stock() > 0
 
 
 def test_scores_do_not_depend_on_the_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +98,9 @@ def test_the_plan_counts_scores(size: int, score: int) -> None:
 def test_the_end_counts_scores_where_they_were_asked_for(bench: Bench, adapters: dict[str, Path]) -> None:
     plan = make_plan(QWEN, Serving(), with_gpus(profile("desktop-4090"), "none"))
     service = service_of(bench, adapters)
-    before = forecast.at_end(plan, service).predicted
+    before = forecast.compare_at_end(plan, service).predicted
     one, _ = bench.sequence([3, 4, 5], max_tokens=0, prompt_logprobs=True)
     bench.run(service.engine, one)
-    cache = service.engine.slots.most * service.per_token
-    after = forecast.at_end(plan, service).predicted
+    cache = service.engine.kv_cache.peak_tokens * service.kv_bytes_per_token
+    after = forecast.compare_at_end(plan, service).predicted
     assert (after - before) * 1e9 == pytest.approx(plan.nearest.memory.host["scores"] + cache)

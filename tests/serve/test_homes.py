@@ -15,12 +15,12 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place.apply import in_words, place, settle_residents
+from ktransformers.place.loaded import load_counts
 from ktransformers.place.options import PlacementOptions
-from ktransformers.place.residents import load_counts
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import ServedPlacement, wish_of
-from ktransformers.serve.target import Target, resolve
+from ktransformers.serve.target import Target, resolve_target
 from tests.serve.conftest import Bench, Served
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
@@ -39,9 +39,11 @@ def test_adapters_share_a_batch_on_the_engine(
     assert placement is not None
     said = in_words(placement, wish, settle_residents(placement, wish, None, {}))
     assert "policy resident; 2 residents in each of" in said and ("16 tokens" in said) == (threshold is not None)
-    other.residents = {name: other.places.open(path, name, 1, str(model_directory)) for name, path in adapters.items()}
-    assert set(other.residents["one"].factors) == set(other.residents["one"].experts)
-    assert not bench.residents["one"].factors, "nobody would read them there"
+    other.loaded = {
+        name: other.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
+    }
+    assert set(other.loaded["one"].factors) == set(other.loaded["one"].experts)
+    assert not bench.loaded["one"].factors, "nobody would read them there"
     names = [None, "one", "two", "attention", "one"]
     prompts = [[5 + at, 7, 11, 13 + at, 17, 2 * at + 1] for at in range(len(names))]
     pairs = [other.sequence(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
@@ -76,7 +78,7 @@ def test_without_a_gpu_it_is_said_and_statistics_are_kept(model_directory: Path,
     launch = parse([str(model_directory), "--device", "cpu", "--max-total-tokens", "256", *words])
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    service = open_service(launch, resolve(str(model_directory)), said.append)
+    service = open_service(launch, resolve_target(str(model_directory)), said.append)
     assert service.approximations == {} and any("all experts are computed on the CPU, exactly" in line for line in said)
     model = service.engine.forward.model
     names = list(expert_modules(model))
@@ -88,7 +90,7 @@ def test_without_a_gpu_it_is_said_and_statistics_are_kept(model_directory: Path,
 def test_a_line_and_a_file_make_one_wish(model_directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_place: stream\n  kt_num_gpu_experts: 3\n")
-    target = resolve(str(file))
+    target = resolve_target(str(file))
     wish = wish_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
     assert (wish.policy, wish.kt_num_gpu_experts) == ("stream", 1)
     lacking = PlacementOptions(kt_enable_dynamic_expert_update=True, kt_num_gpu_experts=1)

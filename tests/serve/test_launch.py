@@ -21,10 +21,18 @@ import pytest
 from ktransformers import env
 from ktransformers.errors import InputError
 from ktransformers.place.options import PlacementOptions, read_options
-from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VALUES, Launch, parse
-from ktransformers.serve.http.training import TrainingLog, Watch
-from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
-from ktransformers.serve.target import resolve
+from ktransformers.serve.flags import (
+    IGNORED_OPTIONS,
+    IGNORED_SWITCHES,
+    KT_METHODS,
+    PLACEMENT_FLAGS,
+    SUPPORTED_FLAGS,
+    Launch,
+    parse,
+)
+from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
+from ktransformers.serve.launch import bind_socket, make_plan, open_service, with_environment
+from ktransformers.serve.target import resolve_target
 from tests.forked import python
 from tests.serve.conftest import Bench, Served
 
@@ -51,7 +59,7 @@ def test_launch_lines_of_the_guides_parse(line: str) -> None:
     found = parse(line.split())
     assert found.target == "M"
     words = line.split()
-    for name in (*SWITCHES, *VALUES):
+    for name in (*IGNORED_SWITCHES, *IGNORED_OPTIONS):
         assert any(note.startswith(name) for note in found.notes) == (name in words), name
     if "--max-running-requests" in words:
         assert (found.running, found.chunk, found.memory, found.threads, found.groups) == (4, 16384, 0.8, 64, 2)
@@ -60,7 +68,7 @@ def test_launch_lines_of_the_guides_parse(line: str) -> None:
         assert any("keep the format" in note for note in found.notes)
         assert found.experts == Path("W")
     if "--kt-expert-lora-path" in words:
-        assert found.always == Path("E")
+        assert found.always_on == Path("E")
     wish = read_options(found.place)
     if "--kt-enable-dynamic-expert-update" in words:
         assert (wish.kt_num_gpu_experts, wish.kt_gpu_prefill_token_threshold) == (32, 4096)
@@ -72,7 +80,7 @@ def test_launch_lines_of_the_guides_parse(line: str) -> None:
 def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
     """The same words, on the line and in a YAML file; the line wins, and nonsense is refused before anything is
     loaded."""
-    names = {flag.field for flag in PLACEMENT}
+    names = {flag.field for flag in PLACEMENT_FLAGS}
     assert names == {field.name for field in dataclasses.fields(PlacementOptions)} - {"kt_expert_update_steps"}
     keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
     wish = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
@@ -97,7 +105,7 @@ def test_our_own_lines() -> None:
     assert found.lora_paths == (("a", "x"), ("b", "y"), ("d", "c/d"))
     assert (found.api_key, found.watch, found.notes) == ("k", Path("out"), ())
     assert found.chunk > 10**9
-    assert set(METHODS) >= {"AMXINT4", "AMXINT8", "RAWINT4", "FP8", "FP8_PERCHANNEL", "BF16", "LLAMAFILE"}
+    assert set(KT_METHODS) >= {"AMXINT4", "AMXINT8", "RAWINT4", "FP8", "FP8_PERCHANNEL", "BF16", "LLAMAFILE"}
 
 
 @pytest.mark.parametrize(
@@ -136,22 +144,22 @@ def test_the_environment_fills_what_is_not_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
-    assert resolve(str(model_directory)).adapters == ()
-    output = resolve(str(adapters["one"]))
+    assert resolve_target(str(model_directory)).adapters == ()
+    output = resolve_target(str(adapters["one"]))
     assert output.model == model_directory and output.adapters == (("one", str(adapters["one"])),)
     assert output.name == model_directory.name
     training = tmp_path / "train.yaml"
     training.write_text(f"model_name_or_path: {model_directory}\ndo_train: true\noutput_dir: {adapters['two']}\n")
-    assert resolve(str(training)).adapters == (("two", str(adapters["two"])),)
+    assert resolve_target(str(training)).adapters == (("two", str(adapters["two"])),)
     inference = tmp_path / "infer.yaml"
     inference.write_text(
         f"model_name_or_path: {model_directory}\nadapter_name_or_path: {adapters['one']}, {adapters['two']}\n"
         "template: qwen3\ninfer_backend: ktransformers\nuse_kt: true\n"
     )
-    assert [name for name, _ in resolve(str(inference)).adapters] == ["one", "two"]
-    assert resolve(str(training)).experts is None
+    assert [name for name, _ in resolve_target(str(inference)).adapters] == ["one", "two"]
+    assert resolve_target(str(training)).experts is None
     training.write_text(training.read_text() + f"kt_config:\n  kt_weight_path: {tmp_path}/packed\n")
-    trained = resolve(str(training))
+    trained = resolve_target(str(training))
     with pytest.raises(InputError, match=r"experts of the training.*--kt-weight-path"):
         trained.experts_of(None)
     assert trained.experts_of(Path("W")) == Path("W") and trained.experts_of(model_directory) is None
@@ -165,51 +173,51 @@ def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Pat
         ("word", "short names"),
     ):
         with pytest.raises(InputError, match=words):
-            resolve(given)
+            resolve_target(given)
 
 
 def test_a_port_in_use_is_said_before_loading() -> None:
-    with bind("127.0.0.1", 0) as taken:
+    with bind_socket("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(InputError, match="free port"):
-            bind("127.0.0.1", taken.getsockname()[1])
+            bind_socket("127.0.0.1", taken.getsockname()[1])
 
 
 def test_checkpoints_are_served_as_they_come_and_go(served: Served, adapters: dict[str, Path], tmp_path: Path) -> None:
     registry = served.service.registry
-    watch = Watch(tmp_path, registry)
-    watch.look()
+    watch = CheckpointWatch(tmp_path, registry)
+    watch.poll()
     step = tmp_path / "checkpoint-10"
     shutil.copytree(adapters["two"], step)
-    watch.look()
+    watch.poll()
     assert "checkpoint-10" not in registry.loaded  # not complete
     (step / "trainer_state.json").write_text("{}")
-    watch.look()
-    first = registry.loaded["checkpoint-10"].resident
-    watch.look()
-    assert registry.loaded["checkpoint-10"].resident is first
+    watch.poll()
+    first = registry.loaded["checkpoint-10"].adapter
+    watch.poll()
+    assert registry.loaded["checkpoint-10"].adapter is first
     os.utime(step / "trainer_state.json", (1, 1))
-    watch.look()
-    assert registry.loaded["checkpoint-10"].resident.version > first.version
+    watch.poll()
+    assert registry.loaded["checkpoint-10"].adapter.version > first.version
     broken = tmp_path / "checkpoint-20"
     shutil.copytree(step, broken)
     (broken / "adapter_model.safetensors").write_bytes(b"nothing")
-    watch.look()
+    watch.poll()
     assert "checkpoint-20" not in registry.loaded
     shutil.rmtree(step)
-    watch.look()
+    watch.poll()
     assert set(registry.loaded) == {"one", "attention"}
     log = tmp_path / "trainer_log.jsonl"
     log.write_text('{"loss": 2.5, "current_steps": 1}\n{"loss": 2.')
-    read = TrainingLog(tmp_path).after(0)
+    read = TrainingLog(tmp_path).lines_after(0)
     assert [line["loss"] for line in read["lines"]] == [2.5]
     with log.open("a") as stream:
         stream.write('25, "current_steps": 2}\n')
-    again = TrainingLog(tmp_path).after(read["next"])
+    again = TrainingLog(tmp_path).lines_after(read["next"])
     assert [line["loss"] for line in again["lines"]] == [2.25]
-    assert TrainingLog(tmp_path).after(again["next"])["lines"] == []
+    assert TrainingLog(tmp_path).lines_after(again["next"])["lines"] == []
     log.write_text("{}\n")
-    assert TrainingLog(tmp_path).after(again["next"])["lines"] == [{}]
+    assert TrainingLog(tmp_path).lines_after(again["next"])["lines"] == [{}]
 
 
 def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -226,21 +234,21 @@ def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp
         nonexpert_output_dir=rest,
         base_model_name_or_path=str(bench.directory),
     )
-    registry = Registry("tiny", bench.places, str(bench.directory), lambda _: None, always=expert)
+    registry = Registry("tiny", bench.lora_modules, str(bench.directory), lambda _: None, always_on=expert)
     registry.load("rest", rest)
     both, alone = registry.find("tiny:rest"), registry.find("tiny")
     assert both is not None and alone is not None
     assert both.experts == alone.experts and both.linears and not alone.linears
-    bench.residents["both"] = both
+    bench.loaded["both"] = both
     try:
         prompt = list(range(50, 80))
         assert bench.alone(prompt, "both").tokens == bench.alone(prompt, "two").tokens
     finally:
-        del bench.residents["both"]
-    with pytest.raises(InputError, match="on for every request"):
+        del bench.loaded["both"]
+    with pytest.raises(InputError, match="apply to every request"):
         registry.load("one", adapters["one"])
-    with pytest.raises(InputError, match="experts alone"):
-        Registry("tiny", bench.places, str(bench.directory), lambda _: None, always=adapters["one"])
+    with pytest.raises(InputError, match="LoRA on experts only"):
+        Registry("tiny", bench.lora_modules, str(bench.directory), lambda _: None, always_on=adapters["one"])
 
 
 KT = "from ktransformers.cli.main import main; main()"
@@ -343,19 +351,19 @@ def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monk
     for words, pages in (([], "lazy"), (["--prefault"], "prefault"), (["--prefault", "--lock"], "lock")):
         launch = parse([str(out), *words, "--device", "cpu", "--max-total-tokens", "256"])
         assert launch.pages == pages
-        open_service(launch, resolve(str(out)), said.append)
+        open_service(launch, resolve_target(str(out)), said.append)
         assert asked == [pages] * 2
         asked.clear()
     assert not any("without effect" in line for line in said)
     launch = parse([str(model_directory), "--lock", "--device", "cpu", "--max-total-tokens", "256"])
-    open_service(launch, resolve(str(model_directory)), said.append)
+    open_service(launch, resolve_target(str(model_directory)), said.append)
     assert any(line.startswith("--lock: without effect") for line in said) and not asked
 
 
 def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
     """Before anything is loaded, with the ways out; `--force` goes on."""
     plans: list[Any] = []
-    target = resolve(str(model_directory))
+    target = resolve_target(str(model_directory))
     with pytest.raises(InputError, match=r"host lacks .* GB, expected a plan that fits.*--force"):
         make_plan(parse([str(model_directory), "--max-total-tokens", str(10**12)]), target, print, plans.append)
     assert plans and plans[0].best is None and plans[0].nearest.lacking["host"] > 10**12
@@ -367,10 +375,10 @@ def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
 
 def test_the_page_lists_every_flag() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    for flag in HONOURED:
+    for flag in SUPPORTED_FLAGS:
         given = f"; default: {flag.default}" if flag.default is not None else ""
         assert f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.help}{given} |" in page
-    for name, why in (SWITCHES | VALUES).items():
+    for name, why in (IGNORED_SWITCHES | IGNORED_OPTIONS).items():
         assert f"| `{name}` | {why} |" in page
-    for name in METHODS:
+    for name in KT_METHODS:
         assert f"`{name}`" in page

@@ -17,11 +17,11 @@ from ktransformers.adapters import LoraPair, in_memory
 from ktransformers.errors import InputError
 from ktransformers.serve.engine.detokenizer import StreamingText
 from ktransformers.serve.engine.engine import Limits, ServeEngine
-from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, most_likely, open_forward
-from ktransformers.serve.engine.head import collect
+from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
+from ktransformers.serve.engine.head import collect_rows
 from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
 from ktransformers.serve.engine.lora import LoraModules
-from ktransformers.serve.engine.sampling import Sampling, choose, generator, scores
+from ktransformers.serve.engine.sampling import Sampling, make_generator, sample_token, score_tokens
 from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 from tests.nn.families import FAMILIES, build
 from tests.serve.conftest import Bench, Heard
@@ -49,8 +49,8 @@ def test_a_stop_string_never_shows(bench: Bench, stop: str) -> None:
 
 
 def draws(sampling: Sampling, logits: torch.Tensor, count: int = 400, new: tuple[int, ...] = ()) -> Counter[int]:
-    draw = generator(Sampling(seed=1), 0)
-    return Counter(choose(logits, sampling, (0,), new, draw) for _ in range(count))
+    draw = make_generator(Sampling(seed=1), 0)
+    return Counter(sample_token(logits, sampling, (0,), new, draw) for _ in range(count))
 
 
 def test_sampling_keeps_what_it_says() -> None:
@@ -71,7 +71,7 @@ def test_sampling_keeps_what_it_says() -> None:
     assert set(draws(Sampling(temperature=0, repetition_penalty=5.0), logits)) == {1}  # 0 is in the prompt
     assert set(draws(Sampling(temperature=0, presence_penalty=2.0), logits, new=(0, 1))) == {2}
     allowed = torch.tensor([False, False, True, False, True])
-    assert choose(logits, Sampling(temperature=0), (0,), (), generator(Sampling(), 0), allowed) == 2
+    assert sample_token(logits, Sampling(temperature=0), (0,), (), make_generator(Sampling(), 0), allowed) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -85,11 +85,11 @@ def test_greedy_rows_are_searched_together(dtype: torch.dtype) -> None:
     logits[3, :17] = -1
     logits[3, 40] = 0.0
     logits[4, [50, 19000]] = torch.inf
-    plain, draw = Sampling(temperature=0), generator(Sampling(), 0)
-    one_by_one = [choose(row.float(), plain, (0,), (), draw) for row in logits]
+    plain, draw = Sampling(temperature=0), make_generator(Sampling(), 0)
+    one_by_one = [sample_token(row.float(), plain, (0,), (), draw) for row in logits]
     assert one_by_one[2:] == [0, 17, 50]
-    assert most_likely(logits, [0, 1, 2, 3, 4]) == one_by_one
-    assert most_likely(logits, [3, 1]) == [one_by_one[3], one_by_one[1]] and most_likely(logits, []) == []
+    assert argmax_of_rows(logits, [0, 1, 2, 3, 4]) == one_by_one
+    assert argmax_of_rows(logits, [3, 1]) == [one_by_one[3], one_by_one[1]] and argmax_of_rows(logits, []) == []
 
 
 def test_pieces_of_greedy_answers_bring_their_token() -> None:
@@ -98,7 +98,9 @@ def test_pieces_of_greedy_answers_bring_their_token() -> None:
     read: list[torch.Tensor] = []
     asked = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
     pieces = [
-        Chunk(KVSlot(None, capacity=16), tokens, 0, None, collect(read) if not at else None, greedy or last, greedy)
+        Chunk(
+            KVSlot(None, capacity=16), tokens, 0, None, collect_rows(read) if not at else None, greedy or last, greedy
+        )
         for at, (tokens, last, greedy) in enumerate(asked)
     ]
     first, middle, drawn, last = forward.run(pieces)
@@ -111,39 +113,39 @@ def test_pieces_of_greedy_answers_bring_their_token() -> None:
 
 def test_scores_are_the_models_own() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    (score,) = scores(logits, [2], 2)
+    (score,) = score_tokens(logits, [2], 2)
     logs = logits.log_softmax(-1)[0].tolist()
     assert score.logprob == pytest.approx(logs[2]) and [token for token, _ in score.top] == [1, 2]
 
 
 def test_slots_keep_to_their_room() -> None:
     slots = KVCache(256)
-    one = slots.take(None, range(100))
-    two = slots.take(("a", 1), range(100))
-    assert one is not None and two is not None and one is not two and slots.room_used == 256
-    assert slots.take(None, range(10)) is None
+    one = slots.allocate(None, range(100))
+    two = slots.allocate(("a", 1), range(100))
+    assert one is not None and two is not None and one is not two and slots.allocated_tokens == 256
+    assert slots.allocate(None, range(10)) is None
     one.tokens = list(range(100))
     slots.release(one)
-    again = slots.take(None, [*range(50), 7, 7])
+    again = slots.allocate(None, [*range(50), 7, 7])
     assert again is one and again.length == 50
     slots.release(again)
-    assert slots.take(("b", 1), range(120)) is not None  # the idle one gave way
-    assert one not in slots.slots and slots.room_used <= 256
+    assert slots.allocate(("b", 1), range(120)) is not None  # the idle one gave way
+    assert one not in slots.slots and slots.allocated_tokens <= 256
 
 
-@pytest.mark.parametrize(("family", "words"), [("deepseek_v32", "index of keys"), ("jamba", "differ by")])
+@pytest.mark.parametrize(("family", "words"), [("deepseek_v32", "keys by an index"), ("jamba", "differ by")])
 def test_what_cannot_be_computed_in_pieces_is_refused_by_name(family: str, words: str) -> None:
     with pytest.raises(InputError, match=f"{family}.*{words}"):
-        open_forward(build(family)).check()
+        make_forward(build(family)).check_against_stock()
 
 
 def test_families_with_a_state_are_computed_alone() -> None:
     for family in ("qwen3_5_moe_text", "lfm2_moe"):
-        forward = open_forward(build(family))
-        assert isinstance(forward, SequentialForward) and forward.check() > 0
+        forward = make_forward(build(family))
+        assert isinstance(forward, SequentialForward) and forward.check_against_stock() > 0
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert isinstance(open_forward(build("qwen3_moe", rope_parameters=rope)), SequentialForward)
-    assert isinstance(open_forward(build("qwen3_moe")), Forward)
+    assert isinstance(make_forward(build("qwen3_moe", rope_parameters=rope)), SequentialForward)
+    assert isinstance(make_forward(build("qwen3_moe")), Forward)
 
 
 @pytest.mark.slow
@@ -152,8 +154,8 @@ def test_every_family_is_served_or_refused() -> None:
     found: Counter[str] = Counter()
     for family in FAMILIES:
         try:
-            forward = open_forward(build(family))
-            forward.check()
+            forward = make_forward(build(family))
+            forward.check_against_stock()
             found[type(forward).__name__] += 1
         except InputError as error:
             assert family in str(error)
@@ -169,7 +171,7 @@ def test_a_state_is_continued_and_never_cut_back(bench: Bench) -> None:
     model: Any = build("qwen3_5_moe_text")
     attach(model)
     select(model)
-    forward = open_forward(model)
+    forward = make_forward(model)
     places = LoraModules(model)
     shapes = {"gate": (6, 40, 64), "up": (6, 40, 64), "down": (6, 64, 40)}
     torch.manual_seed(0)
@@ -214,7 +216,7 @@ def test_a_state_is_continued_and_never_cut_back(bench: Bench) -> None:
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe"])
 def test_families_agree_with_themselves_in_pieces(family: str) -> None:
     """Sinks and windows, keys and values of different sizes, plain ones: `check` compares with the stock model."""
-    assert Forward(build(family)).check() > 0
+    assert Forward(build(family)).check_against_stock() > 0
 
 
 def test_a_window_is_kept_over_chunks() -> None:
@@ -226,7 +228,7 @@ def test_a_window_is_kept_over_chunks() -> None:
     forward, slot = Forward(model), KVSlot(None, capacity=64)
     found: list[torch.Tensor] = []
     for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
-        forward.run([Chunk(slot, tokens[first:last], first, None, collect(found))])
+        forward.run([Chunk(slot, tokens[first:last], first, None, collect_rows(found))])
     assert torch.allclose(torch.cat(found), expected, atol=1e-4)
 
 
@@ -247,7 +249,7 @@ def pair(*shape: int) -> LoraPair:
 )
 def test_every_tensor_of_an_adapter_has_its_place(bench: Bench, experts: Any, linears: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        bench.places.bind(in_memory(experts, linears), "saves/x", "x", 1)
+        bench.lora_modules.bind(in_memory(experts, linears), "saves/x", "x", 1)
 
 
 def test_a_changed_adapter_is_not_served(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -262,14 +264,14 @@ def test_a_changed_adapter_is_not_served(bench: Bench, adapters: dict[str, Path]
     tensors[name] = tensors[name] + 1
     save_file(tensors, copy / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=name):
-        bench.places.open(copy, "copy", 1, str(bench.directory))
+        bench.lora_modules.open(copy, "copy", 1, str(bench.directory))
 
 
 def test_a_name_is_loaded_once_by_two_who_come_together(bench: Bench, adapters: dict[str, Path]) -> None:
     """The second is told so, although nobody had the name when it came."""
     from ktransformers.serve.http.registry import Registry
 
-    registry = Registry("tiny", bench.places, str(bench.directory), lambda owner: None)
+    registry = Registry("tiny", bench.lora_modules, str(bench.directory), lambda owner: None)
     barrier = threading.Barrier(2, timeout=60)
     opened, refused = registry._open, []
 

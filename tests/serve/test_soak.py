@@ -70,14 +70,14 @@ class Client(threading.Thread):
     def one(self) -> str:
         kind = self.chance.random()
         if kind < 0.08:
-            return self.ask("/v1/completions", self.chance.choice(MALFORMED))
+            return self.request("/v1/completions", self.chance.choice(MALFORMED))
         if kind < 0.12:
             body = {"lora_name": "guest", "lora_path": str(self.guest), "load_inplace": self.chance.random() < 0.5}
-            return self.ask("/v1/load_lora_adapter", json.dumps(body).encode())
+            return self.request("/v1/load_lora_adapter", json.dumps(body).encode())
         if kind < 0.15:
-            return self.ask("/v1/unload_lora_adapter", b'{"lora_name": "guest"}')
+            return self.request("/v1/unload_lora_adapter", b'{"lora_name": "guest"}')
         if kind < 0.18:
-            return self.ask(self.chance.choice(["/metrics", "/v1/models", "/health"]), None)
+            return self.request(self.chance.choice(["/metrics", "/v1/models", "/health"]), None)
         body = {
             "model": self.chance.choice(MODELS),
             "max_tokens": self.chance.choice([1, 4, 16, 40]),
@@ -89,12 +89,12 @@ class Client(threading.Thread):
         if kind < 0.6:
             said = " ".join(self.chance.choices(["sea", "sky", "stone", "tree"], k=self.chance.randrange(1, 60)))
             messages = [{"role": "user", "content": said}]
-            return self.ask("/v1/chat/completions", json.dumps({**body, "messages": messages}).encode(), leaves)
+            return self.request("/v1/chat/completions", json.dumps({**body, "messages": messages}).encode(), leaves)
         prompt = self.chance.choices(range(3, 6400), k=self.chance.randrange(1, 120))
         more = {"prompt": prompt, "echo": self.chance.random() < 0.2, "logprobs": 1}
-        return self.ask("/v1/completions", json.dumps({**body, **more}).encode(), leaves)
+        return self.request("/v1/completions", json.dumps({**body, **more}).encode(), leaves)
 
-    def ask(self, path: str, body: bytes | None, leaves: bool = False) -> str:
+    def request(self, path: str, body: bytes | None, leaves: bool = False) -> str:
         connection = http.client.HTTPConnection(self.address, timeout=STUCK)
         try:
             connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
@@ -137,7 +137,7 @@ def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
         end = time.monotonic() + 30
         while service.engine.busy and time.monotonic() < end:
             time.sleep(0.05)
-        assert not service.engine.busy and not any(slot.busy for slot in service.engine.slots.slots)
+        assert not service.engine.busy and not any(slot.busy for slot in service.engine.kv_cache.slots)
         same = greedy() == before
     memory.append((resident(), allocated()))
     record(

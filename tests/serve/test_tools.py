@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.serve.http.tools import CallsApart, ToolCall, read_calls
+from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parse_calls
 from tests.serve.conftest import Served
 
 TOOL = {
@@ -29,33 +29,33 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ASKED = [{"role": "user", "content": "How is the weather?"}]
+ACTIVE = [{"role": "user", "content": "How is the weather?"}]
 
 
 def test_calls_in_json_and_in_tags() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bonn"}}\n</tool_call>'
-    assert read_calls(text, [TOOL]) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
+    assert parse_calls(text, [TOOL]) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
     tagged = (
         "<tool_call>\n<function=weather>\n<parameter=town>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>"
     )
-    before, calls = read_calls(tagged, [TOOL])
+    before, calls = parse_calls(tagged, [TOOL])
     assert before == "" and json.loads(calls[0].arguments) == {"town": "12", "days": 3}
-    assert len(read_calls(text + text, [TOOL])[1]) == 2
+    assert len(parse_calls(text + text, [TOOL])[1]) == 2
 
 
 @pytest.mark.parametrize("text", ["no call", "<tool_call>\nnot JSON\n</tool_call>", '<tool_call>{"a": 1}</tool_call>'])
 def test_what_is_no_call_stays_text(text: str) -> None:
-    assert read_calls(text, [TOOL]) == (text, [])
+    assert parse_calls(text, [TOOL]) == (text, [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_text_before_a_call_goes_on_and_the_call_is_kept(size: int) -> None:
     text = 'a < b <tool <tool_call>{"name": "x"}</tool_call>'
-    apart = CallsApart()
+    apart = ToolCallSplitter()
     out = "".join(apart.add(text[at : at + size]) for at in range(0, len(text), size))
     assert out == "a < b <tool " and apart.end() == '<tool_call>{"name": "x"}</tool_call>'
-    plain = CallsApart()
+    plain = ToolCallSplitter()
     assert "".join(plain.add(letter) for letter in "a <tool") + plain.end() == "a <tool"
 
 
@@ -65,7 +65,7 @@ def test_without_the_package_json_is_refused(served: Served, monkeypatch: pytest
     from ktransformers.serve.http.service import ApiError
 
     monkeypatch.setattr(grammar, "PACKAGE", "no_such_package")
-    asked = {"model": "tiny", "messages": ASKED, "response_format": {"type": "json_object"}}
+    asked = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
     with pytest.raises(ApiError, match="pip install"):
         served.service.chat(ChatRequest.model_validate(asked))
 
@@ -82,7 +82,7 @@ class TestConstrained:
         form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
         for seed in range(3):
             said = client.chat.completions.create(
-                model=model, messages=ASKED, response_format=form, seed=seed, max_tokens=300
+                model=model, messages=ACTIVE, response_format=form, seed=seed, max_tokens=300
             )
             assert said.choices[0].finish_reason == "stop"
             found = json.loads(said.choices[0].message.content)
@@ -91,7 +91,7 @@ class TestConstrained:
     def test_a_json_object(self, client: Any) -> None:
         said = client.chat.completions.create(
             model="tiny",
-            messages=ASKED,
+            messages=ACTIVE,
             response_format={"type": "json_object"},
             seed=1,
             max_tokens=40,
@@ -104,15 +104,15 @@ class TestConstrained:
 
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "number of sorts"}}}
         with pytest.raises(openai.BadRequestError, match="response_format"):
-            client.chat.completions.create(model="tiny", messages=ASKED, response_format=form)
+            client.chat.completions.create(model="tiny", messages=ACTIVE, response_format=form)
         with pytest.raises(openai.BadRequestError, match=r"json_schema\.schema"):
-            client.chat.completions.create(model="tiny", messages=ASKED, response_format={"type": "json_schema"})
+            client.chat.completions.create(model="tiny", messages=ACTIVE, response_format={"type": "json_schema"})
 
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
     def test_a_call_that_is_required(self, client: Any, choice: Any) -> None:
         same = {
             "model": "tiny",
-            "messages": ASKED,
+            "messages": ACTIVE,
             "tools": [TOOL],
             "tool_choice": choice,
             "seed": 3,
@@ -132,17 +132,17 @@ class TestConstrained:
 def test_the_template_is_told_of_tools(served: Served) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
-    asked = {"model": "tiny", "messages": ASKED, "max_tokens": 4}
+    asked = {"model": "tiny", "messages": ACTIVE, "max_tokens": 4}
     service = served.service
     plain = service.chat(ChatRequest.model_validate(asked))
     offered = service.chat(ChatRequest.model_validate({**asked, "tools": [TOOL]}))
     refused = service.chat(ChatRequest.model_validate({**asked, "tools": [TOOL], "tool_choice": "none"}))
-    text = service.tokenizer.decode(offered.ask.prompt)
+    text = service.tokenizer.decode(offered.request.prompt)
     assert "weather" in text and "<tool_call>" in text
-    assert plain.ask.prompt == refused.ask.prompt
-    assert service.reads_calls(offered) and not service.reads_calls(refused)
+    assert plain.request.prompt == refused.request.prompt
+    assert service.parses_calls(offered) and not service.parses_calls(refused)
     history = [
-        *ASKED,
+        *ACTIVE,
         {
             "role": "assistant",
             "content": None,
@@ -153,5 +153,5 @@ def test_the_template_is_told_of_tools(served: Served) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
     ]
     again = service.chat(ChatRequest.model_validate({**asked, "messages": history, "tools": [TOOL]}))
-    text = service.tokenizer.decode(again.ask.prompt)
+    text = service.tokenizer.decode(again.request.prompt)
     assert '{"town": "Bonn"}' in text and "rain" in text

@@ -18,7 +18,7 @@ from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import wish_of
-from ktransformers.serve.target import resolve
+from ktransformers.serve.target import resolve_target
 from ktransformers.train.keys import OFF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
@@ -34,7 +34,7 @@ def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_pat
     done = CliRunner().invoke(app, ["quant", str(model_directory), "--format", format, "-o", str(out)])
     assert done.exit_code == 0, done.output
     said = list[str]()
-    service = open_service(parse(line(out, "--kt-w8a8")), resolve(str(out)), said.append)
+    service = open_service(parse(line(out, "--kt-w8a8")), resolve_target(str(out)), said.append)
     assert service.approximations == {"kt_w8a8": True}
     assert any("8-bit activations" in one and "approximation" in one for one in said)
     modules: dict[str, Any] = dict(expert_modules(service.engine.forward.model))
@@ -55,7 +55,7 @@ def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_pat
 
 def test_other_formats_are_refused_by_name(model_directory: Path) -> None:
     with pytest.raises(InputError, match=r"w8a8.*experts.*bf16.*kt quant --format int8"):
-        open_service(parse(line(model_directory, "--kt-w8a8")), resolve(str(model_directory)), print)
+        open_service(parse(line(model_directory, "--kt-w8a8")), resolve_target(str(model_directory)), print)
     with pytest.raises(InputError, match="without packed experts"):
         use_w8a8(torch.nn.Linear(2, 2))
 
@@ -63,6 +63,6 @@ def test_other_formats_are_refused_by_name(model_directory: Path) -> None:
 def test_a_file_may_ask_for_it_and_training_may_not(model_directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_w8a8: true\n")
-    assert wish_of(parse([str(file)]), resolve(str(file))).kt_w8a8
-    assert not wish_of(parse([str(model_directory)]), resolve(str(model_directory))).kt_w8a8
+    assert wish_of(parse([str(file)]), resolve_target(str(file))).kt_w8a8
+    assert not wish_of(parse([str(model_directory)]), resolve_target(str(model_directory))).kt_w8a8
     assert "training" in OFF["kt_w8a8"].remedy

@@ -23,7 +23,7 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError, KTError
 
 if TYPE_CHECKING:
-    from ktransformers.serve.engine.speed import Speed, Test
+    from ktransformers.serve.engine.speed import Speed, SpeedTest
 
 FORMATS = ("md", "csv", "json", "jsonl")
 COMPONENTS = {"moe": "moe.py", "train-step": "train_step.py"}
@@ -65,11 +65,11 @@ def bench(
     if form not in FORMATS:
         raise InputError("format", repr(form), f"one of {', '.join(FORMATS)}")
     model = ask.for_model(model, form != "md")
-    from ktransformers.serve.engine.speed import Test
+    from ktransformers.serve.engine.speed import SpeedTest
 
-    tests = [Test(prompt=number) for number in counts("n-prompt", n_prompt) if number]
+    tests = [SpeedTest(prompt=number) for number in counts("n-prompt", n_prompt) if number]
     depths = counts("n-depth", n_depth) or [0]
-    tests += [Test(new=number, depth=depth) for number in counts("n-gen", n_gen) if number for depth in depths]
+    tests += [SpeedTest(new=number, depth=depth) for number in counts("n-gen", n_gen) if number for depth in depths]
     if not tests:
         raise InputError("n-prompt, n-gen", "nothing to measure", "a number above 0")
     document = _document(model, tests, repetitions, sequences, cpu_threads, device, dtype, form)
@@ -85,7 +85,7 @@ def bench(
 
 def _document(
     model: str,
-    tests: list[Test],
+    tests: list[SpeedTest],
     repetitions: int,
     sequences: int,
     threads: int | None,
@@ -96,13 +96,13 @@ def _document(
     """Measures, and prints what can be printed on the way."""
     from ktransformers import _core
     from ktransformers.checkpoint.verify import verify
-    from ktransformers.serve.engine.speed import measure
+    from ktransformers.serve.engine.speed import measure_speeds
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service
-    from ktransformers.serve.target import resolve
+    from ktransformers.serve.target import resolve_target
 
-    target = resolve(model)
-    room = max(test.room for test in tests)
+    target = resolve_target(model)
+    room = max(test.max_tokens for test in tests)
     launch = Launch(
         model, running=sequences, queued=sequences, tokens=max(64, room * sequences), context=room,
         threads=threads, device=device, dtype=dtype,
@@ -119,7 +119,7 @@ def _document(
         _line(tuple("---" for _ in HEADS))
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)
     on_screen = form == "md" and sys.stderr.isatty()
-    speeds = measure(
+    speeds = measure_speeds(
         service.engine, service.tokenizer, tests, vocabulary=vocabulary, repetitions=repetitions, sequences=sequences,
         progress=(lambda text: print(f"\r{text:<40}\r", end="", file=sys.stderr, flush=True)) if on_screen else None,
     )  # fmt: skip

@@ -50,7 +50,7 @@ def run(
 
     rest_soon()  # before torch is imported, with what follows
     from ktransformers.serve.launch import make_plan, open_service, serve
-    from ktransformers.serve.target import resolve
+    from ktransformers.serve.target import resolve_target
 
     asked = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
     place = {name: value for name, value in asked.items() if value is not None}
@@ -60,7 +60,7 @@ def run(
         line = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
         serve(line, say, show)
         return
-    target = resolve(model)
+    target = resolve_target(model)
     adapters = [name for name, _ in target.adapters]
     if adapter is not None and adapter not in adapters:
         raise InputError(
@@ -92,10 +92,10 @@ def _answer(
     if service.tokenizer.chat_template:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        wish = service.chat(ChatRequest.model_validate({**common, "messages": messages})).ask
+        wish = service.chat(ChatRequest.model_validate({**common, "messages": messages})).request
     else:
         request = CompletionRequest.model_validate({**common, "prompt": f"{system or ''}{prompt}"})
-        wish = service.completion(request, service.prompts(request.prompt)[0])
+        wish = service.completion(request, service.tokenize_prompts(request.prompt)[0])
     ended = threading.Event()
     heard: list[Event] = []
 

@@ -37,21 +37,21 @@ from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.prepare import is_ours
-from ktransformers.prove.server import ask, bound_matrices, find_names, in_process, served_marks
+from ktransformers.prove.server import bound_matrices, find_names, measure_served_layers, score_row, start_server
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import Say, check_packages, dtype_of
-from ktransformers.serve.target import Target, resolve
+from ktransformers.serve.launch import LogLine, check_packages, parse_dtype
+from ktransformers.serve.target import Target, resolve_target
 
-TEXTS = (
+SAMPLE_TEXTS = (
     "The lighthouse keeper wrote down the weather every evening: wind, clouds, and how far one could see.",
     "To make the dough, mix flour, water, salt and a little yeast, then wait until it has doubled in size.",
     "Question: what is seventeen plus twenty-five?\nAnswer: forty-two, because seventeen and twenty-five make that.",
     "Es war einmal ein Müller, der hatte drei Söhne, seine Mühle, einen Esel und einen Kater.",
 )
-SERVED = "bf16"  # is what a server computes experts in
-STOCK_ROOM = 1.25  # times the weights: what stock PEFT builds of a layer's difference comes on top
-FREE = 0.9  # of the free memory may be used for stock
+SERVED_PRECISION = "bf16"  # is what a server computes experts in
+STOCK_MEMORY_FACTOR = 1.25  # times the weights: what stock PEFT builds of a layer's difference comes on top
+MAX_MEMORY_SHARE = 0.9  # of the free memory may be used for stock
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class TrainerRun:
 
 def prove(
     output: str | Path,
-    say: Say,
+    say: LogLine,
     *,
     server: str | None = None,
     api_key: str | None = None,
@@ -136,7 +136,7 @@ def prove(
     folder = Path(output)
     if server is None:
         check_packages()
-    target = resolve(str(folder))
+    target = resolve_target(str(folder))
     if not target.adapters:
         raise InputError(str(folder), "a model", "the output directory of a training, or another PEFT adapter")
     content = open_content(folder)
@@ -144,27 +144,27 @@ def prove(
     record = read_record(folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     word = record.dtype if record is not None and dtype == "auto" else dtype
-    kind = dtype_of(word, device)
+    kind = parse_dtype(word, device)
     rows, sample = _rows(record, target)
     say(f"the trainer's graph: {target.model} in {_spelled(kind)}, {len(rows)} rows")
-    graph = trainer_graph(target, content, rows, kind, device, target.precision)
+    graph = run_trainer_model(target, content, rows, kind, device, target.precision)
     floor = graph.floor.logprobs
-    checks = [tensors[0], _consumed(graph, content)]
+    checks = [tensors[0], _check_consumed(graph, content)]
     if record is not None:
-        checks.append(against_record(record, graph))
+        checks.append(check_record(record, graph))
     gc.collect()
     rounded = graph
-    if target.precision != SERVED:
-        say(f"the same with experts in {SERVED}, as they are served")
-        rounded = trainer_graph(target, content, rows, kind, device, SERVED)
+    if target.precision != SERVED_PRECISION:
+        say(f"the same with experts in {SERVED_PRECISION}, as they are served")
+        rounded = run_trainer_model(target, content, rows, kind, device, SERVED_PRECISION)
         gc.collect()
     launch = Launch(str(folder), dtype=_spelled(kind), device=device, running=2 * len(rows), tokens=8192)
     say(f"our server: {server}" if server else "our server, on a free port of this machine")
-    served = against_server(server, api_key, launch, target, rows, rounded, tensors[1]["matrices"], say)
-    checks += [_rounded(check, target, rounded, graph) for check in served]
+    served = check_server(server, api_key, launch, target, rows, rounded, tensors[1]["matrices"], say)
+    checks += [_with_rounding(check, target, rounded, graph) for check in served]
     gc.collect()
     say("stock transformers and PEFT")
-    checks.append(against_stock(target, rows, kind, device, graph))
+    checks.append(check_stock(target, rows, kind, device, graph))
     counts = tensors[1] | {"consumed": graph.consumed}
     effect = difference(graph.adapter, graph.base)
     names = str(folder), str(target.model), _spelled(kind)
@@ -182,7 +182,7 @@ def _rows(record: ProofRecord | None, target: Target) -> tuple[list[list[int]], 
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
-    return [tokenizer(text)["input_ids"] for text in TEXTS], "sentences of our own: training recorded none"
+    return [tokenizer(text)["input_ids"] for text in SAMPLE_TEXTS], "sentences of our own: training recorded none"
 
 
 def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, int]]:
@@ -210,13 +210,13 @@ def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, i
     return ProofCheck("tensors", counts["trained"] == counts["saved"] == placed, said), counts
 
 
-def trainer_graph(
+def run_trainer_model(
     target: Target,
     content: Content,
     rows: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: str,
-    precision: str = SERVED,
+    precision: str = SERVED_PRECISION,
 ) -> TrainerRun:
     """`precision`: of the experts."""
     from peft import PeftModel
@@ -228,7 +228,7 @@ def trainer_graph(
     stock = load_model(target.model, experts=experts, dtype=dtype, device=where, precision=precision)
     base = measure(stock, rows)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
-    consumed = _read_back(model, content)
+    consumed = _compare_loaded_tensors(model, content)
     modules = adapted_modules(model)
     adapter = measure(model, rows, modules)
     floor = floor_of(model, rows, adapter)
@@ -241,7 +241,7 @@ def trainer_graph(
     return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
-def _read_back(model: Any, content: Content) -> int:
+def _compare_loaded_tensors(model: Any, content: Content) -> int:
     """How many tensors of the file are in PEFT's model, number for number."""
     from peft import get_peft_model_state_dict
 
@@ -262,12 +262,12 @@ def _read_back(model: Any, content: Content) -> int:
     return len(state)
 
 
-def _consumed(graph: TrainerRun, content: Content) -> ProofCheck:
+def _check_consumed(graph: TrainerRun, content: Content) -> ProofCheck:
     said = f"{graph.consumed} of {len(content.tensors)} tensors are in the graph, number for number"
     return ProofCheck("trainer's graph", graph.consumed == len(content.tensors), said)
 
 
-def compared(
+def compare_outputs(
     what: str, found: LogprobsAndNorms, expected: LogprobsAndNorms, floor: LogprobDifference, where: Callable[[], str]
 ) -> ProofCheck:
     """`where` is asked for the culprit only if it is needed."""
@@ -280,21 +280,21 @@ def compared(
     return ProofCheck(what, False, f"{said}; largest at token {apart.token} of row {apart.row}", apart, where())
 
 
-def against_record(record: ProofRecord, graph: TrainerRun) -> ProofCheck:
+def check_record(record: ProofRecord, graph: TrainerRun) -> ProofCheck:
     """The numbers that the trainer's own model said before it was saved, maybe on another machine."""
     control = difference(record.base, graph.base)
     floor = larger(graph.floor.logprobs, control)
     other = not control.none  # another machine, another dtype, other threads: every layer is a little off
     noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.marks.items()}
     place = first_apart(graph.adapter.marks, record.adapter.marks, noise)
-    found = compared("as trained", graph.adapter, record.adapter, floor, lambda: place or "the output")
+    found = compare_outputs("as trained", graph.adapter, record.adapter, floor, lambda: place or "the output")
     if found.passed and place is not None and not other:
         said = f"outputs differ from those of training; log-probabilities: {found.said}"
         return replace(found, passed=False, said=said, culprit=place)
     return found
 
 
-def against_server(
+def check_server(
     url: str | None,
     key: str | None,
     launch: Launch,
@@ -302,30 +302,30 @@ def against_server(
     rows: Sequence[Sequence[int]],
     graph: TrainerRun,
     matrices: int,
-    say: Say,
+    say: LogLine,
 ) -> list[ProofCheck]:
     if url is not None:
-        return _served(Client(url, key), target, rows, graph, matrices, lambda name: "")
-    with in_process(launch, target, say) as (address, service):
+        return _check_served(Client(url, key), target, rows, graph, matrices, lambda name: "")
+    with start_server(launch, target, say) as (address, service):
 
         def where(name: str) -> str:
-            marks = served_marks(Client(address, None), service, name, rows, graph.modules)
+            marks = measure_served_layers(Client(address, None), service, name, rows, graph.modules)
             return first_apart(marks, graph.adapter.marks, graph.floor.marks) or "the output"
 
-        return _served(Client(address, None), target, rows, graph, matrices, where)
+        return _check_served(Client(address, None), target, rows, graph, matrices, where)
 
 
-def _rounded(check: ProofCheck, target: Target, rounded: TrainerRun, graph: TrainerRun) -> ProofCheck:
+def _with_rounding(check: ProofCheck, target: Target, rounded: TrainerRun, graph: TrainerRun) -> ProofCheck:
     """Where training was more exact than a server is, its answers are said with how far that is from training."""
     pairs = {"server, adapter": (rounded.adapter, graph.adapter), "server, base": (rounded.base, graph.base)}
-    if target.precision == SERVED or check.what not in pairs:
+    if target.precision == SERVED_PRECISION or check.what not in pairs:
         return check
     apart = difference(*pairs[check.what])
-    said = f"trained with experts in {target.precision}, served in {SERVED}: max {apart.max:.2g}, mean {apart.mean:.2g}"
+    said = f"trained with experts in {target.precision}, served in {SERVED_PRECISION}: max {apart.max:.2g}, mean {apart.mean:.2g}"
     return replace(check, said=f"{check.said}; {said}")
 
 
-def _served(
+def _check_served(
     client: Client,
     target: Target,
     rows: Sequence[Sequence[int]],
@@ -336,21 +336,21 @@ def _served(
     base, adapter, loaded = find_names(client, target)
     try:
         with ThreadPoolExecutor(2 * len(rows)) as pool:  # base and adapter in one batch
-            asked = [pool.submit(ask, client, name, row) for row in rows for name in (adapter, base)]
+            asked = [pool.submit(score_row, client, name, row) for row in rows for name in (adapter, base)]
             answers = [one.result() for one in asked]
         ours = LogprobsAndNorms(tuple(answers[0::2])), LogprobsAndNorms(tuple(answers[1::2]))
         floor = graph.floor.logprobs
-        same = compared("server, base", ours[1], graph.base, floor, lambda: f"base ({base})")
-        mine = compared("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
+        same = compare_outputs("server, base", ours[1], graph.base, floor, lambda: f"base ({base})")
+        mine = compare_outputs("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
         if mine.passed is False and difference(ours[0], ours[1]).none:
             mine = replace(mine, said=f"{mine.said}; it answers as the base does: the adapter is not applied")
-        return [_placed(client, adapter, matrices), mine, same]
+        return [_check_bound_matrices(client, adapter, matrices), mine, same]
     finally:
         if loaded:
             client.open("/v1/unload_lora_adapter", {"lora_name": loaded}).close()
 
 
-def _placed(client: Client, adapter: str, matrices: int) -> ProofCheck:
+def _check_bound_matrices(client: Client, adapter: str, matrices: int) -> ProofCheck:
     """What the server says that it has bound."""
     bound = bound_matrices(client, adapter)
     if bound is None:
@@ -359,7 +359,7 @@ def _placed(client: Client, adapter: str, matrices: int) -> ProofCheck:
     return ProofCheck("server, tensors", bound == matrices, said, culprit="" if bound == matrices else adapter)
 
 
-def against_stock(
+def check_stock(
     target: Target, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, graph: TrainerRun
 ) -> ProofCheck:
     from peft import PeftModel
@@ -372,9 +372,9 @@ def against_stock(
         return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
     shards = Shards.of_directory(target.model)
     numbers = sum(torch.Size(shards.shape(name)).numel() for name in shards.names)
-    needed = int(numbers * dtype.itemsize * STOCK_ROOM)
+    needed = int(numbers * dtype.itemsize * STOCK_MEMORY_FACTOR)
     free = system.memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
-    if needed > free * FREE:
+    if needed > free * MAX_MEMORY_SHARE:
         said = f"left out: it needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
         return ProofCheck("stock PEFT", None, said)
     stock: Any = AutoModelForCausalLM.from_pretrained(target.model, dtype=dtype)
@@ -382,7 +382,7 @@ def against_stock(
     base = measure(stock, rows)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     adapter = measure(model, rows, graph.modules)
-    if target.precision == SERVED:
+    if target.precision == SERVED_PRECISION:
         _round_experts(model)
     rounded = measure(model, rows)
     control, rounding = difference(base, graph.base), difference(rounded, adapter)
@@ -392,7 +392,7 @@ def against_stock(
         noise = dict.fromkeys(graph.modules, max(floor.max, 1e-3))
         return first_apart(graph.adapter.marks, adapter.marks, noise) or "the output"
 
-    found = compared("stock PEFT", graph.adapter, adapter, floor, where)
+    found = compare_outputs("stock PEFT", graph.adapter, adapter, floor, where)
     return replace(found, said=f"{found.said}; bases are {control.max:.2g} apart")
 
 

@@ -22,18 +22,18 @@ from ktransformers.adapters.comparison import Marks, marking
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import Say, bind, open_service
+from ktransformers.serve.launch import LogLine, bind_socket, open_service
 from ktransformers.serve.target import Target
 
 
 @contextmanager
-def in_process(launch: Launch, target: Target, say: Say) -> Iterator[tuple[str, Any]]:
+def start_server(launch: Launch, target: Target, say: LogLine) -> Iterator[tuple[str, Any]]:
     """A server on a free port of this machine, and the service behind it."""
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve.http.api import create_app
 
-    door = bind("127.0.0.1", 0)
+    door = bind_socket("127.0.0.1", 0)
     service = open_service(launch, target, say)
     server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, name="kt-prove-server", daemon=True)
@@ -75,7 +75,7 @@ def bound_matrices(client: Client, adapter: str) -> int | None:
     return None if found is None else int(found)
 
 
-def ask(client: Client, name: str, row: Sequence[int]) -> Tensor:
+def score_row(client: Client, name: str, row: Sequence[int]) -> Tensor:
     """Log-probabilities of a row as the server tells them."""
     body = {"model": name, "prompt": list(row), "echo": True, "logprobs": 0, "max_tokens": 0}
     with client.open("/v1/completions", body) as reply:
@@ -85,13 +85,15 @@ def ask(client: Client, name: str, row: Sequence[int]) -> Tensor:
     return torch.tensor([float("nan") if value is None else float(value) for value in found[1:]])
 
 
-def served_marks(client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Marks:
+def measure_served_layers(
+    client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]
+) -> Marks:
     """Of an adapter. What the server remembers of it is forgotten first, or it would not compute the rows again."""
     found: dict[str, list[Tensor]] = {one: [] for one in names}
     for row in rows:
-        service.engine.forget(service.find(name).owner)
+        service.engine.drop_adapter(service.find(name).owner)
         with marking(service.engine.forward.model, names) as seen:
-            ask(client, name, row)
+            score_row(client, name, row)
         for one, parts in seen.items():
             found[one].append(torch.cat(parts))
     return found

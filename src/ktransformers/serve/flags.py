@@ -28,7 +28,7 @@ class Flag:
 
 
 # What `place.wish.Wish` has, by the same words; that module is not read here, because it brings torch.
-PLACEMENT = (
+PLACEMENT_FLAGS = (
     Flag(
         ("--kt-place",),
         "kt_place",
@@ -78,7 +78,7 @@ PLACEMENT = (
     ),
 )
 
-HONOURED = (
+SUPPORTED_FLAGS = (
     Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
     Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", many=True),
     Flag(("--served-model-name",), "served", "what requests call the base; default: the directory's name"),
@@ -103,7 +103,7 @@ HONOURED = (
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
     Flag(("--prefault",), "prefault", "bring all pages of a packed directory before the first request", bool),
     Flag(("--lock",), "lock", "the same, and keep them in memory; `ulimit -l` must allow it", bool),
-    *PLACEMENT,
+    *PLACEMENT_FLAGS,
     Flag(
         ("--tensor-parallel-size", "--tp-size", "--tp"),
         "gpus",
@@ -117,7 +117,7 @@ HONOURED = (
 )
 
 # Names of formats in earlier guides -> the word for `kt quant`, None where the released bytes stay as they are.
-METHODS: dict[str, str | None] = {
+KT_METHODS: dict[str, str | None] = {
     "BF16": "bf16",
     "AMXBF16": "bf16",
     "AUTO": None,
@@ -133,7 +133,7 @@ METHODS: dict[str, str | None] = {
     "LLAMAFILE": None,
 }
 
-SWITCHES: dict[str, str] = {  # take no value
+IGNORED_SWITCHES: dict[str, str] = {  # take no value
     "--trust-remote-code": "models are those of transformers, no code is fetched",
     "--enable-mixed-chunk": "prompts and answers always share a batch",
     "--enable-p2p-check": "GPUs exchange hidden states through torch",
@@ -146,7 +146,7 @@ SWITCHES: dict[str, str] = {  # take no value
     "--allow-auto-truncate": "prompts that are too long are refused",
     "--record-kt-gpu-expert-distribution": "--kt-record-experts writes counts",
 }
-VALUES: dict[str, str] = {  # take one value
+IGNORED_OPTIONS: dict[str, str] = {  # take one value
     "--kt-numa-nodes": "nodes are found by themselves; --kt-threadpool-count limits them",
     "--attention-backend": "attention is torch's own",
     "--prefill-attention-backend": "attention is torch's own",
@@ -215,7 +215,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
     made.add_argument("target", nargs="?", metavar="MODEL", help="a model, a training output, or its YAML file")
-    for flag in HONOURED:
+    for flag in SUPPORTED_FLAGS:
         if flag.kind is bool:
             made.add_argument(*flag.names, dest=flag.field, action="store_true", help=flag.help)
             continue
@@ -229,9 +229,9 @@ def parser() -> argparse.ArgumentParser:
             metavar="NAME=DIR" if flag.many else metavar,
             **({"nargs": "+", "action": "extend"} if flag.many else {}),  # type: ignore[arg-type]
         )
-    for name in SWITCHES:
+    for name in IGNORED_SWITCHES:
         made.add_argument(name, action="append_const", const=name, dest="moot", help=argparse.SUPPRESS)
-    for name in VALUES:
+    for name in IGNORED_OPTIONS:
         made.add_argument(name, dest=f"moot {name}", help=argparse.SUPPRESS)
     return made
 
@@ -245,37 +245,37 @@ def parse(words: Sequence[str]) -> Launch:
     given = [name for name in (found.pop("target"), found.pop("model_flag")) if name]
     if len(given) != 1:
         raise InputError("MODEL", f"{len(given)} models", "one", "kt serve MODEL, or --model MODEL")
-    notes = [f"{name}: {SWITCHES[name]}" for name in dict.fromkeys(found.pop("moot") or [])]
-    for name, why in VALUES.items():
+    notes = [f"{name}: {IGNORED_SWITCHES[name]}" for name in dict.fromkeys(found.pop("moot") or [])]
+    for name, why in IGNORED_OPTIONS.items():
         value = found.pop(f"moot {name}")
         if value is not None:
             notes.append(f"{name} {value}: {why}")
-    notes += _method(found.pop("method"))
-    _check(found)
-    paths = tuple(_lora(word) for word in found.pop("lora_paths") or [])
+    notes += _method_notes(found.pop("method"))
+    _check_ranges(found)
+    paths = tuple(_parse_lora_path(word) for word in found.pop("lora_paths") or [])
     names = [name for name, _ in paths]
     if len(set(names)) < len(names):
         raise InputError("lora-paths", ", ".join(names), "every name once")
     for name in ("watch", "chat_template", "always", "experts"):
         found[name] = None if found[name] is None else Path(found[name])
-    asked = {flag.field: found.pop(flag.field) for flag in PLACEMENT}
+    asked = {flag.field: found.pop(flag.field) for flag in PLACEMENT_FLAGS}
     found["place"] = {name: value for name, value in asked.items() if value is not None and value is not False}
     prefault, lock = found.pop("prefault"), found.pop("lock")
     found["pages"] = "lock" if lock else "prefault" if prefault else "lazy"
     return Launch(target=given[0], lora_paths=paths, notes=tuple(notes), **found)
 
 
-def _method(word: str | None) -> list[str]:
+def _method_notes(word: str | None) -> list[str]:
     if word is None:
         return []
-    if word.upper() not in METHODS:
-        raise InputError("kt-method", word, f"one of {', '.join(METHODS)}")
+    if word.upper() not in KT_METHODS:
+        raise InputError("kt-method", word, f"one of {', '.join(KT_METHODS)}")
     stays = f"--kt-method {word}: experts keep the format that they are stored in"
-    made = METHODS[word.upper()]
+    made = KT_METHODS[word.upper()]
     return [stays if made is None else f"{stays}; `kt quant --format {made}` makes others"]
 
 
-def _check(found: dict[str, Any]) -> None:
+def _check_ranges(found: dict[str, Any]) -> None:
     for name, least in (
         ("running", 1),
         ("queued", 1),
@@ -295,7 +295,7 @@ def _check(found: dict[str, Any]) -> None:
         raise InputError("mem-fraction-static", found["memory"], "more than 0, at most 1")
 
 
-def _lora(word: str) -> tuple[str, str]:
+def _parse_lora_path(word: str) -> tuple[str, str]:
     name, separator, place = word.partition("=")
     if not separator:
         name, place = Path(word).name, word

@@ -18,12 +18,12 @@ from ktransformers.plan.workload import DEFAULT
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.http.service import Service
 
-ROOM = 4096  # tokens of a request, where the line says nothing and the model allows more
+DEFAULT_CONTEXT = 4096  # tokens of a request, where the line says nothing and the model allows more
 
 
-def work_of(launch: Launch, rest_bytes: int, longest: int) -> Serving:
+def serving_workload(launch: Launch, rest_bytes: int, longest: int) -> Serving:
     """`longest`: the model's own limit of a sequence."""
-    context = min(launch.context or ROOM, longest)
+    context = min(launch.context or DEFAULT_CONTEXT, longest)
     room = launch.tokens or context
     return Serving(context=room, prompt=min(launch.chunk, room), sequences=1, rest_bytes=rest_bytes)
 
@@ -45,29 +45,31 @@ def forecast(
         shape = open_shape(str(directory))
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
-        work = work_of(launch, rest_bytes, longest)
+        work = serving_workload(launch, rest_bytes, longest)
         return make_plan(shape, work, machine, policies=policies, needs_gpu=needs_gpu), ""
     except InputError as error:
         return None, f"no forecast of memory and time: {error}"
 
 
-def at_start(plan: Plan, service: Service) -> PlanComparison:
+def compare_at_start(plan: Plan, service: Service) -> PlanComparison:
     """Predicted and measured host memory before the first request: no cache yet, nothing computed."""
     later = ("KV cache", "activations", "scores", "workspace", "transfers")
-    expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later) + _adapters(service)
+    expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later) + _adapter_bytes(
+        service
+    )
     return PlanComparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
-def at_end(plan: Plan, service: Service) -> PlanComparison:
+def compare_at_end(plan: Plan, service: Service) -> PlanComparison:
     """And after the last one, with the cache as large as it became, and scores of prompts where they were asked for."""
     host, scored = plan.nearest.memory.host, service.engine.counts.scored_tokens > 0
     left = ("KV cache",) if scored else ("KV cache", "scores")
-    expected = sum(size for name, size in host.items() if name not in left) + _adapters(service)
+    expected = sum(size for name, size in host.items() if name not in left) + _adapter_bytes(service)
     if "KV cache" in host:
-        expected += service.engine.slots.most * service.per_token
+        expected += service.engine.kv_cache.peak_tokens * service.kv_bytes_per_token
     return PlanComparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
-def _adapters(service: Service) -> int:
+def _adapter_bytes(service: Service) -> int:
     """Bytes of those that are loaded; a plan knows of none."""
-    return sum(one.resident.bytes() for one in service.registry.loaded.values())
+    return sum(one.adapter.bytes() for one in service.registry.loaded.values())

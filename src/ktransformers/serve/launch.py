@@ -19,13 +19,13 @@ from ktransformers import env, settings, system
 from ktransformers.errors import InputError
 from ktransformers.plan import Plan, refuse
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.target import Target, resolve
+from ktransformers.serve.target import Target, resolve_target
 
-HOST_SHARE = 0.8  # of free host memory at most, whatever the line says: lines are written for GPUs
-PATIENCE = 30  # seconds for running answers when the server is asked to end
+MAX_HOST_SHARE = 0.8  # of free host memory at most, whatever the line says: lines are written for GPUs
+SHUTDOWN_SECONDS = 30  # seconds for running answers when the server is asked to end
 
-Say = Callable[[str], None]
-Show = Callable[[Plan], None]
+LogLine = Callable[[str], None]
+ShowPlan = Callable[[Plan], None]
 
 
 def with_environment(launch: Launch) -> Launch:
@@ -48,7 +48,7 @@ def check_packages() -> None:
             raise InputError(package, "no such package", "it installed", "pip install 'ktransformers[serve]'")
 
 
-def dtype_of(word: str, device: str) -> Any:
+def parse_dtype(word: str, device: str) -> Any:
     import torch
 
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -60,22 +60,22 @@ def dtype_of(word: str, device: str) -> Any:
     return known[word]
 
 
-def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | None:
+def make_plan(launch: Launch, target: Target, say: LogLine, show: ShowPlan) -> Plan | None:
     """Shown first; what cannot fit is refused unless the line says --force. Where nothing fits with the GPU, and nobody
-    has asked for it, everything is on the CPU (`device_of`)."""
+    has asked for it, everything is on the CPU (`choose_device`)."""
     from transformers import AutoConfig
 
     from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
 
-    longest, wish = _longest(AutoConfig.from_pretrained(target.model)), read_options(launch.place, target.keys)
+    longest, wish = _max_positions(AutoConfig.from_pretrained(target.model)), read_options(launch.place, target.keys)
     needs_gpu = wish.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
 
     def planned(device: str) -> tuple[Plan | None, str]:
-        size = dtype_of(launch.dtype, device).itemsize
+        size = parse_dtype(launch.dtype, device).itemsize
         return forecast(launch, target.model, device, size, longest, wish.policies, needs_gpu)
 
-    found, note = planned(device_of(launch))
+    found, note = planned(choose_device(launch))
     if found is not None and found.left_out:
         say(f"everything on the CPU: {found.left_out}; --device cuda insists on it")
         found, note = planned("cpu")
@@ -87,7 +87,7 @@ def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | No
     return found
 
 
-def device_of(launch: Launch, plan: Plan | None = None) -> str:
+def choose_device(launch: Launch, plan: Plan | None = None) -> str:
     """As the line says; else a GPU where there is one and the plan has not left it out."""
     import torch
 
@@ -95,56 +95,56 @@ def device_of(launch: Launch, plan: Plan | None = None) -> str:
     return launch.device or ("cuda" if torch.cuda.is_available() and not left_out else "cpu")
 
 
-def host_room(launch: Launch, per_token: int) -> int:
-    return int(system.memory().available * min(launch.memory, HOST_SHARE)) // per_token
+def host_cache_tokens(launch: Launch, per_token: int) -> int:
+    return int(system.memory().available * min(launch.memory, MAX_HOST_SHARE)) // per_token
 
 
-def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = None) -> Any:
+def open_service(launch: Launch, target: Target, say: LogLine, plan: Plan | None = None) -> Any:
     """The service with its engine, not started yet."""
     from transformers import AutoTokenizer
 
     from ktransformers.serve.engine.engine import Limits, ServeEngine
-    from ktransformers.serve.engine.forward import open_forward
+    from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import Service
     from ktransformers.serve.placement import cache_room, place_experts, spread_model, wants_several, wish_of
 
-    device = device_of(launch, plan)
-    dtype = dtype_of(launch.dtype, device)
+    device = choose_device(launch, plan)
+    dtype = parse_dtype(launch.dtype, device)
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     wish = wish_of(launch, target).as_planned(plan)
     spreads = device != "cpu" and wants_several(wish, launch, plan)
     places = device != "cpu" and wish.policy != "cpu"
-    model = _open_model(launch, target, dtype, "cpu" if spreads else device, places, say)
+    model = _load_model(launch, target, dtype, "cpu" if spreads else device, places, say)
     homes = spread_model(model, wish, launch, plan, say) if spreads else None
-    forward = open_forward(model)
-    per_token = forward.check()
+    forward = make_forward(model)
+    per_token = forward.check_against_stock()
     placed = place_experts(model, wish, homes, say, device != "cpu" and not launch.no_graphs)
-    context = launch.context or _longest(model.config)
-    room = cache_room(model, launch, per_token) if device != "cpu" else host_room(launch, per_token)
+    context = launch.context or _max_positions(model.config)
+    room = cache_room(model, launch, per_token) if device != "cpu" else host_cache_tokens(launch, per_token)
     tokens = launch.tokens or max(256, min(room, launch.running * context))
     limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
     say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
     engine = ServeEngine(forward, limits)
     served = launch.served or target.name
-    registry = Registry(served, LoraModules(model), str(target.model), engine.forget, launch.always)
+    registry = Registry(served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always)
     for name, place in (*target.adapters, *launch.lora_paths):
         made = registry.load(name, place)
         say(f"adapter {served}:{name} from {place}, {made.bytes() / 2**20:.1f} MiB")
     service = Service(
-        engine, registry, tokenizer, timeout=launch.timeout or None, template=template, per_token=per_token
+        engine, registry, tokenizer, timeout=launch.timeout or None, template=template, kv_bytes_per_token=per_token
     )
     service.approximations = placed.fill(tokens * per_token, plan, say)
-    service.statistics = placed
+    service.placement = placed
     if device != "cpu":
-        say(_decode_in_graphs(forward, placed.placement, launch))
+        say(_attach_decode_graphs(forward, placed.placement, launch))
     return service
 
 
-def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
+def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     """What became of it."""
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, why_not
 
@@ -155,7 +155,7 @@ def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     return f"new tokens are computed in CUDA graphs, up to {forward.graphs.most} sequences at once"
 
 
-def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, say: Say) -> Any:
+def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, say: LogLine) -> Any:
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
@@ -182,13 +182,13 @@ def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
     return load_model(directory, experts=experts, dtype=dtype, device=where, pool=pool, pages=launch.pages)
 
 
-def _longest(config: Any) -> int:
+def _max_positions(config: Any) -> int:
     """Tokens that a sequence of this model may have."""
     found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return int(found) if found and math.isfinite(found) else 4096
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """The socket, before anything is loaded: a port in use is said at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
@@ -201,39 +201,39 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-def serve(launch: Launch, say: Say, show: Show) -> None:
+def serve(launch: Launch, say: LogLine, show: ShowPlan) -> None:
     """Until it is told to end (Ctrl-C, SIGTERM): then nothing new is taken and running answers have 30 seconds."""
     check_packages()
     for note in launch.notes:
         say(f"accepted without effect: {note}")
     launch = with_environment(launch)
-    target = resolve(launch.target)
+    target = resolve_target(launch.target)
     assert launch.host is not None and launch.port is not None
-    door = bind(launch.host, launch.port)
+    door = bind_socket(launch.host, launch.port)
     plan = make_plan(launch, target, say, show)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve import forecast
     from ktransformers.serve.http.api import create_app
-    from ktransformers.serve.http.training import TrainingLog, Watch
+    from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 
     service = open_service(launch, target, say, plan)
-    watch = Watch(launch.watch, service.registry) if launch.watch else None
+    watch = CheckpointWatch(launch.watch, service.registry) if launch.watch else None
     training = TrainingLog(launch.watch) if launch.watch else None
 
     def ended() -> None:  # here, because uvicorn lets a signal end the process when it is done
         if plan is not None:
-            say(str(forecast.at_end(plan, service)))
-        service.statistics.record(say)
+            say(str(forecast.compare_at_end(plan, service)))
+        service.placement.record(say)
 
     app = create_app(service, api_key=launch.api_key, training=training, ended=ended)
-    config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=PATIENCE)
+    config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
     server = uvicorn.Server(config)
     if watch is not None:
         watch.start()
     port = door.getsockname()[1]
     if plan is not None:
-        say(str(forecast.at_start(plan, service)))
+        say(str(forecast.compare_at_start(plan, service)))
     say(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
         with system.uncollected():

@@ -19,7 +19,7 @@ from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError
 
-SHORT = {
+SHORT_NAMES = {
     "qwen3-30b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
     "qwen3-235b": "Qwen/Qwen3-235B-A22B-Instruct-2507",
@@ -50,26 +50,28 @@ class Target:
         return found
 
 
-def resolve(given: str) -> Target:
+def resolve_target(given: str) -> Target:
     path = Path(given).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        return _of_yaml(path)
+        return _target_of_yaml(path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        return _of_adapter(path)
-    model = locate(given)
-    return Target(model, name=_name(given))
+        return _target_of_adapter(path)
+    model = locate_model(given)
+    return Target(model, name=_base_name(given))
 
 
-def locate(given: str) -> Path:
+def locate_model(given: str) -> Path:
     """The directory of a model, by path or by a name of this machine; one on the hub is fetched."""
     path = Path(model_registry.resolve(given)).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
         return path
-    name = SHORT.get(given.lower(), given)
+    name = SHORT_NAMES.get(given.lower(), given)
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError("model", f"{given}, which does not exist", "a folder, a hub id or a short name", _known())
+        raise InputError(
+            "model", f"{given}, which does not exist", "a folder, a hub id or a short name", _short_names()
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -79,15 +81,15 @@ def locate(given: str) -> Path:
         raise InputError("model", f"{given} ({reason})", "a folder, or a hub id that can be fetched") from error
 
 
-def _known() -> str:
-    return f"short names are {', '.join(sorted(SHORT))}"
+def _short_names() -> str:
+    return f"short names are {', '.join(sorted(SHORT_NAMES))}"
 
 
-def _name(given: str) -> str:
+def _base_name(given: str) -> str:
     return given.rstrip("/").rpartition("/")[2] or "model"
 
 
-def _of_adapter(path: Path) -> Target:
+def _target_of_adapter(path: Path) -> Target:
     try:
         fields = json.loads((path / "adapter_config.json").read_text())
         base = fields.get("base_model_name_or_path")
@@ -98,12 +100,12 @@ def _of_adapter(path: Path) -> Target:
     document = read_manifest(path) or {}
     about = document.get("experts") or {}
     experts, precision = about.get("path"), str(about.get("precision") or "bf16")
-    adapters = ((_short(path.name), str(path)),)
+    adapters = ((_adapter_name(path.name), str(path)),)
     found = Path(experts) if experts else None
-    return Target(locate(str(base)), adapters, _name(str(base)), experts=found, precision=precision)
+    return Target(locate_model(str(base)), adapters, _base_name(str(base)), experts=found, precision=precision)
 
 
-def _of_yaml(path: Path) -> Target:
+def _target_of_yaml(path: Path) -> Target:
     import yaml
 
     if not path.is_file():
@@ -125,11 +127,11 @@ def _of_yaml(path: Path) -> Target:
         places = [str(output)]
     if not places and keys.get("do_train"):
         raise InputError(f"{path}: output_dir", output, "a finished training", f"run `kt train {path}` first")
-    adapters = tuple((_short(Path(place).name), place) for place in places)
+    adapters = tuple((_adapter_name(Path(place).name), place) for place in places)
     within = keys.get("kt_config")
     experts = keys.get("kt_weight_path") or (within.get("kt_weight_path") if isinstance(within, dict) else None)
-    return Target(locate(str(base)), adapters, _name(str(base)), keys, Path(experts) if experts else None)
+    return Target(locate_model(str(base)), adapters, _base_name(str(base)), keys, Path(experts) if experts else None)
 
 
-def _short(name: str) -> str:
+def _adapter_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name) or "adapter"
