@@ -46,20 +46,20 @@ from ktransformers.nn.padding import padded
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.host_callback import MOST
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.attention import AttentionSpec, attending
+from ktransformers.serve.engine.attention import AttentionSpec, use_attention
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.kv_cache import Owner
-from ktransformers.serve.engine.lora import LOADING
+from ktransformers.serve.engine.lora import DEVICE_COPY_LOCK
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, ordered
+from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, sort_adapters
 from ktransformers.serve.graphs.decode_attention import (
+    ACTIVE,
     ADAPTER,
-    ASKED,
-    FIRST,
+    FIRST_ADDRESS,
     POSITION,
     TOKEN,
     CacheLines,
-    attend_new,
+    attend_new_tokens,
     table_lines,
 )
 
@@ -90,9 +90,9 @@ class DecodeStep:
         table = self.table.numpy()
         table[:] = 0
         for row, piece in enumerate(pieces):
-            adapter = 0 if piece.adapter is None else self.mixture.numbers[piece.adapter]
-            table[:FIRST, row] = piece.tokens[0], piece.position, piece.slot.capacity, 1, adapter
-            table[FIRST:, row] = piece.slot.addresses()
+            adapter = 0 if piece.adapter is None else self.mixture.indices[piece.adapter]
+            table[:FIRST_ADDRESS, row] = piece.tokens[0], piece.position, piece.slot.capacity, 1, adapter
+            table[FIRST_ADDRESS:, row] = piece.slot.addresses()
 
 
 class DecodeGraphs:
@@ -142,7 +142,7 @@ class DecodeGraphs:
         self.replayed += 1
         tokens = step.tokens.tolist()
         return [
-            ForwardResult(logits[row], tokens[row] if piece.greedy else None) if piece.last else None
+            ForwardResult(logits[row], tokens[row] if piece.greedy else None) if piece.wants_logits else None
             for row, piece in enumerate(pieces)
         ]
 
@@ -156,7 +156,9 @@ class DecodeGraphs:
         if not self._layers:
             self._layers = tuple(sorted(pieces[0].slot.keys))
         ours = len(self._layers)
-        fits = (len(piece.tokens) == 1 and piece.read is None and len(piece.slot.keys) == ours for piece in pieces)
+        fits = (
+            len(piece.tokens) == 1 and piece.logits_reader is None and len(piece.slot.keys) == ours for piece in pieces
+        )
         return size if ours and all(fits) else None
 
     def _kind(self, size: int, pieces: Sequence[Chunk]) -> StepKind:
@@ -164,7 +166,7 @@ class DecodeGraphs:
         if not wanted:
             return size, ()
         known = [one for one in self._sets if wanted <= set(one) and (size, one) not in self._refused]
-        return size, min(known, key=len, default=ordered(wanted))
+        return size, min(known, key=len, default=sort_adapters(wanted))
 
     def forget(self, owner: Owner) -> None:
         """An adapter was unloaded, and no request wants it any more."""
@@ -256,8 +258,8 @@ class DecodeGraphs:
         words = {"input_ids": there[TOKEN][None], "position_ids": there[POSITION][None], "use_cache": False}
         with (
             torch.inference_mode(),
-            attending(functools.partial(self._attend, there)),
-            padded(there[ASKED] != 0),
+            use_attention(functools.partial(self._attend, there)),
+            padded(there[ACTIVE] != 0),
             mixture.applied(there[ADAPTER]),
         ):
             logits: Tensor = self._model(**words).logits[0]
@@ -265,8 +267,8 @@ class DecodeGraphs:
         return logits
 
     def _attend(self, table: Tensor, kind: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        at = FIRST + self._layers.index(kind.layer)
-        return attend_new(table, CacheLines(at, at + len(self._layers)), kind, query, key, value)
+        at = FIRST_ADDRESS + self._layers.index(kind.layer)
+        return attend_new_tokens(table, CacheLines(at, at + len(self._layers)), kind, query, key, value)
 
 
 class StepCapture:
@@ -306,7 +308,7 @@ def _waiting_refused() -> Iterator[None]:
     """What waits for the device would break a capture; here it is an error like any other. torch refuses it to all
     threads, so nobody may be loading an adapter meanwhile."""
     warnings.filterwarnings("ignore", message="Synchronization debug mode")  # that it does not know of every wait
-    with LOADING:
+    with DEVICE_COPY_LOCK:
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -318,13 +320,13 @@ def _waiting_refused() -> Iterator[None]:
 def why_not(forward: Forward | SequentialForward, placement: Placement | None) -> str:
     """What keeps a model's steps out of graphs; empty: nothing that is known before they are tried."""
     model = forward.model
-    if forward.whole_prefixes:
+    if forward.append_only:
         return f"sequences of {model.config.model_type} are computed one at a time"
     devices = {one.device for name, one in model.named_parameters() if ".experts." not in name}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
     device = next(iter(devices))
-    if not decode_attention.runs_on(device):
+    if not decode_attention.is_supported(device):
         return "there is no Triton"
     if placement is not None and placement.defers:
         return "deferred experts come by way of Python"
