@@ -14,7 +14,7 @@ from checkpoint.conversions import logits, tiny
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
-from ktransformers.cli.quant import duration, format_word, parse_layers
+from ktransformers.cli.quant import format_duration, normalise_format, parse_layers
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant.receipt import WINDOW, read_receipt, read_text, windows
@@ -174,10 +174,10 @@ def test_refusals(source: Path, tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert [format_word(word) for word in ("MOE_INT8", "moe_int4", "int4:64", "Q8_0")] == [
+    assert [normalise_format(word) for word in ("MOE_INT8", "moe_int4", "int4:64", "Q8_0")] == [
         "int8",
         "int4",
         "int4:64",
         "q8_0",
     ]
-    assert [duration(seconds) for seconds in (0.51, 59.4, 61, 3723)] == ["0.5 s", "59.4 s", "1:01", "1:02:03"]
+    assert [format_duration(seconds) for seconds in (0.51, 59.4, 61, 3723)] == ["0.5 s", "59.4 s", "1:01", "1:02:03"]

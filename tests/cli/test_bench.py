@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.cli.bench import script
+from ktransformers.cli.bench import find_script
 from ktransformers.errors import InputError
 from tests.cli.conftest import Call
 
@@ -63,15 +63,18 @@ def test_what_cannot_be_measured(kt: Call, tiny: Path) -> None:
 
 def test_scripts_are_found(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    assert script("moe") == root / "bench" / "moe.py" and script("train-step") == root / "bench" / "train_step.py"
+    assert (
+        find_script("moe") == root / "bench" / "moe.py"
+        and find_script("train-step") == root / "bench" / "train_step.py"
+    )
     package = tmp_path / "site-packages" / "ktransformers"
     with pytest.raises(InputError, match=r"not in this installation.*source distribution.*bench/moe\.py"):
-        script("moe", package)
+        find_script("moe", package)
     (package / "bench").mkdir(parents=True)
     (package / "bench" / "moe.py").touch()
-    assert script("moe", package) == package / "bench" / "moe.py"
+    assert find_script("moe", package) == package / "bench" / "moe.py"
     with pytest.raises(InputError, match="moe, train-step"):
-        script("attention")
+        find_script("attention")
 
 
 def test_microbench_hands_on_what_it_was_told(kt: Call, monkeypatch: pytest.MonkeyPatch) -> None:

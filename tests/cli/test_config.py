@@ -79,11 +79,11 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(kt: Call, monke
 
 
 def test_chat_looks_where_serve_listens(kt: Call) -> None:
-    from ktransformers.cli.chat import _address
+    from ktransformers.cli.chat import _server_url
 
-    assert _address(None, None) == "http://127.0.0.1:30000"
+    assert _server_url(None, None) == "http://127.0.0.1:30000"
     kt("config", "set", "server.host", "0.0.0.0")
     kt("config", "set", "server.port", "1")
-    assert _address(None, None) == "http://127.0.0.1:1" and _address("far", 2) == "http://far:2"
+    assert _server_url(None, None) == "http://127.0.0.1:1" and _server_url("far", 2) == "http://far:2"
     assert "http://127.0.0.1:1" in kt("chat").error
     assert "one of them" in kt("chat", "http://x", "--port", "2").error

@@ -8,7 +8,7 @@ from typing import Any
 
 from ktransformers.cli import checks
 from ktransformers.cli.checks import GB, Cuda, Disk, Finding
-from ktransformers.cli.doctor import numa
+from ktransformers.cli.doctor import read_numa_nodes
 from ktransformers.model_registry import Entry
 from ktransformers.system import Gpu, Memory
 from tests.cli.conftest import Call
@@ -47,10 +47,13 @@ def test_cpu_variants_and_why(tmp_path: Path) -> None:
     assert "this build does not have it" in cpu(unbuilt, "avx2", tmp_path)
     slow = [variant("generic"), variant("avx2", False, "avx2")]
     assert "warning cpu: plain C++" in cpu(slow, "generic", tmp_path)
-    assert checks.why(kept[2], "avx2", {}) == "needs amx_tile (OS), amx_bf16 (OS)"
-    assert checks.why(good[2], "amx", {}) == "in use: the best that this CPU and this system run"
-    assert checks.why(good[1], "avx2", {"KT_ISA": "avx2"}) == "in use: asked for by KT_ISA"
-    assert checks.why(variant("amx", False, "x86-64", True), "generic", {}) == "emulated, for tests; needs x86-64"
+    assert checks.describe_variant(kept[2], "avx2", {}) == "needs amx_tile (OS), amx_bf16 (OS)"
+    assert checks.describe_variant(good[2], "amx", {}) == "in use: the best that this CPU and this system run"
+    assert checks.describe_variant(good[1], "avx2", {"KT_ISA": "avx2"}) == "in use: asked for by KT_ISA"
+    assert (
+        checks.describe_variant(variant("amx", False, "x86-64", True), "generic", {})
+        == "emulated, for tests; needs x86-64"
+    )
 
 
 def test_limits_clocks_and_nodes(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_limits_clocks_and_nodes(tmp_path: Path) -> None:
     assert "kernel.numa_balancing=0" in found and "cpupower" in found
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver").write_text("intel_pstate\n")
     assert "cpupower" not in cpu(best, "avx2", tmp_path)
-    assert numa(tmp_path) == ["cpus 0-7: 4 GB, 1 GB free"]
+    assert read_numa_nodes(tmp_path) == ["cpus 0-7: 4 GB, 1 GB free"]
     few = checks.threads(1, 16, {"OMP_NUM_THREADS": "1"})
     assert "leaves attention 1 of 16 cores -> unset OMP_NUM_THREADS" in said(few)
     assert checks.threads(8, 16, {"OMP_NUM_THREADS": "8"}) == [] == checks.threads(1, 16, {})

@@ -312,7 +312,7 @@ def test_no_room_beside_other_sets(
     (engine,) = placement.engines
     shelf = engine.side.shelf
     steps(here.forward, here.loaded, [["two"]] * LEAST)
-    size = sum(known[2] for at, known in shelf._llg_tokenizer.items() if shelf._held[at])
+    size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
     graphs_of(here)._clear()
     engine.side.shelf = LoraCache(torch.device("cpu"), size)
     try:

@@ -174,7 +174,7 @@ def test_echo_of_text_has_its_offsets(client: Any) -> None:
         (b"[" * 100_000, 400, "recursion"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "temperature"),
         ({"prompt": "a"}, 400, "model"),
-        ({"model": "other", "prompt": "a"}, 404, "not served; there is tiny, tiny:one"),
+        ({"model": "other", "prompt": "a"}, 404, "not served; expected one of tiny, tiny:one"),
         ({"model": "tiny:none", "prompt": "a"}, 404, "not served"),
         ({"model": "tiny", "prompt": "a", "wishes": 3}, 400, "wishes"),
         ({"model": "tiny", "prompt": "a", "max_tokens": "8"}, 400, "max_tokens"),

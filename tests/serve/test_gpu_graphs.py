@@ -135,7 +135,7 @@ def test_answers_are_the_same(on_gpu: Bench, placement: Placement) -> None:
     agree(
         found,
         launched(on_gpu, lengths),
-        ROUNDED if any(engine.side.loaded for engine in placement.engines) else APART,
+        ROUNDED if any(engine.side.residents for engine in placement.engines) else APART,
     )
 
 
@@ -161,7 +161,7 @@ def test_adapters(on_gpu: Bench, placement: Placement) -> None:
     found = ask(on_gpu, engine, lengths, names)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(found, uncaptured(on_gpu, placement, lengths, names), APART)
-    if not any(one.side.loaded for one in placement.engines):
+    if not any(one.side.residents for one in placement.engines):
         agree(found, launched(on_gpu, lengths, names), APART)
 
 
@@ -262,7 +262,7 @@ def test_as_it_is_served(model_directory: Path) -> None:
     launch = Launch(str(model_directory), memory=0.01, running=4, context=256)
     said: list[str] = []
     service = open_service(launch, Target(model_directory, name="tiny"), said.append)
-    assert "in CUDA graphs, up to 32" in said[-1], said
+    assert "in CUDA graphs, batches of up to 32" in said[-1], said
     bench = Bench.__new__(Bench)
     bench.directory, bench.tokenizer, bench.forward = model_directory, service.tokenizer, service.engine.forward
     service.engine.start()
@@ -280,12 +280,12 @@ def test_as_it_is_served(model_directory: Path) -> None:
         Target(model_directory, name="tiny"),
         said.append,
     )
-    assert "in CUDA graphs" in said[-1] and alone.statistics.placement.policy == "resident"
-    assert not any(engine.side.loaded for engine in alone.statistics.placement.engines)
+    assert "in CUDA graphs" in said[-1] and alone.placement.placement.policy == "resident"
+    assert not any(engine.side.residents for engine in alone.placement.placement.engines)
     bench.forward = alone.engine.forward
     ask(bench, alone.engine, [(9, 20)])
     assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"
     off = open_service(
         Launch(str(model_directory), memory=0.01, no_graphs=True), Target(model_directory, name="tiny"), said.append
     )
-    assert off.engine.forward.graphs is None and said[-1].endswith("kernel by kernel: --disable-cuda-graph")
+    assert off.engine.forward.graphs is None and said[-1].endswith("without CUDA graphs: --disable-cuda-graph")

@@ -15,8 +15,8 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place.apply import in_words, place, settle_residents
-from ktransformers.place.loaded import load_counts
 from ktransformers.place.options import PlacementOptions
+from ktransformers.place.residents import load_counts
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import ServedPlacement, wish_of
@@ -82,7 +82,7 @@ def test_without_a_gpu_it_is_said_and_statistics_are_kept(model_directory: Path,
     assert service.approximations == {} and any("all experts are computed on the CPU, exactly" in line for line in said)
     model = service.engine.forward.model
     names = list(expert_modules(model))
-    service.statistics.record(said.append)
+    service.placement.record(said.append)
     counts = load_counts(file, names)
     assert len(counts) == len(names) and not np.any(counts), "the check came before"
 

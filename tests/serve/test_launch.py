@@ -161,8 +161,8 @@ def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Pat
     training.write_text(training.read_text() + f"kt_config:\n  kt_weight_path: {tmp_path}/packed\n")
     trained = resolve_target(str(training))
     with pytest.raises(InputError, match=r"experts of the training.*--kt-weight-path"):
-        trained.experts_of(None)
-    assert trained.experts_of(Path("W")) == Path("W") and trained.experts_of(model_directory) is None
+        trained.choose_experts(None)
+    assert trained.choose_experts(Path("W")) == Path("W") and trained.choose_experts(model_directory) is None
     unfinished = tmp_path / "unfinished.yaml"
     unfinished.write_text(f"model_name_or_path: {model_directory}\ndo_train: true\noutput_dir: {tmp_path}/none\n")
     for given, words in (
