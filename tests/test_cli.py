@@ -36,7 +36,7 @@ def test_version() -> None:
     assert system.version_of("ktransformers") == ktransformers.__version__
 
 
-def test_version_says_what_it_runs_on() -> None:
+def test_verbose_version_lists_packages() -> None:
     found = json.loads(kt("version", "--json").stdout)
     assert found["ktransformers"] == ktransformers.__version__ and found["torch"] == system.version_of("torch")
     assert found["cpu variant"] and found["platform"].startswith("Linux ")

@@ -91,7 +91,7 @@ def test_script_of_the_old_name(
     words = ["-i", source, "--input-type", "bf16", "-o", tmp_path / "out", "--quant-method", "int4", "--gpu"]
     monkeypatch.setattr(sys, "argv", ["convert_cpu_weights.py", *map(str, words)])
     script.main()
-    assert "--gpu has no meaning here" in capsys.readouterr().err
+    assert "--gpu has no effect here" in capsys.readouterr().err
     assert read_receipt(tmp_path / "out").formats["down"] == "int4:32"
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-3], "--quant-method", "awq"])
     with pytest.raises(SystemExit, match="convert_cpu_weights: quant-method: given awq"):

@@ -11,7 +11,7 @@ from ktransformers.cli.checks import GB, Cuda, Disk, Finding
 from ktransformers.cli.doctor import read_numa_nodes
 from ktransformers.model_registry import Entry
 from ktransformers.system import Gpu, Memory
-from tests.cli.conftest import Call
+from tests.support.cli import RunKt
 
 MACHINE: Any = {"cpus": 16, "cores": 16, "nodes": 1, "quota": 0.0}
 OWN = [
@@ -35,12 +35,12 @@ def cpu(variants: list[Any], isa: str, root: Path, **machine: Any) -> str:
     return said(checks.cpu({**MACHINE, **machine}, variants, isa, {}, root))
 
 
-def test_cpu_variants_and_why(tmp_path: Path) -> None:
+def test_cpu_variants_are_explained(tmp_path: Path) -> None:
     good = [variant("generic"), variant("avx2"), variant("amx")]
     assert cpu(good, "amx", tmp_path) == ""
     assert "avx2 is in use where amx would run -> unset KT_ISA" in cpu(good, "avx2", tmp_path)
     kept = [variant("generic"), variant("avx2"), variant("amx", False, "amx_tile (OS), amx_bf16 (OS)")]
-    assert "the CPU has amx_tile, amx_bf16, and the system keeps it" in cpu(kept, "avx2", tmp_path)
+    assert "the CPU has amx_tile, amx_bf16, and the system does not enable it" in cpu(kept, "avx2", tmp_path)
     lacks = [variant("generic"), variant("avx2"), variant("amx", False, "amx_tile, amx_bf16")]
     assert cpu(lacks, "avx2", tmp_path) == ""
     unbuilt = [variant("generic"), variant("avx2"), variant("amx", False)]
@@ -56,7 +56,7 @@ def test_cpu_variants_and_why(tmp_path: Path) -> None:
     )
 
 
-def test_limits_clocks_and_nodes(tmp_path: Path) -> None:
+def test_cpu_limits_governor_and_numa_are_reported(tmp_path: Path) -> None:
     best = [variant("generic"), variant("avx2")]
     assert "grants 4 CPUs' worth of time on 16" in cpu(best, "avx2", tmp_path, quota=4.0)
     for name, text in {
@@ -78,7 +78,7 @@ def test_limits_clocks_and_nodes(tmp_path: Path) -> None:
     assert checks.threads(8, 16, {"OMP_NUM_THREADS": "8"}) == [] == checks.threads(1, 16, {})
 
 
-def test_memory(tmp_path: Path) -> None:
+def test_low_memory_and_huge_pages_are_reported(tmp_path: Path) -> None:
     assert checks.memory(Memory(64 * GB, 32 * GB, "madvise"), tmp_path) == []
     (tmp_path / "proc/sys/vm").mkdir(parents=True)
     (tmp_path / "proc/sys/vm/overcommit_memory").write_text("2\n")
@@ -86,9 +86,9 @@ def test_memory(tmp_path: Path) -> None:
     assert "1.0 GB are free" in found and "echo madvise | sudo tee" in found and "vm.overcommit_memory=0" in found
 
 
-def test_gpu_and_driver() -> None:
+def test_gpu_driver_problems_are_reported() -> None:
     card = [Gpu("RTX 4090", 24 * GB)]
-    assert "note gpu: there is none" in said(checks.gpu(Cuda(), []))
+    assert "note gpu: no GPU" in said(checks.gpu(Cuda(), []))
     assert "built for the CPU alone" in said(checks.gpu(Cuda(driver="550.54.15"), []))
     assert "too old for this torch's CUDA 12.8 -> a driver of 525" in said(checks.gpu(Cuda("515.1", "12.8"), []))
     assert "torch finds no device -> `nvidia-smi`" in said(checks.gpu(Cuda("580.1", "12.8"), []))
@@ -103,7 +103,7 @@ def packages(versions: dict[str, str], **wants: list[str]) -> str:
     return said(checks.packages(OWN, lambda name: wants.get(name, []), versions.get))
 
 
-def test_packages_and_their_quarrels() -> None:
+def test_package_conflicts_are_reported() -> None:
     good = {"torch": "2.13.0+cpu", "numpy": "2.0", "trl": "1.16.0", "fastapi": "0.162"}
     assert packages(good) == ""
     assert "error packages: numpy is not installed -> pip install 'numpy>=1.26'" in packages({**good, "numpy": None})  # type: ignore[dict-item]
@@ -118,7 +118,7 @@ def test_packages_and_their_quarrels() -> None:
     assert "pip uninstall -y transformers-kt" in forked and "a command `kt` of its own" in forked
 
 
-def test_disks_and_models(tmp_path: Path) -> None:
+def test_disks_and_missing_models_are_reported(tmp_path: Path) -> None:
     disks = [Disk("models", "/m", 100 * GB, 2 * GB, "nfs4"), Disk("here", "/h", 100 * GB, 50 * GB, "nfs4")]
     found = said(checks.disks(disks))
     assert "2.0 GB free at /m (models) -> `kt config set paths.downloads DIR`" in found
@@ -131,7 +131,7 @@ def test_disks_and_models(tmp_path: Path) -> None:
     assert "gone from the disk: old -> kt model refresh" in said(checks.models([here, gone]))
 
 
-def test_a_broken_setting_does_not_stop_the_doctor(kt: Call) -> None:
+def test_invalid_settings_do_not_stop_doctor(kt: RunKt) -> None:
     from ktransformers import settings
 
     settings.config_file().parent.mkdir(parents=True)

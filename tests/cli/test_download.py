@@ -18,8 +18,8 @@ from ktransformers import model_registry
 from ktransformers.checkpoint import hub as client
 from ktransformers.checkpoint.verify import Verified, beside, verify
 from ktransformers.errors import KTError
-from tests.cli.conftest import Call, model_files, safetensors, write_model
-from tests.cli.hub import COMMIT, Hub
+from tests.support.cli import RunKt, model_files, safetensors_bytes, write_model
+from tests.support.hub import COMMIT, Hub
 
 BIG = os.urandom(6 << 20)
 
@@ -34,11 +34,11 @@ def big_model() -> dict[str, bytes]:
     return {
         "config.json": b"{}",
         "tokenizer.json": b"{}",
-        "model.safetensors": safetensors({"a": ("U8", [len(BIG)], BIG)}),
+        "model.safetensors": safetensors_bytes({"a": ("U8", [len(BIG)], BIG)}),
     }
 
 
-def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_registers_and_verifies(kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"pytorch_model.bin": b"a pickle", "original/consolidated.00.pth": b"another", "docs/card.md": b"text"}
     with Hub(model_files() | extra) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -66,7 +66,7 @@ def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: 
     assert kt("model", "verify", "tiny-moe", "--no-hash").code == 0
 
 
-def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
+def test_lost_connection_resumes_in_the_same_run(tmp_path: Path) -> None:
     files = big_model()
     with Hub(files, cut=2 << 20, cuts=2) as hub:
         listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
@@ -80,7 +80,7 @@ def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "m").iterdir()) == sorted([client.RECORD, *files])  # no parts
 
 
-def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
+def test_killed_run_resumes_in_the_next(tmp_path: Path) -> None:
     """The first run is another process and is killed in the middle of the shard."""
     target = tmp_path / "m"
     code = (
@@ -110,7 +110,7 @@ def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
         assert verify(target, listing.files).whole
 
 
-def test_a_new_revision_with_files_of_the_same_size(tmp_path: Path) -> None:
+def test_new_revision_with_equal_sizes_is_downloaded(tmp_path: Path) -> None:
     files = model_files()
     shard = "model-00002-of-00002.safetensors"
     with Hub(files) as hub:
@@ -128,7 +128,7 @@ def test_a_new_revision_with_files_of_the_same_size(tmp_path: Path) -> None:
         assert [name for name, _ in hub.asked] == ["tokenizer.json"]
 
 
-def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:
+def test_hub_without_ranges_and_with_wrong_hashes(tmp_path: Path) -> None:
     with Hub(big_model(), cut=1 << 20, cuts=1, ignores_ranges=True) as hub:
         listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
         client.download(listing, tmp_path / "m", endpoint=hub.url)
@@ -140,7 +140,7 @@ def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:
         assert not list((tmp_path / "n" / client.PARTIAL).glob("*.part"))
 
 
-def test_files_beyond_plain_http_go_the_hubs_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_use_the_hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PLAIN_LIMIT", 50)
     with Hub(model_files()) as hub:
         listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
@@ -148,7 +148,9 @@ def test_files_beyond_plain_http_go_the_hubs_own_way(tmp_path: Path, monkeypatch
         assert verify(tmp_path / "m", listing.files).whole
 
 
-def test_refusals_before_anything_is_fetched(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_downloads_are_refused_before_fetching(
+    kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "OWNER/NAME" in kt("model", "download", "just-a-name").error
     assert "REPO" in kt("model", "download").error  # nobody can be asked here
     assert "huggingface, modelscope" in kt("model", "download", "a/b", "--source", "elsewhere").error
@@ -166,7 +168,7 @@ def test_refusals_before_anything_is_fetched(kt: Call, tmp_path: Path, monkeypat
     assert hub.asked == [] and model_registry.entries() == []
 
 
-def test_modelscope(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modelscope_downloads_and_registers(kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client is not a dependency; what is asked of it is."""
     monkeypatch.setitem(sys.modules, "modelscope", None)
     assert "pip install modelscope" in kt("model", "download", "a/b", "--source", "modelscope").error
@@ -193,7 +195,7 @@ def texts(found: Verified) -> str:
     return " | ".join(f"{finding.level} {finding.file}: {finding.text}" for finding in found.findings)
 
 
-def test_verify_finds_every_damage(tmp_path: Path) -> None:
+def test_verify_detects_damage(tmp_path: Path) -> None:
     place = write_model(tmp_path / "m")
     first, second = (place / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     whole = {file: file.read_bytes() for file in (first, second)}
@@ -207,9 +209,9 @@ def test_verify_finds_every_damage(tmp_path: Path) -> None:
     assert "error model-00002-of-00002.safetensors: a header that cannot be" in texts(verify(place))
     second.write_bytes(b"")
     assert "a header that cannot be" in texts(verify(place))
-    second.write_bytes(safetensors({"c": ("F32", [100], b"\2" * 100)}))
+    second.write_bytes(safetensors_bytes({"c": ("F32", [100], b"\2" * 100)}))
     assert "its shape [100] does not" in texts(verify(place))
-    second.write_bytes(safetensors({"d": ("F8_E4M3", [100], b"\2" * 100)}))
+    second.write_bytes(safetensors_bytes({"d": ("F8_E4M3", [100], b"\2" * 100)}))
     found = texts(verify(place))
     assert "1 tensors that the index puts here are not: c" in found and "warning model.safetensors.index.json" in found
     second.unlink()
@@ -227,7 +229,7 @@ def test_verify_finds_every_damage(tmp_path: Path) -> None:
     assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: there is none" in found
 
 
-def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:
+def test_hashes_beside_a_model_are_used(tmp_path: Path) -> None:
     """What `hf download --local-dir` and the hub's cache leave."""
     import hashlib
 
@@ -248,7 +250,7 @@ def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:
     assert "tokenizer.json: its hash" in texts(verify(place))
 
 
-def test_hashes_noted_when_a_model_is_added(kt: Call, tmp_path: Path) -> None:
+def test_hashes_are_stored_by_model_add(kt: RunKt, tmp_path: Path) -> None:
     place = write_model(tmp_path / "m")
     kt("model", "add", str(place), "--hash")
     assert kt("model", "verify", "--json").json[0]["hashed"] == 5
@@ -259,7 +261,7 @@ def test_hashes_noted_when_a_model_is_added(kt: Call, tmp_path: Path) -> None:
     assert "--repo" in kt("model", "verify", "m", "--hub").error
 
 
-def test_gguf(kt: Call, tmp_path: Path) -> None:
+def test_gguf_is_verified(kt: RunKt, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     import numpy
 

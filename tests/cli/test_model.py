@@ -10,10 +10,10 @@ import pytest
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from tests.cli.conftest import Call, write_model
+from tests.support.cli import RunKt, write_model
 
 
-def test_add_list_info_edit_remove(kt: Call, tmp_path: Path) -> None:
+def test_add_list_info_edit_remove(kt: RunKt, tmp_path: Path) -> None:
     assert kt("model", "list", "--json").json == []
     place = write_model(tmp_path / "disk" / "Tiny MoE")
     added = kt("model", "add", str(place), "--json").json
@@ -31,7 +31,7 @@ def test_add_list_info_edit_remove(kt: Call, tmp_path: Path) -> None:
     assert (place / "config.json").is_file() and kt("model", "list", "--json").json == []
 
 
-def test_a_name_that_is_taken(kt: Call, tmp_path: Path) -> None:
+def test_taken_name_is_refused(kt: RunKt, tmp_path: Path) -> None:
     first, second = write_model(tmp_path / "a" / "m"), write_model(tmp_path / "b" / "m")
     assert kt("model", "add", str(first)).code == 0
     refused = kt("model", "add", str(second))
@@ -42,7 +42,7 @@ def test_a_name_that_is_taken(kt: Call, tmp_path: Path) -> None:
     assert "config.json" in kt("model", "add", str(tmp_path)).error
 
 
-def test_files_are_deleted_only_with_consent(kt: Call, tmp_path: Path) -> None:
+def test_files_are_deleted_only_with_consent(kt: RunKt, tmp_path: Path) -> None:
     place = write_model(tmp_path / "m")
     kt("model", "add", str(place))
     refused = kt("model", "rm", "m", "--files")
@@ -51,7 +51,7 @@ def test_files_are_deleted_only_with_consent(kt: Call, tmp_path: Path) -> None:
     assert not place.exists() and model_registry.entries() == []
 
 
-def test_a_model_that_is_gone(kt: Call, tmp_path: Path) -> None:
+def test_missing_model_is_reported_and_removed(kt: RunKt, tmp_path: Path) -> None:
     place = write_model(tmp_path / "m")
     kt("model", "add", str(place))
     place.rename(tmp_path / "elsewhere")
@@ -62,7 +62,7 @@ def test_a_model_that_is_gone(kt: Call, tmp_path: Path) -> None:
     assert kt("model", "refresh", "--json").json == {"removed": []}
 
 
-def test_folders_of_models(kt: Call, tmp_path: Path) -> None:
+def test_search_folders_provide_models(kt: RunKt, tmp_path: Path) -> None:
     place = write_model(tmp_path / "models" / "owner" / "deep-moe")
     write_model(tmp_path / "models" / "flat-moe")
     write_model(tmp_path / "models" / ".trash" / "old")
@@ -77,7 +77,7 @@ def test_folders_of_models(kt: Call, tmp_path: Path) -> None:
     assert "exists" in kt("model", "path-add", str(tmp_path / "nowhere")).error
 
 
-def test_scan(kt: Call, tmp_path: Path) -> None:
+def test_scan_registers_models(kt: RunKt, tmp_path: Path) -> None:
     root = tmp_path / "disk"
     snapshot = root / "hub" / "models--Owner--Name" / "snapshots" / "abc"
     write_model(snapshot)
@@ -97,14 +97,14 @@ def test_scan(kt: Call, tmp_path: Path) -> None:
     assert "path-add" in kt("model", "scan").error
 
 
-def test_what_exists_wins_over_a_name(kt: Call, tmp_path: Path) -> None:
+def test_existing_path_overrides_a_name(kt: RunKt, tmp_path: Path) -> None:
     kt("model", "add", str(write_model(tmp_path / "disk" / "m")))
     (tmp_path / "m").mkdir()
     assert model_registry.resolve("m") == "m"
     assert model_registry.resolve("owner/unknown") == "owner/unknown" and model_registry.resolve("") == ""
 
 
-def test_two_commands_at_once_lose_nothing(kt: Call, tmp_path: Path) -> None:
+def test_concurrent_commands_lose_no_entry(kt: RunKt, tmp_path: Path) -> None:
     places = [write_model(tmp_path / "disk" / f"m{number}") for number in range(8)]
     threads = [threading.Thread(target=model_registry.add, args=(place,)) for place in places]
     for thread in threads:
@@ -114,7 +114,7 @@ def test_two_commands_at_once_lose_nothing(kt: Call, tmp_path: Path) -> None:
     assert [entry.path for entry in model_registry.entries()] == places
 
 
-def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
+def test_unreadable_registry_is_reported(kt: RunKt, tmp_path: Path) -> None:
     file = model_registry.registry_file()
     file.parent.mkdir(parents=True)
     file.write_text("{")
@@ -123,7 +123,7 @@ def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
     assert "version 99" in kt("model", "list").error
 
 
-def test_verbs_find_models_by_name(kt: Call, tmp_path: Path) -> None:
+def test_verbs_resolve_models_by_name(kt: RunKt, tmp_path: Path) -> None:
     from ktransformers.serve.target import resolve_target
     from ktransformers.train.model import locate_model
     from ktransformers.train.resolve import read_settings

@@ -16,9 +16,7 @@ from ktransformers.serve.launch import choose_device, make_plan
 from ktransformers.serve.target import resolve_target
 
 
-def test_a_gpu_that_nothing_fits_on_is_left_out_and_it_is_said(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_without_a_fitting_plan_is_left_out(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the plan has chosen is where the server is; who asks for the GPU is refused instead."""
     monkeypatch.delenv("KT_PLACE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -34,7 +34,7 @@ from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 from ktransformers.serve.launch import bind_socket, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve_target
 from tests.forked import python
-from tests.serve.conftest import Bench, Served
+from tests.support.serving import EngineHarness, RunningServer
 
 # The launch lines of the guides for SGLang with kt-kernel, whole.
 LINES = [
@@ -55,7 +55,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_launch_lines_of_the_guides_parse(line: str) -> None:
+def test_launch_lines_of_guides_parse(line: str) -> None:
     found = parse(line.split())
     assert found.target == "M"
     words = line.split()
@@ -77,7 +77,7 @@ def test_launch_lines_of_the_guides_parse(line: str) -> None:
         assert wish.kt_max_deferred_experts_per_token == 2
 
 
-def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
+def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
     """The same words, on the line and in a YAML file; the line wins, and nonsense is refused before anything is
     loaded."""
     names = {flag.field for flag in PLACEMENT_FLAGS}
@@ -98,7 +98,7 @@ def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
         parse(["M", "--tp", "0"])
 
 
-def test_our_own_lines() -> None:
+def test_own_flags_parse() -> None:
     found = parse(
         ["M", "--lora-paths", "a=x", "b=y", "c/d", "--api-key", "k", "--watch", "out", "--chunked-prefill-size", "-1"]
     )
@@ -122,12 +122,12 @@ def test_our_own_lines() -> None:
         ("M --max-running-requests 0", "1 or more"),
     ],
 )
-def test_wrong_lines(line: str, words: str) -> None:
+def test_invalid_launch_lines_are_refused(line: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         parse(line.split())
 
 
-def test_the_environment_fills_what_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_fills_missing_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("API_HOST", "API_PORT", "API_KEY"):
         monkeypatch.delenv(name, raising=False)
     plain = with_environment(Launch("M"))
@@ -143,7 +143,7 @@ def test_the_environment_fills_what_is_not_said(monkeypatch: pytest.MonkeyPatch)
         with_environment(Launch("M"))
 
 
-def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_targets_resolve(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     assert resolve_target(str(model_directory)).adapters == ()
     output = resolve_target(str(adapters["one"]))
     assert output.model == model_directory and output.adapters == (("one", str(adapters["one"])),)
@@ -176,14 +176,14 @@ def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Pat
             resolve_target(given)
 
 
-def test_a_port_in_use_is_said_before_loading() -> None:
+def test_port_in_use_is_refused_before_loading() -> None:
     with bind_socket("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(InputError, match="free port"):
             bind_socket("127.0.0.1", taken.getsockname()[1])
 
 
-def test_checkpoints_are_served_as_they_come_and_go(served: Served, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoints_are_loaded_and_unloaded(served: RunningServer, adapters: dict[str, Path], tmp_path: Path) -> None:
     registry = served.service.registry
     watch = CheckpointWatch(tmp_path, registry)
     watch.poll()
@@ -220,7 +220,9 @@ def test_checkpoints_are_served_as_they_come_and_go(served: Served, adapters: di
     assert TrainingLog(tmp_path).lines_after(again["next"])["lines"] == [{}]
 
 
-def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_always_on_expert_adapter_applies_to_every_request(
+    harness: EngineHarness, adapters: dict[str, Path], tmp_path: Path
+) -> None:
     """The split that earlier guides define: experts on for the base's name, attention by request."""
     from ktransformers.adapters import convert
     from ktransformers.serve.http.registry import Registry
@@ -232,23 +234,23 @@ def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp
         "sglang",
         expert_output_dir=expert,
         nonexpert_output_dir=rest,
-        base_model_name_or_path=str(bench.directory),
+        base_model_name_or_path=str(harness.directory),
     )
-    registry = Registry("tiny", bench.lora_modules, str(bench.directory), lambda _: None, always_on=expert)
+    registry = Registry("tiny", harness.lora_modules, str(harness.directory), lambda _: None, always_on=expert)
     registry.load("rest", rest)
     both, alone = registry.find("tiny:rest"), registry.find("tiny")
     assert both is not None and alone is not None
     assert both.experts == alone.experts and both.linears and not alone.linears
-    bench.loaded["both"] = both
+    harness.loaded["both"] = both
     try:
         prompt = list(range(50, 80))
-        assert bench.alone(prompt, "both").tokens == bench.alone(prompt, "two").tokens
+        assert harness.alone(prompt, "both").tokens == harness.alone(prompt, "two").tokens
     finally:
-        del bench.loaded["both"]
+        del harness.loaded["both"]
     with pytest.raises(InputError, match="apply to every request"):
         registry.load("one", adapters["one"])
     with pytest.raises(InputError, match="LoRA on experts only"):
-        Registry("tiny", bench.lora_modules, str(bench.directory), lambda _: None, always_on=adapters["one"])
+        Registry("tiny", harness.lora_modules, str(harness.directory), lambda _: None, always_on=adapters["one"])
 
 
 KT = "from ktransformers.cli.main import main; main()"
@@ -278,7 +280,7 @@ def serving(*words: str) -> Iterator[tuple[str, Any]]:
         process.wait()
 
 
-def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_serve_chat_and_shutdown(adapters: dict[str, Path], tmp_path: Path) -> None:
     """A training output as MODEL, a real process, the terminal client, and SIGTERM while an answer runs."""
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
@@ -322,7 +324,7 @@ def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
         assert "host memory at the end: " in process.stderr.read()
 
 
-def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
+def test_run_answers_and_exits(adapters: dict[str, Path]) -> None:
     done = python(KT, "run", adapters["one"], "Hello", "--max-tokens", "4", "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "tiny:one" in done.stderr
@@ -330,7 +332,9 @@ def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
     assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
 
 
-def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_directory_is_prefaulted_or_locked(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--prefault and --lock reach the mapping; where nothing is mapped, it is said that they mean nothing."""
     from ktransformers.nn import packed
     from ktransformers.quant.convert import convert
@@ -360,7 +364,7 @@ def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monk
     assert any(line.startswith("--lock: without effect") for line in said) and not asked
 
 
-def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
+def test_plan_that_does_not_fit_is_refused(model_directory: Path) -> None:
     """Before anything is loaded, with the ways out; `--force` goes on."""
     plans: list[Any] = []
     target = resolve_target(str(model_directory))
@@ -373,7 +377,7 @@ def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
     assert fits is not None and fits.best is not None and fits.best.work.context == 512  # type: ignore[union-attr]
 
 
-def test_the_page_lists_every_flag() -> None:
+def test_docs_list_every_flag() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     for flag in SUPPORTED_FLAGS:
         given = f"; default: {flag.default}" if flag.default is not None else ""

@@ -16,7 +16,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 SHORT = ["--shape", "tiny", "--layers", "1", "--prompt", "8", "--new", "3", "--repetitions", "1", "--rank", "2"]
 
 
-def bench(*words: str) -> dict[str, Any]:
+def harness(*words: str) -> dict[str, Any]:
     code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import serve; sys.exit(serve.main())"
     done = python(code, *SHORT, *words)
     assert done.returncode == 0, done.stderr
@@ -24,15 +24,15 @@ def bench(*words: str) -> dict[str, Any]:
     return document
 
 
-def test_in_process() -> None:
-    found = bench("--engine", "--streams", "1,2", "--adapters", "0,2")
+def test_bench_in_process() -> None:
+    found = harness("--engine", "--streams", "1,2", "--adapters", "0,2")
     cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in found["cells"]]
     assert cells == [(test, streams, count) for test in ("tg3", "pp8") for streams, count in ((1, 0), (2, 0), (2, 2))]
     assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in found["cells"])
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_graphs_beside_launches(adapters: int) -> None:
+def test_graph_bench_compares_with_eager(adapters: int) -> None:
     """On a CPU a step is computed again where a GPU would replay it."""
     words = ["--shape", "tiny", "--layers", "2", "--vocabulary", "128", "--device", "cpu", "--policy", "resident"]
     words += ["--shares", "0,0.5", "--streams", "2", "--prompt", "8", "--chunk", "8", "--seconds", "0.1"]
@@ -47,10 +47,10 @@ def test_graphs_beside_launches(adapters: int) -> None:
 
 
 @pytest.mark.slow
-def test_over_http_beside_transformers() -> None:
+def test_bench_over_http_compares_with_transformers() -> None:
     pytest.importorskip("fastapi")
     peer = f"transformers={sys.executable}"
-    found = bench("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
+    found = harness("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
     assert [cell["contender"] for cell in found["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
     assert all(cell["tokens_per_second"] > 0 for cell in found["cells"])
     assert [row["bar"] for row in found["ratios"]] == [None, None] and "transformers" in found["peers"]["transformers"]
@@ -70,7 +70,7 @@ def cell(contender: str, test: str, streams: int, rate: float, adapters: int = 0
     return words | {"adapters": adapters, "expert_share": 0.5 if contender.startswith("kt") else None}
 
 
-def test_ratios_and_bars() -> None:
+def test_ratios_are_computed() -> None:
     ours = [cell("kt engine", "tg128", 1, 70), cell("kt engine", "tg128", 8, 300), cell("kt engine", "tg128", 8, 1, 4)]
     peers = [cell("transformers bfloat16", "tg128", 8, 160), cell("llama.cpp BF16", "tg128", 1, 100)]
     peers += [cell("llama.cpp BF16", "tg128", 8, 300), cell("llama.cpp Q4_K", "tg128", 1, 140)]
@@ -85,7 +85,7 @@ def test_ratios_and_bars() -> None:
     assert [row["ours"] for row in found] == ["kt engine"] * 3 + ["kt engine Q4_K"]
 
 
-def test_the_gguf_file_has_the_checkpoints_numbers(tmp_path: Path) -> None:
+def test_gguf_file_equals_checkpoint(tmp_path: Path) -> None:
     """What llama.cpp reads: every tensor, experts stacked, in bf16 as they are; norms and routers in float32."""
     gguf = pytest.importorskip("gguf")
     import numpy as np

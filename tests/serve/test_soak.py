@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.serve.conftest import Bench, listening, service_of
+from tests.support.serving import EngineHarness, make_service, run_app
 
 CLIENTS = 32
 STUCK = 600  # seconds: a request that takes longer is stuck, however busy the machine is with others
@@ -109,14 +109,14 @@ class Client(threading.Thread):
 
 
 @pytest.mark.soak
-def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
+def test_soak(harness: EngineHarness, adapters: dict[str, Path]) -> None:
     pytest.importorskip("fastapi")
     from ktransformers.serve.http.api import create_app
 
     seconds = float(os.environ.get("KT_SOAK_SECONDS", "60"))
-    service = service_of(bench, adapters, timeout=STUCK, running=8, queued=24, tokens=2048)
+    service = make_service(harness, adapters, timeout=STUCK, running=8, queued=24, tokens=2048)
     seen: Counter[str] = Counter()
-    with listening(create_app(service)) as url:
+    with run_app(create_app(service)) as url:
         address = url.removeprefix("http://")
 
         def greedy() -> Any:

@@ -29,7 +29,7 @@ def line(directory: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_path: Path) -> None:
+def test_served_model_reports_w8a8(format: str, model_directory: Path, tmp_path: Path) -> None:
     out = tmp_path / format
     done = CliRunner().invoke(app, ["quant", str(model_directory), "--format", format, "-o", str(out)])
     assert done.exit_code == 0, done.output
@@ -53,14 +53,14 @@ def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_pat
     assert use_w8a8(model, False) == len(layers)
 
 
-def test_other_formats_are_refused_by_name(model_directory: Path) -> None:
+def test_w8a8_refuses_other_formats_by_name(model_directory: Path) -> None:
     with pytest.raises(InputError, match=r"w8a8.*experts.*bf16.*kt quant --format int8"):
         open_service(parse(line(model_directory, "--kt-w8a8")), resolve_target(str(model_directory)), print)
     with pytest.raises(InputError, match="without packed experts"):
         use_w8a8(torch.nn.Linear(2, 2))
 
 
-def test_a_file_may_ask_for_it_and_training_may_not(model_directory: Path, tmp_path: Path) -> None:
+def test_w8a8_is_accepted_in_inference_yaml_only(model_directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_w8a8: true\n")
     assert wish_of(parse([str(file)]), resolve_target(str(file))).kt_w8a8

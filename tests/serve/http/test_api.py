@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Bench, Served, listening, service_of
+from tests.support.serving import EngineHarness, RunningServer, make_service, run_app
 
 openai = pytest.importorskip("openai")
 
@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Any:
+def client(served: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
@@ -43,28 +43,30 @@ def get(url: str, path: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def ids(bench: Bench, text: str) -> list[int]:
-    found: list[int] = bench.tokenizer(text)["input_ids"]
+def ids(harness: EngineHarness, text: str) -> list[int]:
+    found: list[int] = harness.tokenizer(text)["input_ids"]
     return found
 
 
-def test_models_and_health(client: Any, served: Served) -> None:
+def test_models_and_health(client: Any, served: RunningServer) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "tiny:one", "tiny:attention"]
     assert client.models.retrieve("tiny:one").id == "tiny:one"
     assert get(served.url, "/health") == (200, '{"status":"ok"}')
 
 
 @pytest.mark.parametrize(("model", "adapter"), [("tiny", None), ("tiny:one", "one"), ("one", "one")])
-def test_the_model_name_chooses_base_or_adapter(client: Any, bench: Bench, model: str, adapter: str | None) -> None:
+def test_model_name_selects_base_or_adapter(
+    client: Any, harness: EngineHarness, model: str, adapter: str | None
+) -> None:
     said = client.completions.create(model=model, prompt="The sea is", max_tokens=8, temperature=0, logprobs=2)
-    expected = bench.alone(ids(bench, "The sea is"), adapter)
+    expected = harness.alone(ids(harness, "The sea is"), adapter)
     assert said.choices[0].text == expected.text
     assert said.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=2e-5)
     assert said.choices[0].finish_reason == "length"
-    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len(ids(bench, "The sea is")), 8)
+    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len(ids(harness, "The sea is")), 8)
 
 
-def test_chat_whole_and_streamed(client: Any) -> None:
+def test_streamed_chat_equals_complete_chat(client: Any) -> None:
     same = {"model": "tiny:one", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12, "logprobs": True}
     whole = client.chat.completions.create(**same, top_logprobs=3)
     parts = list(
@@ -84,7 +86,7 @@ def test_chat_whole_and_streamed(client: Any) -> None:
         assert bytes(one.bytes).decode(errors="replace") == one.token
 
 
-def test_the_template_gets_its_variables(client: Any, served: Served) -> None:
+def test_chat_template_receives_its_variables(client: Any, served: RunningServer) -> None:
     tokenizer = served.service.tokenizer
     for thinking in (True, False):
         text = tokenizer.apply_chat_template(
@@ -99,7 +101,7 @@ def test_the_template_gets_its_variables(client: Any, served: Served) -> None:
         assert said.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_developer_is_system_and_parts_are_text(served: Served) -> None:
+def test_developer_role_is_system_and_parts_are_text(served: RunningServer) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
     def prompt(*messages: dict[str, Any]) -> tuple[int, ...]:
@@ -124,7 +126,7 @@ def test_n_and_seed(client: Any) -> None:
     assert first.usage.completion_tokens == 24
 
 
-def test_stop_strings_and_tokens(client: Any, bench: Bench) -> None:
+def test_stop_strings_and_tokens(client: Any, harness: EngineHarness) -> None:
     whole = client.completions.create(model="tiny", prompt="Once", max_tokens=24, temperature=0).choices[0].text
     stop = whole[9:12]
     cut = client.completions.create(model="tiny", prompt="Once", max_tokens=24, temperature=0, stop=[stop, "never"])
@@ -132,15 +134,15 @@ def test_stop_strings_and_tokens(client: Any, bench: Bench) -> None:
     assert cut.choices[0].finish_reason == "stop"
     parts = client.completions.create(model="tiny", prompt="Once", max_tokens=24, temperature=0, stop=stop, stream=True)
     assert "".join(part.choices[0].text for part in parts) == cut.choices[0].text
-    tokens = bench.alone(ids(bench, "Once"), max_tokens=6).tokens
+    tokens = harness.alone(ids(harness, "Once"), max_tokens=6).tokens
     ended = client.completions.create(
         model="tiny", prompt="Once", max_tokens=24, temperature=0, extra_body={"stop_token_ids": [tokens[3]]}
     )
     assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens <= 4
 
 
-def test_echo_scores_a_batch_of_token_prompts_as_lm_eval_asks(client: Any, bench: Bench) -> None:
-    prompts = [ids(bench, "The sea is deep and blue."), ids(bench, "One two")]
+def test_echo_scores_batch_of_token_prompts_like_lm_eval(client: Any, harness: EngineHarness) -> None:
+    prompts = [ids(harness, "The sea is deep and blue."), ids(harness, "One two")]
     said = client.completions.create(
         model="tiny:one", prompt=prompts, max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
     )
@@ -148,14 +150,14 @@ def test_echo_scores_a_batch_of_token_prompts_as_lm_eval_asks(client: Any, bench
         told = choice.logprobs
         assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == len(prompt) + 1
         assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
-        expected = bench.alone(prompt, "one", max_tokens=0, prompt_logprobs=True)
+        expected = harness.alone(prompt, "one", max_tokens=0, prompt_logprobs=True)
         scores = [score.logprob for event in expected.events for score in event.prompt_scores][1:]
         assert told.token_logprobs[1:-1] == pytest.approx(scores, abs=2e-5)
         for token, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
             assert max(top.values()) >= token
 
 
-def test_echo_of_text_has_its_offsets(client: Any) -> None:
+def test_echo_of_text_reports_offsets(client: Any) -> None:
     text = "The sea is deep."
     said = client.completions.create(model="tiny", prompt=text, max_tokens=0, logprobs=1, echo=True)
     choice = said.choices[0]
@@ -187,14 +189,14 @@ def test_echo_of_text_has_its_offsets(client: Any) -> None:
         (b'{"model": "tiny", "prompt": "\\ud800"}', 400, ""),
     ],
 )
-def test_what_is_wrong_is_said_in_openais_envelope(served: Served, body: Any, status: int, words: str) -> None:
+def test_invalid_requests_get_openai_error_envelope(served: RunningServer, body: Any, status: int, words: str) -> None:
     code, said = post(served.url, "/v1/completions", body)
     assert code == status
     assert set(said["error"]) == {"message", "type", "param", "code"}
     assert words.lower() in said["error"]["message"].lower()
 
 
-def test_wrong_chats(served: Served, client: Any) -> None:
+def test_invalid_chats_are_refused(served: RunningServer, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="image_url"):
         picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         client.chat.completions.create(model="tiny", messages=picture)
@@ -209,7 +211,9 @@ def test_wrong_chats(served: Served, client: Any) -> None:
     assert get(served.url, "/v1/completions")[0] == 405
 
 
-def test_adapters_come_and_go_while_requests_run(client: Any, served: Served, adapters: dict[str, Path]) -> None:
+def test_adapters_are_loaded_and_unloaded_while_requests_run(
+    client: Any, served: RunningServer, adapters: dict[str, Path]
+) -> None:
     running = client.completions.create(
         model="tiny:one",
         prompt="Once upon",
@@ -246,7 +250,7 @@ def test_adapters_come_and_go_while_requests_run(client: Any, served: Served, ad
     assert rest[-1].choices[0].finish_reason == "length"
 
 
-def test_who_leaves_is_taken_out(served: Served) -> None:
+def test_disconnected_client_is_cancelled(served: RunningServer) -> None:
     engine = served.service.engine
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 450, "ignore_eos": True}
     for stream in (True, False):
@@ -269,11 +273,11 @@ def test_who_leaves_is_taken_out(served: Served) -> None:
     assert not engine.running
 
 
-def test_a_full_queue_a_key_and_a_timeout(bench: Bench, adapters: dict[str, Path]) -> None:
+def test_full_queue_missing_key_and_timeout_are_refused(harness: EngineHarness, adapters: dict[str, Path]) -> None:
     from ktransformers.serve.http.api import create_app
 
-    service = service_of(bench, adapters, timeout=0.4, running=1, queued=1)
-    with listening(create_app(service, api_key="secret")) as url:
+    service = make_service(harness, adapters, timeout=0.4, running=1, queued=1)
+    with run_app(create_app(service, api_key="secret")) as url:
         key = {"Authorization": "Bearer secret"}
         short = {"model": "tiny", "prompt": "Once", "max_tokens": 1}
         assert post(url, "/v1/completions", short)[0] == 401
@@ -289,7 +293,7 @@ def test_a_full_queue_a_key_and_a_timeout(bench: Bench, adapters: dict[str, Path
         assert 'kt_finished_total{finish="timeout"} 1' in text
 
 
-def test_metrics_count(served: Served, client: Any) -> None:
+def test_metrics_count_requests(served: RunningServer, client: Any) -> None:
     def read() -> dict[str, float]:
         lines = [line.split(" ") for line in get(served.url, "/metrics")[1].splitlines() if line[0] != "#"]
         return {name: float(value) for name, value in lines}
@@ -301,7 +305,7 @@ def test_metrics_count(served: Served, client: Any) -> None:
     assert after["kt_adapters"] == 2 and after["kt_running_sequences"] == 0
 
 
-def test_openapi_describes_every_path(served: Served) -> None:
+def test_openapi_describes_every_path(served: RunningServer) -> None:
     text = get(served.url, "/openapi.json")[1]
     document = json.loads(text)
     schemas = document["components"]["schemas"]
@@ -313,7 +317,7 @@ def test_openapi_describes_every_path(served: Served) -> None:
     assert {"200", "400", "404", "429"} <= set(answers) and "422" not in answers
 
 
-def test_the_page_asks_nobody_else(served: Served) -> None:
+def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:
     status, page = get(served.url, "/")
     assert status == 200 and "<title>ktransformers</title>" in page
     outside = [word for word in re.findall(r"https?://[^\s\"'<>]+", page) if "www.w3.org/2000/svg" not in word]
@@ -325,7 +329,7 @@ def test_the_page_asks_nobody_else(served: Served) -> None:
     assert status == 400 and "after" in json.loads(said)["error"]["message"]
 
 
-def test_kt_eval_scores_through_the_server(served: Served, bench: Bench) -> None:
+def test_kt_eval_scores_through_the_server(served: RunningServer, harness: EngineHarness) -> None:
     """Text prompts by their offsets, token prompts by their count: both are the engine's own numbers."""
     from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
     from ktransformers.evaluate.remote import Endpoint, RemoteBackend
@@ -333,11 +337,11 @@ def test_kt_eval_scores_through_the_server(served: Served, bench: Bench) -> None
     question = Question(EvalPrompt("The sea is", chat=False), (" deep", " very dry indeed"))
     expected = []
     for text in question.continuations:
-        whole = ids(bench, question.prompt.text + text)
-        heard = bench.alone(whole, "one", max_tokens=0, prompt_logprobs=True)
-        scores = [score.logprob for event in heard.events for score in event.prompt_scores]
-        expected.append(sum(scores[len(ids(bench, question.prompt.text)) :]))
-    for tokens in (None, PromptTokenizer(bench.tokenizer, "tiny")):
+        whole = ids(harness, question.prompt.text + text)
+        recorded = harness.alone(whole, "one", max_tokens=0, prompt_logprobs=True)
+        scores = [score.logprob for event in recorded.events for score in event.prompt_scores]
+        expected.append(sum(scores[len(ids(harness, question.prompt.text)) :]))
+    for tokens in (None, PromptTokenizer(harness.tokenizer, "tiny")):
         backend = RemoteBackend(Endpoint(served.url), "tiny:one", tokens)
         (found,) = backend.likelihoods([question])
         assert [one.logprob for one in found] == pytest.approx(expected, abs=1e-4)

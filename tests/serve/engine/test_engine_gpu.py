@@ -4,7 +4,6 @@ without a GPU. Prompts are scored rather than answered where numbers are compare
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,47 +13,45 @@ import torch
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.target import Target
-from tests.serve.conftest import Bench, Heard
-from tests.serve.test_engine import text
+from tests.support.serving import GPU_TOLERANCE, EngineHarness, random_prompt, wait_for_finish
 
 pytestmark = pytest.mark.gpu
 
-# What enters the experts is rounded to bf16: a sum that cuBLAS adds in another order, because the batch has other rows,
-# may fall on the other side of a step of 2^-9. Adapters move these log-probabilities by more than a hundred times that.
-APART = 1e-2
 NAMES = [None, "one", "two", None, "attention", "one", "two"]
 
 
 @pytest.fixture(scope="module")
-def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[Bench]:
+def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[EngineHarness]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield Bench(model_directory, adapters, device="cuda")
+    yield EngineHarness(model_directory, adapters, device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def scored(bench: Bench, prompts: list[list[int]], names: list[str | None], **limits: int) -> list[torch.Tensor]:
+def scored(
+    harness: EngineHarness, prompts: list[list[int]], names: list[str | None], **limits: int
+) -> list[torch.Tensor]:
     """Log-probabilities of the prompts, all in one engine."""
     asked = {"max_tokens": 0, "prompt_logprobs": True, "logprobs": 0}
     pairs = zip(prompts, names, strict=True)
-    made = [bench.sequence(prompt, name, **asked) for prompt, name in pairs]
-    bench.run(bench.engine(**limits), *(one for one, _ in made))
+    made = [harness.sequence(prompt, name, **asked) for prompt, name in pairs]
+    harness.run(harness.engine(**limits), *(one for one, _ in made))
     found = []
-    for _, heard in made:
-        assert heard.finish == "length", heard.events[-1].error
-        (told,) = [event.prompt_scores for event in heard.events if event.prompt_scores]
+    for _, recorded in made:
+        assert recorded.finish == "length", recorded.events[-1].error
+        (told,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
         found.append(torch.tensor([score.logprob for score in told[1:]]))
     return found
 
 
-def test_attention_and_keys_are_on_the_gpu_and_experts_are_not(on_gpu: Bench) -> None:
+def test_kv_slots_are_on_the_gpu_and_experts_are_not(on_gpu: EngineHarness) -> None:
     assert on_gpu.forward.device.type == "cuda"
     weights = {name: one.device.type for name, one in on_gpu.model.named_parameters() if ".experts." not in name}
     assert set(weights.values()) == {"cuda"}, weights
     engine = on_gpu.engine()
-    one, heard = on_gpu.sequence(text(1, 20), "one")
+    one, recorded = on_gpu.sequence(random_prompt(1, 20), "one")
     on_gpu.run(engine, one)
-    assert heard.finish == "length" and len(heard.tokens) == 8
+    assert recorded.finish == "length" and len(recorded.tokens) == 8
     (slot,) = engine.kv_cache.slots
     held = [*slot.keys.values(), *slot.values.values()]
     assert len(held) == 4 and all(tensor.device.type == "cuda" for tensor in held)
@@ -62,82 +59,75 @@ def test_attention_and_keys_are_on_the_gpu_and_experts_are_not(on_gpu: Bench) ->
         assert all(linear.a.is_cuda and linear.b.is_cuda for linear in resident.linears.values())
 
 
-def test_a_batch_of_base_and_several_adapters_equals_separate_runs(on_gpu: Bench) -> None:
-    prompts = [text(seed, 5 + 13 * seed) for seed in range(len(NAMES))]
+def test_mixed_batch_matches_separate_runs(on_gpu: EngineHarness) -> None:
+    prompts = [random_prompt(seed, 5 + 13 * seed) for seed in range(len(NAMES))]
     mixed = scored(on_gpu, prompts, NAMES, chunk=32)
     for prompt, name, found in zip(prompts, NAMES, mixed, strict=True):
         (alone,) = scored(on_gpu, [prompt], [name])
-        assert float((found - alone).abs().max()) < APART, name
+        assert float((found - alone).abs().max()) < GPU_TOLERANCE, name
 
 
-def test_adapters_are_told_apart(on_gpu: Bench) -> None:
+def test_adapters_give_different_results(on_gpu: EngineHarness) -> None:
     """Far beyond what is allowed above, so the test above could not pass with the adapters mixed up."""
-    prompt = text(21, 60)
+    prompt = random_prompt(21, 60)
     names: list[str | None] = [None, "one", "two", "attention"]
     found = dict(zip(names, scored(on_gpu, [prompt] * 4, names), strict=True))
     for name in names[1:]:
         for other in {*names} - {name}:
-            assert float((found[name] - found[other]).abs().max()) > 20 * APART, (name, other)
+            assert float((found[name] - found[other]).abs().max()) > 20 * GPU_TOLERANCE, (name, other)
 
 
-def test_rows_of_the_base_are_exactly_the_base(on_gpu: Bench) -> None:
+def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness) -> None:
     """The same batch shape with and without adapters beside it: equal bits."""
-    prompts = [text(seed, 20) for seed in range(3)]
+    prompts = [random_prompt(seed, 20) for seed in range(3)]
     plain = scored(on_gpu, prompts, [None, None, None])[0]
     for names in ([None, "two", "one"], [None, "attention", None]):
         assert torch.equal(scored(on_gpu, prompts, names)[0], plain), names
 
 
-def test_numbers_are_those_without_a_gpu(on_gpu: Bench, bench: Bench) -> None:
-    prompts = [text(seed, 30 + seed) for seed in range(4)]
+def test_logprobs_match_cpu(on_gpu: EngineHarness, harness: EngineHarness) -> None:
+    prompts = [random_prompt(seed, 30 + seed) for seed in range(4)]
     names: list[str | None] = [None, "one", "two", "attention"]
-    for name, here, there in zip(names, scored(on_gpu, prompts, names), scored(bench, prompts, names), strict=True):
-        assert float((here - there).abs().max()) < APART, name
+    for name, here, there in zip(names, scored(on_gpu, prompts, names), scored(harness, prompts, names), strict=True):
+        assert float((here - there).abs().max()) < GPU_TOLERANCE, name
 
 
-def test_chunks_prefixes_and_lost_slots_change_nothing(on_gpu: Bench) -> None:
-    prompt = text(5, 90)
+def test_chunks_prefixes_and_preemption_change_nothing(on_gpu: EngineHarness) -> None:
+    prompt = random_prompt(5, 90)
     (whole,) = scored(on_gpu, [prompt], ["one"])
     for chunk in (7, 33):
-        assert float((scored(on_gpu, [prompt], ["one"], chunk=chunk)[0] - whole).abs().max()) < APART
+        assert float((scored(on_gpu, [prompt], ["one"], chunk=chunk)[0] - whole).abs().max()) < GPU_TOLERANCE
     engine = on_gpu.engine()
     on_gpu.run(engine, on_gpu.sequence(prompt, "one", max_tokens=1)[0])
-    again, heard = on_gpu.sequence(prompt + text(6, 9), "one", max_tokens=1)
+    again, recorded = on_gpu.sequence(prompt + random_prompt(6, 9), "one", max_tokens=1)
     on_gpu.run(engine, again)
-    fresh = on_gpu.alone(prompt + text(6, 9), "one", max_tokens=1)
-    assert heard.events[-1].cached == 90
-    assert heard.logprobs == pytest.approx(fresh.logprobs, abs=APART)
-    made = [on_gpu.sequence(text(seed, 30), "two", max_tokens=60) for seed in range(10, 14)]
+    fresh = on_gpu.alone(prompt + random_prompt(6, 9), "one", max_tokens=1)
+    assert recorded.events[-1].cached == 90
+    assert recorded.logprobs == pytest.approx(fresh.logprobs, abs=GPU_TOLERANCE)
+    made = [on_gpu.sequence(random_prompt(seed, 30), "two", max_tokens=60) for seed in range(10, 14)]
     small = on_gpu.engine(tokens=256)
     on_gpu.run(small, *(one for one, _ in made))
     assert small.counts.preempted > 0 and small.kv_cache.allocated_tokens <= 256
-    assert [heard.finish for _, heard in made] == ["length"] * 4
+    assert [recorded.finish for _, recorded in made] == ["length"] * 4
 
 
-def await_answer(heard: Heard, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while heard.finish is None and time.monotonic() < end:
-        time.sleep(0.01)
-    assert heard.finish == "length", heard.events
-
-
-def test_the_engine_has_a_thread_of_its_own(on_gpu: Bench) -> None:
+def test_engine_runs_in_its_own_thread(on_gpu: EngineHarness) -> None:
     """As in the server: the model was loaded in one thread and computes in another."""
     engine = on_gpu.engine()
     engine.start()
     try:
-        made = [on_gpu.sequence(text(seed, 25), name) for seed, name in enumerate([None, "one", "two"])]
+        made = [on_gpu.sequence(random_prompt(seed, 25), name) for seed, name in enumerate([None, "one", "two"])]
         engine.submit([one for one, _ in made])
-        for _, heard in made:
-            await_answer(heard)
+        for _, recorded in made:
+            wait_for_finish(recorded)
     finally:
         engine.stop()
-    for seed, (name, (_, heard)) in enumerate(zip([None, "one", "two"], made, strict=True)):
-        alone = on_gpu.alone(text(seed, 25), name)
-        assert heard.logprobs[0] == pytest.approx(alone.logprobs[0], abs=APART)
+    for seed, (name, (_, recorded)) in enumerate(zip([None, "one", "two"], made, strict=True)):
+        alone = on_gpu.alone(random_prompt(seed, 25), name)
+        assert recorded.logprobs[0] == pytest.approx(alone.logprobs[0], abs=GPU_TOLERANCE)
 
 
-def test_in_bf16_as_it_is_served(model_directory: Path, adapters: dict[str, Path]) -> None:
+def test_served_model_in_bf16_answers(model_directory: Path, adapters: dict[str, Path]) -> None:
     """`kt serve` with a GPU: bf16 by itself, room by what is free there, adapters from their directories."""
     paths = tuple((name, str(adapters[name])) for name in ("one", "two"))
     launch = Launch(str(model_directory), lora_paths=paths, memory=0.01, running=4, context=256)
@@ -146,13 +136,13 @@ def test_in_bf16_as_it_is_served(model_directory: Path, adapters: dict[str, Path
     assert "bfloat16, cuda" in said[0]
     model = service.engine.forward.model
     assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
-    bench = Bench.__new__(Bench)
-    bench.directory, bench.tokenizer, bench.forward = model_directory, service.tokenizer, service.engine.forward
-    bench.loaded = {name: service.registry.find(f"tiny:{name}") for name in ("one", "two")}
-    prompts = [text(seed, 40) for seed in range(3)]
+    harness = EngineHarness.__new__(EngineHarness)
+    harness.directory, harness.tokenizer, harness.forward = model_directory, service.tokenizer, service.engine.forward
+    harness.loaded = {name: service.registry.find(f"tiny:{name}") for name in ("one", "two")}
+    prompts = [random_prompt(seed, 40) for seed in range(3)]
     names: list[str | None] = [None, "one", "two"]
-    mixed = scored(bench, prompts, names)
+    mixed = scored(harness, prompts, names)
     for prompt, name, found in zip(prompts, names, mixed, strict=True):
-        (alone,) = scored(bench, [prompt], [name])
+        (alone,) = scored(harness, [prompt], [name])
         assert float((found - alone).abs().mean()) < 0.2, name  # a router on a step of bf16 may choose otherwise
-    assert float((mixed[1] - scored(bench, [prompts[1]], [None])[0]).abs().mean()) > 0.8
+    assert float((mixed[1] - scored(harness, [prompts[1]], [None])[0]).abs().mean()) > 0.8

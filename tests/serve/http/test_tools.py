@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parse_calls
-from tests.serve.conftest import Served
+from tests.support.serving import RunningServer
 
 TOOL = {
     "type": "function",
@@ -32,7 +32,7 @@ SCHEMA = {
 ACTIVE = [{"role": "user", "content": "How is the weather?"}]
 
 
-def test_calls_in_json_and_in_tags() -> None:
+def test_json_and_tagged_calls_are_parsed() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bonn"}}\n</tool_call>'
     assert parse_calls(text, [TOOL]) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
     tagged = (
@@ -45,12 +45,12 @@ def test_calls_in_json_and_in_tags() -> None:
 
 
 @pytest.mark.parametrize("text", ["no call", "<tool_call>\nnot JSON\n</tool_call>", '<tool_call>{"a": 1}</tool_call>'])
-def test_what_is_no_call_stays_text(text: str) -> None:
+def test_text_without_a_call_stays_text(text: str) -> None:
     assert parse_calls(text, [TOOL]) == (text, [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_text_before_a_call_goes_on_and_the_call_is_kept(size: int) -> None:
+def test_text_before_a_call_is_emitted_and_the_call_is_held(size: int) -> None:
     text = 'a < b <tool <tool_call>{"name": "x"}</tool_call>'
     apart = ToolCallSplitter()
     out = "".join(apart.add(text[at : at + size]) for at in range(0, len(text), size))
@@ -59,7 +59,7 @@ def test_text_before_a_call_goes_on_and_the_call_is_kept(size: int) -> None:
     assert "".join(plain.add(letter) for letter in "a <tool") + plain.end() == "a <tool"
 
 
-def test_without_the_package_json_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_without_llguidance_is_refused(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.serve.http import grammar
     from ktransformers.serve.http.protocol import ChatRequest
     from ktransformers.serve.http.service import ApiError
@@ -72,7 +72,7 @@ def test_without_the_package_json_is_refused(served: Served, monkeypatch: pytest
 
 class TestConstrained:
     @pytest.fixture
-    def client(self, served: Served) -> Any:
+    def client(self, served: RunningServer) -> Any:
         pytest.importorskip("llguidance")
         openai = pytest.importorskip("openai")
         return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
@@ -129,7 +129,7 @@ class TestConstrained:
         assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_the_template_is_told_of_tools(served: Served) -> None:
+def test_chat_template_receives_tools(served: RunningServer) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
     asked = {"model": "tiny", "messages": ACTIVE, "max_tokens": 4}

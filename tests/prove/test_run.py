@@ -90,7 +90,7 @@ def run(folder: Path, *words: str) -> Any:
     return CliRunner().invoke(app, [str(folder), *words])
 
 
-def test_training_reads_its_adapter_back(trained: tuple[Path, list[str]]) -> None:
+def test_saved_adapter_equals_trained_adapter(trained: tuple[Path, list[str]]) -> None:
     said = [note for note in trained[1] if note.startswith("reloaded:")]
     assert len(said) == 1 and "24 tensors trained, saved and read back" in said[0]
     assert "3 held-out rows are the same to the bit" in said[0]
@@ -100,7 +100,7 @@ def test_training_reads_its_adapter_back(trained: tuple[Path, list[str]]) -> Non
     assert "model.layers.1.mlp.experts" in record.adapter.marks and len(record.adapter.marks) == 10
 
 
-def test_what_was_trained_is_proven(trained: tuple[Path, list[str]]) -> None:
+def test_trained_adapter_is_proven(trained: tuple[Path, list[str]]) -> None:
     done = run(trained[0], "--json")
     assert done.exit_code == 0, done.output
     proof = json.loads(done.stdout)
@@ -114,13 +114,13 @@ def test_what_was_trained_is_proven(trained: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("edit", [changed_value, swapped, dropped])
-def test_the_manifest_names_the_tensor(output: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def test_manifest_names_the_changed_tensor(output: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
     change(output, edit)
     done = run(output)
     assert done.exit_code == 1 and EXPERTS in done.stderr
 
 
-def test_a_dropped_tensor_without_a_manifest(output: Path) -> None:
+def test_dropped_tensor_without_manifest_is_reported(output: Path) -> None:
     change(output, dropped, manifest=False)
     done = run(output, "--json")
     assert done.exit_code == 1 and "layers.1.mlp.experts" in json.loads(done.stdout)["culprit"]
@@ -134,7 +134,7 @@ def test_a_dropped_tensor_without_a_manifest(output: Path) -> None:
         (changed_attention, "model.layers.0.self_attn.v_proj"),
     ],
 )
-def test_without_a_manifest_the_numbers_name_the_layer(
+def test_changed_tensor_without_manifest_names_the_layer(
     output: Path, edit: Callable[[dict[str, torch.Tensor]], None], culprit: str
 ) -> None:
     from ktransformers.prove.run import check_record, check_tensors, run_trainer_model
@@ -150,7 +150,7 @@ def test_without_a_manifest_the_numbers_name_the_layer(
     assert found.passed is False and found.culprit == culprit
 
 
-def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_expert_lora_fails(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.serve.engine.forward.expert_lora", lambda adapter_rows, tokens: {})
     done = run(output)
     assert done.exit_code == 1 and "not proven: model.layers.0.mlp.experts" in done.stderr
@@ -158,7 +158,7 @@ def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.Mon
     assert len(lines) == 1 and lines[0].startswith("server, adapter")
 
 
-def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
+def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
     """It has the base alone: the adapter is loaded for the proof and unloaded afterwards."""
     from ktransformers.prove.server import start_server
     from ktransformers.serve.flags import Launch
@@ -174,7 +174,7 @@ def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
         assert Client(url, None).models() == ["base"]
 
 
-def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained on int8 experts beside the base: the proof and the server find them, and stock PEFT is not asked."""
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan, wanted
@@ -194,7 +194,7 @@ def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, l
     assert "pass --kt-weight-path" in str(run(tmp_path / "out").exception)
 
 
-def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained in float32: the graph says what was recorded and what stock PEFT says; bf16 is the server's alone."""
     from ktransformers.prove.run import check_record, run_trainer_model
     from ktransformers.serve.target import resolve_target
@@ -222,7 +222,7 @@ def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_p
     assert found.passed is False and found.culprit == "model.layers.1.mlp.experts"
 
 
-def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], output: Path) -> None:
+def test_incomplete_adapter_is_refused(trained: tuple[Path, list[str]], output: Path) -> None:
     """The cheap half: the file is read into the model that learned it."""
     from peft import PeftModel
 
@@ -240,7 +240,7 @@ def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], ou
         proof_record.check_reload(model, output, made)
 
 
-def test_noise_lets_single_tokens_pass_and_not_more() -> None:
+def test_noise_floor_allows_single_tokens_only() -> None:
     plain = LogprobsAndNorms((torch.zeros(200),))
 
     def with_outliers(count: int, noise: float = 0.0) -> LogprobsAndNorms:

@@ -1,5 +1,5 @@
 """Steps of fixed size in which rows have adapters: several and none, from step to step others; which graphs serve whom,
-what is kept, and what goes. As in test_graphs.py a recorder that computes again stands in for CUDA graphs."""
+what is kept, and what goes. As in test_decode_graphs.py `EagerCapture` stands in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,47 +25,46 @@ from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModul
 from ktransformers.serve.graphs import decode_graphs as graphs_module
 from ktransformers.serve.graphs.adapter_set import AdapterSet
 from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, DecodeGraphs
-from tests.serve.conftest import Bench
-from tests.serve.test_engine import close, text
-from tests.serve.test_graphs import Recorder, graphs_of
+from tests.support.decode_graphs import EagerCapture, graphs_of
+from tests.support.serving import EngineHarness, random_prompt, same_completion
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 NEAR = 1e-2  # of the logits' norm: residents round what they are given to bf16
 Names = list[str | None]
 
 
-def all_of(bench: Bench) -> dict[str, LoadedAdapter]:
+def all_of(harness: EngineHarness) -> dict[str, LoadedAdapter]:
     """The bench's adapters and two more: one with experts alone, one that lacks a layer."""
-    one, two = bench.loaded["one"], bench.loaded["two"]
-    first = next(iter(expert_modules(bench.model).values()))
+    one, two = harness.loaded["one"], harness.loaded["two"]
+    first = next(iter(expert_modules(harness.model).values()))
     upper = dict(list(two.linears.items())[3:])
     experts = {module: packed for module, packed in two.experts.items() if module is not first}
     more = (replace(one, name="experts", linears={}), replace(two, name="upper", linears=upper, experts=experts))
-    return bench.loaded | {adapter.name: adapter for adapter in more}
+    return harness.loaded | {adapter.name: adapter for adapter in more}
 
 
 @pytest.fixture(scope="module")
-def placed(model_directory: Path, adapters: dict[str, Path]) -> Iterator[tuple[Bench, Placement]]:
-    bench = Bench(model_directory, adapters)
-    placement = attach(bench.model, policy="resident", device="cpu")
+def placed(model_directory: Path, adapters: dict[str, Path]) -> Iterator[tuple[EngineHarness, Placement]]:
+    harness = EngineHarness(model_directory, adapters)
+    placement = attach(harness.model, policy="resident", device="cpu")
     assert placement is not None
-    bench.loaded = {
-        name: bench.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
+    harness.loaded = {
+        name: harness.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
     }
-    bench.loaded = all_of(bench)  # behind the engine, as a server loads them
-    yield bench, placement
+    harness.loaded = all_of(harness)  # behind the engine, as a server loads them
+    yield harness, placement
     placement.detach()
 
 
 @pytest.fixture
-def recorder(placed: tuple[Bench, Placement]) -> Iterator[Recorder]:
-    bench, placement = placed
+def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
+    harness, placement = placed
     placement.place_residents(count=0)
-    made = Recorder(placement)
-    bench.forward.graphs = DecodeGraphs(bench.model, placement, made)
+    made = EagerCapture(placement)
+    harness.forward.graphs = DecodeGraphs(harness.model, placement, made)
     yield made
-    graphs_of(bench)._clear()
-    bench.forward.graphs = None
+    graphs_of(harness)._clear()
+    harness.forward.graphs = None
 
 
 def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Names]) -> list[Tensor]:
@@ -81,7 +80,7 @@ def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Nam
                 if (row, name) not in slots:
                     slots[row, name] = KVSlot(None, capacity=64)
                     graphs, forward.graphs = forward.graphs, None
-                    forward.run([Chunk(slots[row, name], text(row, 5 + row), 0, adapter)])
+                    forward.run([Chunk(slots[row, name], random_prompt(row, 5 + row), 0, adapter)])
                     forward.graphs = graphs
                 slot = slots[row, name]
                 pieces.append(Chunk(slot, [17 + 3 * row + number], slot.length, adapter, greedy=True))
@@ -106,41 +105,41 @@ MIXTURES: dict[str, list[Names]] = {
 
 @pytest.mark.parametrize("count", [0, 2, 6])
 @pytest.mark.parametrize("which", list(MIXTURES))
-def test_numbers(
+def test_mixed_adapters_match_eager(
     which: str,
     count: int,
-    placed: tuple[Bench, Placement],
-    recorder: Recorder,
-    bench: Bench,
+    placed: tuple[EngineHarness, Placement],
+    capture: EagerCapture,
+    harness: EngineHarness,
 ) -> None:
     """Against the CPU without an engine, step by step with the same tokens."""
     here, placement = placed
     placement.place_residents(count=count)
     mixtures = MIXTURES[which]
-    wanted = steps(bench.forward, all_of(bench), mixtures)
+    wanted = steps(harness.forward, all_of(harness), mixtures)
     found = steps(here.forward, here.loaded, mixtures)
-    assert recorder.recorded == 1 and graphs_of(here).replayed == len(mixtures) - LEAST + 1
+    assert capture.captured == 1 and graphs_of(here).replayed == len(mixtures) - LEAST + 1
     assert apart(found, wanted) < (NEAR if count else 1e-4)
-    base = steps(bench.forward, all_of(bench), [[None] * len(names) for names in mixtures])
+    base = steps(harness.forward, all_of(harness), [[None] * len(names) for names in mixtures])
     assert apart(base, wanted) > 5 * NEAR, "the adapters do something"
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_rows_without_an_adapter_have_the_base_s_bits(
-    count: int, placed: tuple[Bench, Placement], recorder: Recorder
+def test_base_rows_are_bit_identical_beside_adapters(
+    count: int, placed: tuple[EngineHarness, Placement], capture: EagerCapture
 ) -> None:
     here, placement = placed
     placement.place_residents(count=count)
     for _ in range(2):  # the second time all steps are replayed
         mixed = steps(here.forward, here.loaded, [["one", None, "two", None]] * 4)
         base = steps(here.forward, here.loaded, [[None] * 4] * 4)
-    assert recorder.recorded == 2, "steps of the base alone have a graph of their own"
+    assert capture.captured == 2, "steps of the base alone have a graph of their own"
     assert torch.equal(mixed[-1][1], base[-1][1]) and torch.equal(mixed[-1][3], base[-1][3])
     assert not torch.equal(mixed[-1][0], base[-1][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_linear_layer(dtype: torch.dtype) -> None:
+def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
     """Ranks, scales and a layer that one adapter lacks; rows without keep the bits, zeros with a sign among them."""
     made = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8)).to(dtype)
@@ -180,7 +179,9 @@ class _Named(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleDict({"q_proj": layers[0], "o_proj": layers[1]})])
 
 
-def test_answers_are_the_same(placed: tuple[Bench, Placement], recorder: Recorder, bench: Bench) -> None:
+def test_completions_match_eager(
+    placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
+) -> None:
     """Sequences that join and leave, prompts in between, rows that only fill up."""
     here, _ = placed
     asked: list[tuple[int, int, str | None]] = [
@@ -192,27 +193,30 @@ def test_answers_are_the_same(placed: tuple[Bench, Placement], recorder: Recorde
         (7, 15, None),
     ]
     engine = here.engine(running=3)
-    made = [here.sequence(text(seed, length), name, max_tokens=new) for seed, (length, new, name) in enumerate(asked)]
+    made = [
+        here.sequence(random_prompt(seed, length), name, max_tokens=new)
+        for seed, (length, new, name) in enumerate(asked)
+    ]
     here.run(engine, *(one for one, _ in made))
     graphs = graphs_of(here)
-    assert recorder.recorded > 2 and graphs.replayed > 20
-    for seed, ((length, new, name), (_, heard)) in enumerate(zip(asked, made, strict=True)):
-        assert close(heard, bench.alone(text(seed, length), name, max_tokens=new))
+    assert capture.captured > 2 and graphs.replayed > 20
+    for seed, ((length, new, name), (_, recorded)) in enumerate(zip(asked, made, strict=True)):
+        assert same_completion(recorded, harness.alone(random_prompt(seed, length), name, max_tokens=new))
 
 
-def sets_of(bench: Bench) -> list[list[str]]:
-    return [[adapter.name for adapter in one] for one in graphs_of(bench)._sets]
+def sets_of(harness: EngineHarness) -> list[list[str]]:
+    return [[adapter.name for adapter in one] for one in graphs_of(harness)._sets]
 
 
-def test_a_larger_set_serves(placed: tuple[Bench, Placement], recorder: Recorder) -> None:
+def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
     """Whoever wants some of its adapters takes its graph; at another size the same set is captured."""
     here, _ = placed
     both: list[Names] = [["one", "two"]] * LEAST
     steps(here.forward, here.loaded, [*both, ["two", None], ["one", "one"], [None, "two"]])
     graphs = graphs_of(here)
-    assert recorder.recorded == 1 and graphs.replayed == 4 and sets_of(here) == [["one", "two"]]
+    assert capture.captured == 1 and graphs.replayed == 4 and sets_of(here) == [["one", "two"]]
     steps(here.forward, here.loaded, [["one"]] * LEAST)
-    assert recorder.recorded == 2 and sets_of(here) == [["one", "two"]], "its factors are there already"
+    assert capture.captured == 2 and sets_of(here) == [["one", "two"]], "its factors are there already"
     steps(here.forward, here.loaded, [["attention", "one"]] * LEAST)
     assert sets_of(here) == [["one", "two"], ["attention", "one"]]
     table = graphs._steps[2, next(reversed(graphs._sets))].table
@@ -224,7 +228,9 @@ def calls(placement: Placement) -> set[Any]:
     return {key[2] for engine in placement.engines for key in engine.few._ready if key[2]}
 
 
-def test_sets_have_a_bound(placed: tuple[Bench, Placement], recorder: Recorder, adapters: dict[str, Path]) -> None:
+def test_number_of_sets_is_bounded(
+    placed: tuple[EngineHarness, Placement], capture: EagerCapture, adapters: dict[str, Path]
+) -> None:
     here, placement = placed
     placement.place_residents(count=2)
     names = [f"copy{at}" for at in range(SETS + 2)]
@@ -238,11 +244,11 @@ def test_sets_have_a_bound(placed: tuple[Bench, Placement], recorder: Recorder, 
     graphs_of(here)._seen.clear()
     gc.collect()
     assert gone() is None, "nobody holds what was forgotten"
-    assert recorder.recorded == SETS + 2
+    assert capture.captured == SETS + 2
 
 
-def test_copies_have_a_bound(
-    placed: tuple[Bench, Placement], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+def test_bytes_of_copied_factors_are_bounded(
+    placed: tuple[EngineHarness, Placement], capture: EagerCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, _ = placed
     steps(here.forward, here.loaded, [["one", "two"]] * LEAST)
@@ -253,18 +259,18 @@ def test_copies_have_a_bound(
     steps(here.forward, here.loaded, [["one"], ["two"]] * LEAST)
     assert ["two"] in sets_of(here), "one alone has no copies"
     steps(here.forward, here.loaded, [["attention", "one", "two"]] * LEAST)
-    assert len(sets_of(here)) == 2 and recorder.recorded == 4, "too much alone: nobody has to go for it"
+    assert len(sets_of(here)) == 2 and capture.captured == 4, "too much alone: nobody has to go for it"
 
 
-def test_an_adapter_is_unloaded(
-    placed: tuple[Bench, Placement], recorder: Recorder, bench: Bench, adapters: dict[str, Path]
+def test_unloaded_adapter_drops_its_graphs(
+    placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness, adapters: dict[str, Path]
 ) -> None:
     """While a request wants it, which goes on in its graph to its end; then everything of it goes."""
     here, placement = placed
     placement.place_residents(count=2)
     here.loaded["short"] = here.lora_modules.open(adapters["one"], "short", 7, str(here.directory))
     engine = here.engine()
-    first, heard = here.sequence(text(1, 9), "short", max_tokens=25)
+    first, recorded = here.sequence(random_prompt(1, 9), "short", max_tokens=25)
     engine.submit([first])
     for _ in range(8):
         engine.step()
@@ -276,34 +282,39 @@ def test_an_adapter_is_unloaded(
     while engine.busy:
         engine.step()
     engine.step()
-    assert heard.finish == "length" and graphs.replayed == 24 - LEAST + 1 and recorder.recorded == 1
+    assert recorded.finish == "length" and graphs.replayed == 24 - LEAST + 1 and capture.captured == 1
     assert not sets_of(here) and not calls(placement) and not graphs._steps
     assert not any(engine.side.shelf._held for engine in placement.engines)
-    alone = bench.alone(text(1, 9), "one", max_tokens=25)
-    assert heard.tokens[0] == alone.tokens[0] and heard.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
+    alone = harness.alone(random_prompt(1, 9), "one", max_tokens=25)
+    assert recorded.tokens[0] == alone.tokens[0] and recorded.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
     gone = weakref.ref(here.loaded.pop("short"))
-    del first, heard
+    del first, recorded
     gc.collect()
     assert gone() is None
     assert not engine._unloaded
 
 
-def test_residents_get_another_room(placed: tuple[Bench, Placement], recorder: Recorder, bench: Bench) -> None:
+def test_adapters_match_after_residents_change(
+    placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
+) -> None:
     here, placement = placed
     mixtures: list[Names] = [["one", None]] * 4
-    wanted = steps(bench.forward, bench.loaded, mixtures)
+    wanted = steps(harness.forward, harness.loaded, mixtures)
     for turn, count in enumerate((2, 3, 0, 6), start=1):
         placement.place_residents(count=count)
         assert apart(steps(here.forward, here.loaded, mixtures), wanted) < NEAR
-        assert recorder.recorded == turn and sets_of(here) == [["one"]]
+        assert capture.captured == turn and sets_of(here) == [["one"]]
         if count == 2:
             placement.renew_residents()
             assert apart(steps(here.forward, here.loaded, mixtures), wanted) < NEAR
-            assert recorder.recorded == 1, "in the same room"
+            assert capture.captured == 1, "in the same room"
 
 
-def test_no_room_beside_other_sets(
-    placed: tuple[Bench, Placement], recorder: Recorder, bench: Bench, caplog: pytest.LogCaptureFixture
+def test_full_lora_cache_evicts_other_sets(
+    placed: tuple[EngineHarness, Placement],
+    capture: EagerCapture,
+    harness: EngineHarness,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Factors beside residents have a budget: the set that is wanted pushes others out, and one that is too large alone
     is refused, once, while the others go on."""
@@ -321,7 +332,7 @@ def test_no_room_beside_other_sets(
                 steps(here.forward, here.loaded, [[name]] * LEAST)
                 assert sets_of(here) == [[name]]
             mixtures: list[Names] = [["one", "two"]] * (LEAST + 2)
-            wanted = steps(bench.forward, bench.loaded, mixtures)
+            wanted = steps(harness.forward, harness.loaded, mixtures)
             found = steps(here.forward, here.loaded, mixtures)
         assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
         said = [line for line in caplog.messages if "kernel by kernel" in line]
@@ -334,8 +345,8 @@ def test_no_room_beside_other_sets(
         engine.side.shelf = shelf
 
 
-def test_adapters_from_before_the_engine_are_launched(
-    placed: tuple[Bench, Placement], recorder: Recorder, caplog: pytest.LogCaptureFixture
+def test_adapter_loaded_before_the_engine_is_not_captured(
+    placed: tuple[EngineHarness, Placement], capture: EagerCapture, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, _ = placed
     bare = {"old": replace(here.loaded["one"], name="old", factors={})}

@@ -35,7 +35,9 @@ def oracle(query: Tensor, slot: KVSlot, end: int, window: int | None) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "groups", "key", "value"), [(8, 2, 32, 32), (3, 3, 48, 16), (5, 1, 16, 64)])
 @pytest.mark.parametrize("window", [None, 40])
-def test_new_tokens(heads: int, groups: int, key: int, value: int, window: int | None, dtype: torch.dtype) -> None:
+def test_core_decode_matches_float64(
+    heads: int, groups: int, key: int, value: int, window: int | None, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     lengths = [1, 33, 700]
     slots = [filled(length, groups, key, value, dtype) for length in lengths]
@@ -64,7 +66,7 @@ def test_new_tokens(heads: int, groups: int, key: int, value: int, window: int |
         assert torch.equal(single[0, 0], found[0, at])
 
 
-def test_beside_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_beside_a_prompt_matches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch holds a piece of a prompt between two new tokens."""
     torch.manual_seed(0)
     query, keys, values = torch.randn(1, 4, 7, 32), torch.randn(1, 2, 7, 32), torch.randn(1, 2, 7, 32)
@@ -84,7 +86,7 @@ def test_beside_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one.keys[0][:, :end], other.keys[0][:, :end])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_core_refuses_unsupported_shapes() -> None:
     pool = _core.Pool(1)
     query, key, out = torch.zeros(4, 1, 32), torch.zeros(2, 1, 32), torch.zeros(1, 4, 32)
     slot = torch.zeros(2, 8, 32)

@@ -21,19 +21,19 @@ from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import ServedPlacement, wish_of
 from ktransformers.serve.target import Target, resolve_target
-from tests.serve.conftest import Bench, Served
+from tests.support.serving import EngineHarness, RunningServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
 
 @pytest.mark.parametrize("device", [None, pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("threshold", [None, 16])
-def test_adapters_share_a_batch_on_the_engine(
-    threshold: int | None, device: str | None, bench: Bench, model_directory: Path, adapters: dict[str, Path]
+def test_adapters_share_a_batch_on_an_expert_engine(
+    threshold: int | None, device: str | None, harness: EngineHarness, model_directory: Path, adapters: dict[str, Path]
 ) -> None:
     """Base, two adapters with experts and one without, at once; log-probabilities are those of the CPU's experts up to
     the rounding of a GPU's, which rounds gate and up to bf16."""
-    other = Bench(model_directory, {}, device=device)
+    other = EngineHarness(model_directory, {}, device=device)
     wish = PlacementOptions(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
     placement = place(other.model, wish, device=device or "cpu")
     assert placement is not None
@@ -43,7 +43,7 @@ def test_adapters_share_a_batch_on_the_engine(
         name: other.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
     }
     assert set(other.loaded["one"].factors) == set(other.loaded["one"].experts)
-    assert not bench.loaded["one"].factors, "nobody would read them there"
+    assert not harness.loaded["one"].factors, "nobody would read them there"
     names = [None, "one", "two", "attention", "one"]
     prompts = [[5 + at, 7, 11, 13 + at, 17, 2 * at + 1] for at in range(len(names))]
     pairs = [other.sequence(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
@@ -51,14 +51,14 @@ def test_adapters_share_a_batch_on_the_engine(
     assert sum(int(row.sum()) for row in placement.counts())
     streamed = [bool(layer.last["forward"].streamed) for layer in placement.layers]
     assert not any(streamed), "answers are computed by residents and the CPU"
-    for prompt, name, (_, heard) in zip(prompts, names, pairs, strict=True):
-        alone = bench.alone(prompt, name)
-        assert heard.tokens[0] == alone.tokens[0]
-        assert abs(heard.logprobs[0] - alone.logprobs[0]) < 0.05
+    for prompt, name, (_, recorded) in zip(prompts, names, pairs, strict=True):
+        alone = harness.alone(prompt, name)
+        assert recorded.tokens[0] == alone.tokens[0]
+        assert abs(recorded.logprobs[0] - alone.logprobs[0]) < 0.05
     placement.detach()
 
 
-def test_the_api_says_what_is_approximate(served: Served) -> None:
+def test_models_endpoint_reports_approximations(served: RunningServer) -> None:
     def models() -> list[dict[str, object]]:
         with urllib.request.urlopen(f"{served.url}/v1/models") as reply:
             found: list[dict[str, object]] = json.loads(reply.read())["data"]
@@ -72,7 +72,7 @@ def test_the_api_says_what_is_approximate(served: Served) -> None:
         served.service.approximations = {}
 
 
-def test_without_a_gpu_it_is_said_and_statistics_are_kept(model_directory: Path, tmp_path: Path) -> None:
+def test_missing_gpu_is_logged_and_routing_is_recorded(model_directory: Path, tmp_path: Path) -> None:
     file, said = tmp_path / "counts.json", list[str]()
     words = ["--kt-num-gpu-experts", "2", "--kt-max-deferred-experts-per-token", "1", "--kt-record-experts", str(file)]
     launch = parse([str(model_directory), "--device", "cpu", "--max-total-tokens", "256", *words])
@@ -87,7 +87,7 @@ def test_without_a_gpu_it_is_said_and_statistics_are_kept(model_directory: Path,
     assert len(counts) == len(names) and not np.any(counts), "the check came before"
 
 
-def test_a_line_and_a_file_make_one_wish(model_directory: Path, tmp_path: Path) -> None:
+def test_launch_line_overrides_yaml_options(model_directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_place: stream\n  kt_num_gpu_experts: 3\n")
     target = resolve_target(str(file))

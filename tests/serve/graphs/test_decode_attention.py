@@ -91,7 +91,7 @@ def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
         ((4, 4, 192, 128), torch.float32, None, "sinks"),
     ],
 )
-def test_numbers(
+def test_decode_attention_matches_float64(
     sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, extra: str, way: str, device: str
 ) -> None:
     heads, groups, key, value = sizes
@@ -121,7 +121,7 @@ def test_numbers(
 
 
 @pytest.mark.parametrize(("way", "device"), WAYS)
-def test_a_row_is_the_same_whoever_is_beside_it(way: str, device: str) -> None:
+def test_row_is_bit_identical_in_every_batch(way: str, device: str) -> None:
     torch.manual_seed(0)
     slots: list[KVSlot | None] = [filled(length, (2, 32, 32), torch.bfloat16, device) for length in (300, 20, 9)]
     query, key = (torch.randn(heads, 3, 32).bfloat16().to(device) for heads in (8, 2))
