@@ -1,4 +1,4 @@
-"""The `kt` command as a user runs it, and the ground under it: environment, log, errors, memory."""
+"""The `kt` command as a user runs it, and the base modules: environment, log, errors, memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kt(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def forked(*words: str, **variables: str) -> Ended:
-    """As `kt`, where the verb would import torch."""
+    """As `kt`, for verbs that import torch."""
     return python("from ktransformers.cli.main import main; main()", *words, **variables)
 
 

@@ -1,4 +1,4 @@
-"""`kt` in this process, with folders of its own, and models small enough to be made for each test."""
+"""`kt` in this process, with its own XDG folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.cli import CommandResult, RunKt
 
 @pytest.fixture
 def kt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunKt:
-    """`kt("model", "list")`; errors of ours become code 1 and a line, as in `main`."""
+    """`kt("model", "list")`; a KTError becomes code 1 and a line, as in `main`."""
     for name, folder in (("CONFIG", "config"), ("DATA", "data"), ("CACHE", "cache")):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / "xdg" / folder))
     for name in ("HF_ENDPOINT", "HF_TOKEN", "API_HOST", "API_PORT"):

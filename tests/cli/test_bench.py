@@ -1,4 +1,4 @@
-"""`kt bench` on a tiny model: the table and the documents, no speed is judged; `kt microbench` finds its scripts."""
+"""`kt bench` on a tiny model: tables and documents, speed is not asserted; `kt microbench` finds its scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kt config` and the file behind it; who wins where a thing is said in several places."""
+"""`kt config` and its file; precedence of flags, environment and file."""
 
 from __future__ import annotations
 

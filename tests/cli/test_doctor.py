@@ -1,4 +1,4 @@
-"""What `kt doctor` finds on machines that are made up; the real one is asked in tests/test_cli.py."""
+"""Findings of `kt doctor` on synthetic machines; tests/test_cli.py runs it on the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`kt model download` against a hub on loopback, whole and cut off; `kt model verify` against every kind of damage."""
+"""`kt model download` against a hub on loopback, complete and interrupted; `kt model verify` against every kind of
+damage.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_new_revision_with_equal_sizes_is_downloaded(tmp_path: Path) -> None:
         assert sorted(name for name, _ in hub.asked) == [shard, "tokenizer.json"] and done.kept == 3
         assert verify(tmp_path / "m", listing.files).whole
         hub.asked.clear()
-        (tmp_path / "m" / client.RECORD).unlink()  # files that somebody else has put here are hashed
+        (tmp_path / "m" / client.RECORD).unlink()  # files without a record are hashed
         (tmp_path / "m" / "tokenizer.json").write_bytes(b"{}")
         client.download(listing, tmp_path / "m", endpoint=hub.url)
         assert [name for name, _ in hub.asked] == ["tokenizer.json"]
@@ -152,7 +154,7 @@ def test_invalid_downloads_are_refused_before_fetching(
     kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "OWNER/NAME" in kt("model", "download", "just-a-name").error
-    assert "REPO" in kt("model", "download").error  # nobody can be asked here
+    assert "REPO" in kt("model", "download").error  # no terminal
     assert "huggingface, modelscope" in kt("model", "download", "a/b", "--source", "elsewhere").error
     with Hub({"a-Q4.gguf": b"1", "a-Q8.gguf": b"2"}) as hub:
         kt("config", "set", "download.endpoint", hub.url)
@@ -169,7 +171,7 @@ def test_invalid_downloads_are_refused_before_fetching(
 
 
 def test_modelscope_downloads_and_registers(kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client is not a dependency; what is asked of it is."""
+    """A stub of its client, which is not a dependency, checks the calls."""
     monkeypatch.setitem(sys.modules, "modelscope", None)
     assert "pip install modelscope" in kt("model", "download", "a/b", "--source", "modelscope").error
     calls: list[dict[str, Any]] = []
@@ -230,7 +232,7 @@ def test_verify_detects_damage(tmp_path: Path) -> None:
 
 
 def test_hashes_beside_a_model_are_used(tmp_path: Path) -> None:
-    """What `hf download --local-dir` and the hub's cache leave."""
+    """Metadata of `hf download --local-dir` and of the hub's cache."""
     import hashlib
 
     place = write_model(tmp_path / "m")

@@ -1,4 +1,4 @@
-"""`kt` as a whole: JSON everywhere, questions only on a terminal, exit codes, completion, and a page that says all."""
+"""`kt` across verbs: JSON output, prompts only on a terminal, exit codes, completion, and docs that list everything."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def test_missing_argument_on_a_terminal_is_prompted(monkeypatch: pytest.MonkeyPa
     assert "b owner/name" in lines and lines[-1] == "deleted" and "a number from 1 to 3" in done.stderr
     done = CliRunner().invoke(asked, [], input="3\nx/y\nn\n")
     assert "c x/y" in done.stdout.splitlines() and "deleted" not in done.stdout and done.exit_code == 1
-    with pytest.raises(InputError):  # --json asks nobody
+    with pytest.raises(InputError):  # --json never prompts
         ask.for_text("REPO", None, "id", "an id", quiet=True)
     with pytest.raises(InputError):  # nothing to choose from
         ask.for_choice("MODEL", None, [], "one")
 
 
 def on_terminal(words: list[str], environment: dict[str, str], typed: str = "") -> tuple[int, str]:
-    """Exit status and what a terminal of its own has shown."""
+    """Exit status and output of a command on its own pseudo-terminal."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | environment)
     os.close(theirs)
@@ -115,7 +115,7 @@ def on_terminal(words: list[str], environment: dict[str, str], typed: str = "") 
 
 
 def test_pseudo_terminal_is_prompted_without_colours(kt: RunKt, tmp_path: Path) -> None:
-    """`kt plan` without a model, the answer typed; the model is too small to plan, so it ends with our error."""
+    """`kt plan` without a model, the answer typed; the model is too small to plan, so it ends with an InputError."""
     kt("model", "add", str(write_model(tmp_path / "disk" / "some-moe")))
     status, shown = on_terminal([PROGRAM, "plan"], {"NO_COLOR": "1", "TERM": "xterm-256color"}, "1\n")
     assert status == 1 and "1  some-moe" in shown and "kt: config.json" in shown
@@ -184,7 +184,7 @@ def test_shell_completion_lists_names(kt: RunKt, tmp_path: Path) -> None:
 
 
 def test_chat_prints_json_lines(kt: RunKt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A pipe of questions becomes a pipe of answers; the conversation is kept, and gone on with."""
+    """Questions are piped in and answers out; the conversation is saved and continued."""
     from typer.testing import CliRunner
 
     from ktransformers.serve.client import Client

@@ -1,4 +1,4 @@
-"""`kt model`: names of models, and how every verb that takes a model finds them."""
+"""`kt model`: registered names, and how verbs resolve them."""
 
 from __future__ import annotations
 

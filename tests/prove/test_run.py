@@ -1,4 +1,6 @@
-"""`kt prove` and its cheap half at the end of a training: what is right passes, what was tampered with is named."""
+"""`kt prove`, and the check of the saved adapter at the end of training: intact adapters pass, tampered tensors are
+named.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ torch.set_num_threads(2)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A tiny model, trained for a few steps with rows held out, and what the run said."""
+    """A tiny model, trained for a few steps with held-out rows, and the output of the run."""
     from tests.train.conftest import Quiet, recipe
     from tests.train.runs import run
 
@@ -46,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.fixture
 def output(trained: tuple[Path, list[str]], tmp_path: Path) -> Path:
-    """A copy to be tampered with."""
+    """A copy to tamper with."""
     return Path(shutil.copytree(trained[0], tmp_path / "out"))
 
 
@@ -63,7 +65,7 @@ def changed_value(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def changed_slightly(tensors: dict[str, torch.Tensor]) -> None:
-    """By no more than bf16 changes."""
+    """Change values by no more than bf16 rounding."""
     tensors[EXPERTS][3, :] *= 1.01
 
 
@@ -159,7 +161,7 @@ def test_server_without_expert_lora_fails(output: Path, monkeypatch: pytest.Monk
 
 
 def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
-    """It has the base alone: the adapter is loaded for the proof and unloaded afterwards."""
+    """The server has only the base: the adapter is loaded for the proof and unloaded afterwards."""
     from ktransformers.prove.server import start_server
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.target import Target, resolve_target
@@ -175,7 +177,7 @@ def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
 
 
 def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Trained on int8 experts beside the base: the proof and the server find them, and stock PEFT is not asked."""
+    """Trained on int8 experts beside the base: proof and server find them, and stock PEFT is left out."""
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan, wanted
     from tests.train.conftest import Quiet, recipe
@@ -195,7 +197,7 @@ def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_pat
 
 
 def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Trained in float32: the graph says what was recorded and what stock PEFT says; bf16 is the server's alone."""
+    """Trained in float32: the trainer's model equals the record and stock PEFT; only the server uses bf16."""
     from ktransformers.prove.run import check_record, run_trainer_model
     from ktransformers.serve.target import resolve_target
     from tests.train.conftest import Quiet, recipe
@@ -223,7 +225,7 @@ def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: P
 
 
 def test_incomplete_adapter_is_refused(trained: tuple[Path, list[str]], output: Path) -> None:
-    """The cheap half: the file is read into the model that learned it."""
+    """The check at the end of training: the file is read back into the trained model."""
     from peft import PeftModel
 
     from ktransformers.nn import load_model

@@ -1,5 +1,5 @@
 """A tiny qwen3_moe with a real tokenizer and Qwen3's chat template, and three adapters for it: on attention and
-experts, on both with other ranks, on attention alone. Everything in float32; the numbers of the weights are bf16.
+experts, on both with other ranks, on attention only. Weights are float32 with values that bf16 represents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a server is: where the plan has it, or nowhere."""
+"""Device of a server: the plan decides whether a visible GPU is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ktransformers.serve.target import resolve_target
 
 
 def test_gpu_without_a_fitting_plan_is_left_out(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the plan has chosen is where the server is; who asks for the GPU is refused instead."""
+    """The server runs where the plan puts it; a launch line that requires the GPU is refused."""
     monkeypatch.delenv("KT_PLACE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     machine, target = replace(profile("amx16-h200"), memory=10**11), resolve_target(str(model_directory))

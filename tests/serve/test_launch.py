@@ -78,8 +78,8 @@ def test_launch_lines_of_guides_parse(line: str) -> None:
 
 
 def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
-    """The same words, on the line and in a YAML file; the line wins, and nonsense is refused before anything is
-    loaded."""
+    """The same names on the launch line and in a YAML file; the line overrides the file, and invalid values are
+    refused before anything is loaded."""
     names = {flag.field for flag in PLACEMENT_FLAGS}
     assert names == {field.name for field in dataclasses.fields(PlacementOptions)} - {"kt_expert_update_steps"}
     keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
@@ -223,7 +223,7 @@ def test_checkpoints_are_loaded_and_unloaded(served: RunningServer, adapters: di
 def test_always_on_expert_adapter_applies_to_every_request(
     harness: EngineHarness, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The split that earlier guides define: experts on for the base's name, attention by request."""
+    """The split of earlier guides: experts apply to the base's name as well, attention by request."""
     from ktransformers.adapters import convert
     from ktransformers.serve.http.registry import Registry
 
@@ -281,7 +281,7 @@ def serving(*words: str) -> Iterator[tuple[str, Any]]:
 
 
 def test_serve_chat_and_shutdown(adapters: dict[str, Path], tmp_path: Path) -> None:
-    """A training output as MODEL, a real process, the terminal client, and SIGTERM while an answer runs."""
+    """A training output as MODEL, a real process, the terminal client, and SIGTERM during a response."""
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     with serving(str(adapters["one"]), "--trust-remote-code", "--watch", str(tmp_path)) as (url, process):
@@ -335,7 +335,7 @@ def test_run_answers_and_exits(adapters: dict[str, Path]) -> None:
 def test_packed_directory_is_prefaulted_or_locked(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--prefault and --lock reach the mapping; where nothing is mapped, it is said that they mean nothing."""
+    """--prefault and --lock reach the mapping; without a mapping a line says that they have no effect."""
     from ktransformers.nn import packed
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
@@ -365,7 +365,7 @@ def test_packed_directory_is_prefaulted_or_locked(
 
 
 def test_plan_that_does_not_fit_is_refused(model_directory: Path) -> None:
-    """Before anything is loaded, with the ways out; `--force` goes on."""
+    """Refused before anything is loaded, with remedies; `--force` continues."""
     plans: list[Any] = []
     target = resolve_target(str(model_directory))
     with pytest.raises(InputError, match=r"host lacks .* GB, expected a plan that fits.*--force"):

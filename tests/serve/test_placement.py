@@ -1,6 +1,6 @@
-"""Experts placed under a server: several adapters in one batch through the engine, what the API says of approximations,
-statistics, and lines that ask for a GPU where there is none. The engine is on torch's CPU device here, and on the GPU
-where there is one."""
+"""Placed experts under a server: several adapters in one batch, approximations in the API, routing counts, and GPU
+options without a GPU. The expert engine uses torch's CPU device here, and the GPU if there is one.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 def test_adapters_share_a_batch_on_an_expert_engine(
     threshold: int | None, device: str | None, harness: EngineHarness, model_directory: Path, adapters: dict[str, Path]
 ) -> None:
-    """Base, two adapters with experts and one without, at once; log-probabilities are those of the CPU's experts up to
-    the rounding of a GPU's, which rounds gate and up to bf16."""
+    """Base, two adapters with experts and one without in one batch; log-probabilities equal those of the CPU's
+    experts up to the rounding of gate and up to bf16 on a GPU."""
     other = EngineHarness(model_directory, {}, device=device)
     wish = PlacementOptions(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
     placement = place(other.model, wish, device=device or "cpu")
@@ -43,7 +43,7 @@ def test_adapters_share_a_batch_on_an_expert_engine(
         name: other.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
     }
     assert set(other.loaded["one"].factors) == set(other.loaded["one"].experts)
-    assert not harness.loaded["one"].factors, "nobody would read them there"
+    assert not harness.loaded["one"].factors, "the CPU does not use them"
     names = [None, "one", "two", "attention", "one"]
     prompts = [[5 + at, 7, 11, 13 + at, 17, 2 * at + 1] for at in range(len(names))]
     pairs = [other.sequence(prompt, name) for prompt, name in zip(prompts, names, strict=True)]

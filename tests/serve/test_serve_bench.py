@@ -1,4 +1,4 @@
-"""`bench/serve.py` runs, prints its table and ends with one JSON document; no speed is judged here."""
+"""`bench/serve.py` runs, prints its table and ends with one JSON document; speed is not asserted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bench_in_process() -> None:
 
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_graph_bench_compares_with_eager(adapters: int) -> None:
-    """On a CPU a step is computed again where a GPU would replay it."""
+    """On a CPU a step is computed eagerly where a GPU replays it."""
     words = ["--shape", "tiny", "--layers", "2", "--vocabulary", "128", "--device", "cpu", "--policy", "resident"]
     words += ["--shares", "0,0.5", "--streams", "2", "--prompt", "8", "--chunk", "8", "--seconds", "0.1"]
     words += ["--adapters", str(adapters)]
@@ -86,7 +86,7 @@ def test_ratios_are_computed() -> None:
 
 
 def test_gguf_file_equals_checkpoint(tmp_path: Path) -> None:
-    """What llama.cpp reads: every tensor, experts stacked, in bf16 as they are; norms and routers in float32."""
+    """The file for llama.cpp has every tensor: stacked experts in bf16, norms and routers in float32."""
     gguf = pytest.importorskip("gguf")
     import numpy as np
 

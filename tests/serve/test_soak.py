@@ -1,9 +1,9 @@
-"""A soak on loopback: many clients, random cancels, adapters that come and go, malformed bodies. `make soak` says how
-long by KT_SOAK_SECONDS, a minute where it is not set; KT_SOAK_RECORD names a file for the numbers.
+"""A soak test on loopback: many clients, random cancels, adapters that are loaded and unloaded, malformed bodies.
+KT_SOAK_SECONDS sets its length (`make soak`; default: a minute); KT_SOAK_RECORD names a file for the results.
 
-Asked for: no answer outside 200 and 4xx, every request answered, nothing left in the engine, memory that stays flat,
-and the same greedy answer at the end as at the beginning. Memory is what the process has in RAM, and what of it
-malloc has given out: the first also grows when the heap is cut into pieces.
+Expected: no status but 200 and 4xx, every request answered, nothing left in the engine, flat memory, and the same
+greedy completion at the end as at the beginning. Memory is the resident size of the process, and the bytes that
+malloc has allocated: fragmentation of the heap grows only the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MALFORMED = [b"{", b"", b"[]", b"\xff\xfe", b'{"model": 3}', b'{"model": "tiny",
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -44,7 +44,7 @@ class _Heap(ctypes.Structure):
 
 
 def allocated() -> int:
-    """Bytes that malloc has given out; 0 where this is not glibc."""
+    """Bytes that malloc has allocated; 0 without glibc."""
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return 0
@@ -164,7 +164,7 @@ def test_soak(harness: EngineHarness, adapters: dict[str, Path]) -> None:
 
 
 def samples(seconds: float) -> list[tuple[int, int]]:
-    """Bytes resident and allocated, thirty times in that many seconds."""
+    """Bytes resident and allocated, thirty samples in that many seconds."""
     found = []
     for _ in range(30):
         time.sleep(seconds / 30)

@@ -1,5 +1,6 @@
-"""`kt serve --kt-w8a8`: an int8 or int4 model is served with 8-bit activations and says so, any other is refused, and
-so is training."""
+"""`kt serve --kt-w8a8`: an int8 or int4 model is served with 8-bit activations and reports it; other formats and
+training are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A headless Chromium, driven over its DevTools protocol with nothing but the standard library: open, evaluate, look.
+"""A headless Chromium, driven over its DevTools protocol with the standard library only: open, evaluate, inspect.
 
-The protocol is JSON over a WebSocket; of that, what is needed here is a handshake, masked text frames out and text
-frames in.
+The protocol is JSON over a WebSocket; this implements a handshake, masked text frames out and text frames in.
 """
 
 from __future__ import annotations

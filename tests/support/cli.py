@@ -27,7 +27,7 @@ RunKt = Callable[..., CommandResult]
 
 
 def safetensors_bytes(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
-    """A file out of (dtype, shape, data) by name."""
+    """A safetensors file of (dtype, shape, data) by name."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -38,7 +38,7 @@ def safetensors_bytes(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes
 
 
 def model_files() -> dict[str, bytes]:
-    """Two shards with an index: what a hub has of a model, though no library could run it."""
+    """Two shards with an index, as a hub stores a model; the model itself cannot run."""
     shards = {
         "model-00001-of-00002.safetensors": {"a": ("BF16", [4, 8], bytes(range(64))), "b": ("F32", [2], b"\1" * 8)},
         "model-00002-of-00002.safetensors": {"c": ("F8_E4M3", [100], b"\2" * 100)},

@@ -1,6 +1,7 @@
-"""A hub on loopback, as much of Hugging Face's as a download asks for: the commit, the tree, and files by ranges.
+"""A hub on loopback with the part of Hugging Face's API that a download needs: the commit, the tree, and files by
+range.
 
-`cut` breaks connections: after so many bytes of a body the socket is closed, as often as `cuts` says.
+`cut` closes a connection after so many bytes of a body, `cuts` times.
 """
 
 from __future__ import annotations

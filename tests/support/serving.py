@@ -56,7 +56,7 @@ def write_sample_adapter(directory: Path, model: Path, *, rank: int, seed: int, 
 
 @dataclass
 class RecordedEvents:
-    """What a reader of one sequence was told."""
+    """The events of one sequence."""
 
     events: list[Any] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class RecordedEvents:
 
 
 class EngineHarness:
-    """A model, its forward pass and the adapters on it; engines are made anew for each test."""
+    """A model, its forward pass and its adapters; each test makes new engines."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class RunningServer:
 
 @contextmanager
 def run_app(app: Any) -> Iterator[str]:
-    """The application behind a real socket, in a thread."""
+    """The application on a real socket, in a thread."""
     import uvicorn
 
     with socket.socket() as probe:

@@ -19,6 +19,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
+from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError, KTError
 
@@ -114,7 +115,7 @@ def _measure(
         model, running=sequences, queued=sequences, tokens=max(64, max_tokens * sequences), context=max_tokens,
         threads=threads, device=device, dtype=dtype,
     )  # fmt: skip
-    service = open_service(launch, target, lambda line: print(f"kt: {line}", file=sys.stderr, flush=True))
+    service = open_service(launch, target, log)
     files = verify(target.model, hashes=False)
     config = service.engine.forward.model.config
     used = threads or _core.Pool().threads

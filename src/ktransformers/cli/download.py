@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,31 +12,17 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names, find_entry
+from ktransformers.cli.progress import progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
-    from ktransformers.checkpoint.hub import Downloaded, Progress
+    from ktransformers.checkpoint.hub import Downloaded
     from ktransformers.checkpoint.verify import Verified
     from ktransformers.model_registry import Entry
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 SOURCES = ("huggingface", "modelscope")
-
-
-@contextmanager
-def progress_bar(title: str, quiet: bool) -> Iterator[Progress | None]:
-    """A progress bar of bytes on stderr, on a terminal only."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    shown = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*shown, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def download(
@@ -127,7 +111,7 @@ def _download_from_hub(
     endpoint = _endpoint()
     listing = hub.select(hub.list_files(repo, revision, endpoint), include, exclude)
     if not dry_run:
-        with progress_bar(repo, as_json) as progress:
+        with progress_bar(repo, quiet=as_json, in_bytes=True) as progress:
             return hub.download(listing, target, endpoint=endpoint, workers=workers, progress=progress)
     if as_json:
         files = {name: file.size for name, file in listing.files.items()}

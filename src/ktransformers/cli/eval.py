@@ -10,21 +10,19 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.progress import progress_bar
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.evaluate.backend import Backend
     from ktransformers.evaluate.compare import Comparison
     from ktransformers.evaluate.judge import Judge
-    from ktransformers.evaluate.run import Progress
     from ktransformers.evaluate.task import Task
 
 BASE = "base"
@@ -192,25 +190,10 @@ def _run(
     for name, backend in runs:
         results[name] = {}
         for task in tasks:
-            with _progress_bar(f"{name}: {task.name}", quiet) as progress:
+            with progress_bar(f"{name}: {task.name}", quiet=quiet) as progress:
                 result = ask(backend, task, out / name / task.name, judge=judge, progress=progress)
             results[name][task.name] = result
     return results
-
-
-@contextmanager
-def _progress_bar(title: str, quiet: bool) -> Iterator[Progress | None]:
-    """A progress bar on stderr, on a terminal only."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _compare(runs: list[str], out: Path) -> Comparison:

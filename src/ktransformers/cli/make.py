@@ -6,13 +6,13 @@ They differ in the origin of the dense model: a package of the package index, or
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktransformers.cli.progress import progress_bar
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,17 +60,8 @@ def upcycle_to(source: Path, out: Path, recipe: Recipe, as_json: bool) -> None:
 
     start = time.perf_counter()
     model = open_dense(source)
-    if sys.stderr.isatty() and not as_json:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("layers", total=None)
-            parameters = upcycle(
-                model, out, recipe, lambda done, layers: bar.update(task, completed=done, total=layers)
-            )
-    else:
-        parameters = upcycle(model, out, recipe)
+    with progress_bar("layers", quiet=as_json) as progress:
+        parameters = upcycle(model, out, recipe, progress)
     seconds = time.perf_counter() - start
     if as_json:
         document = {"directory": str(out), "family": recipe.family, "experts": recipe.experts, "top_k": recipe.top_k}

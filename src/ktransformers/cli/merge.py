@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.model import complete_names
-from ktransformers.cli.quant import normalise_format, progress_bar, receipt_lines
+from ktransformers.cli.quant import conversion_progress, normalise_format, receipt_lines
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
@@ -84,7 +84,7 @@ def merge(
     formats = wanted(
         normalise_format(word or KEEP), group, None if down_format is None else normalise_format(down_format)
     )
-    with progress_bar(not as_json) as progress:
+    with conversion_progress(quiet=as_json) as progress:
         done = merge_packed(
             base,
             adapter,

@@ -4,11 +4,12 @@ it does not."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ktransformers.cli.progress import log
 
 if TYPE_CHECKING:
     from ktransformers.prove.run import Proof, ProofCheck
@@ -54,9 +55,6 @@ def prove(
     transformers_logging: Any = transformers.logging
     transformers_logging.disable_progress_bar()
 
-    def log(line: str) -> None:
-        print(f"kt: {line}", file=sys.stderr, flush=True)
-
     try:
         proof = run(output, log, server=server, api_key=api_key, dtype=dtype, device=device)
     except ProofFailed as error:
@@ -64,11 +62,11 @@ def prove(
             failed_check = {"what": error.check.what, "passed": False, "said": error.check.detail}
             document = {"output": str(output), "passed": False, "culprit": error.check.culprit}
             print(json.dumps({**document, "checks": [failed_check]}, indent=2))
-        print(f"kt: not proven: {error}", file=sys.stderr)
+        log(f"not proven: {error}")
         raise typer.Exit(1) from error
     print(json.dumps(proof.to_json(), indent=2) if as_json else "\n".join(proof_lines(proof)))
     if not proof.passed:
-        print(f"kt: not proven: {proof.culprit}", file=sys.stderr)
+        log(f"not proven: {proof.culprit}")
         raise typer.Exit(1)
     if not as_json:
-        print("proven: the server computes what was trained, and the base is unchanged")
+        print("proven: what is served is what was trained, and the base is unchanged")

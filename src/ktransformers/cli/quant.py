@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
@@ -55,19 +56,11 @@ def format_duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """On a terminal a bar with rate and time left, otherwise a line from time to time, both on stderr."""
-    if not shown:
-        yield None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as Speed
-
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("converting", total=None)
-            yield lambda done, total, word: bar.update(task, completed=done, total=total, description=word)
+def conversion_progress(quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar with rate and time left on a terminal, otherwise a line every ten seconds, both on stderr."""
+    if quiet or sys.stderr.isatty():
+        with progress_bar("converting", quiet=quiet, in_bytes=True) as bar:
+            yield bar
     else:
         yield _print_progress_every()
 
@@ -186,12 +179,12 @@ def run_quant(
     formats = wanted(normalise_format(word), group, None if down is None else normalise_format(down))
     plan = make_plan(source, formats, threads, experts)
     for note in plan.origin.notes:
-        print(f"kt: {note}", file=sys.stderr)
+        log(note)
     if dry_run:
         show_plan(plan, estimate(plan), as_json)
         return
     assert out is not None
-    with progress_bar(not as_json) as progress:
+    with conversion_progress(quiet=as_json) as progress:
         done = convert(plan, out, layers=selected, hash_source=hash_source, progress=progress)
     receipt = done.receipt
     if calib is not None and done.whole:
@@ -212,7 +205,7 @@ def run_quant(
 def warn_ignored(**options: object) -> None:
     for name, value in options.items():
         if value:
-            print(f"kt: --{name.replace('_', '-')} has no effect here and is ignored", file=sys.stderr)
+            log(f"--{name.replace('_', '-')} has no effect here and is ignored")
 
 
 def quant(

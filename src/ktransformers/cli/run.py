@@ -11,6 +11,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
+from ktransformers.cli.progress import log
 from ktransformers.errors import InputError, KTError
 
 
@@ -45,7 +46,7 @@ def run(
 ) -> None:
     """Serve a model on this machine, or answer one prompt and exit."""
     model = ask.for_model(model, as_json)
-    from ktransformers.cli.serve import log, show_plan
+    from ktransformers.cli.serve import show_plan
     from ktransformers.openmp import rest_soon
     from ktransformers.serve.flags import Launch
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ktransformers.cli.progress import log
+
 if TYPE_CHECKING:
     from ktransformers.plan import Plan
 
@@ -26,10 +28,6 @@ def serve(context: typer.Context) -> None:
     from ktransformers.serve.launch import serve as run_server
 
     run_server(parse(context.args), log, show_plan)
-
-
-def log(line: str) -> None:
-    print(f"kt: {line}", file=sys.stderr, flush=True)
 
 
 def show_plan(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""New tokens by the core's attention against torch's: groups of heads, windows, mixed with pieces of prompts."""
+"""Decode attention of the core against torch: groups of heads, windows, mixed with prompt chunks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_core_decode_matches_float64(
 
 
 def test_decode_beside_a_prompt_matches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One batch holds a piece of a prompt between two new tokens."""
+    """One batch holds a prompt chunk between two new tokens."""
     torch.manual_seed(0)
     query, keys, values = torch.randn(1, 4, 7, 32), torch.randn(1, 2, 7, 32), torch.randn(1, 2, 7, 32)
 

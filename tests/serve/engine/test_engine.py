@@ -1,4 +1,4 @@
-"""The engine against stock models and against itself: who shares a batch, a prefix or a slot changes nothing."""
+"""The engine against stock models and against itself: sharing a batch, a prefix or a slot changes no result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def greedy(model: object, prompt: list[int], count: int) -> tuple[list[int], lis
 
 @pytest.fixture(scope="module")
 def stock(model_directory: Path, adapters: dict[str, Path]) -> dict[str | None, object]:
-    """Stock transformers and stock PEFT, experts computed by transformers itself."""
+    """Stock transformers and stock PEFT, experts computed by transformers."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ def test_mixed_batch_matches_separate_runs(harness: EngineHarness) -> None:
 
 
 def test_base_rows_are_bit_identical_beside_adapters(harness: EngineHarness) -> None:
-    """The same batch shape with and without adapters beside it: equal bits."""
+    """The same batch shape with and without adapters in other rows: equal bits."""
     prompts = [random_prompt(seed, 20) for seed in range(3)]
 
     def first(names: list[str | None]) -> list[float]:
@@ -157,7 +157,8 @@ def test_prompt_logprobs_match_stock(harness: EngineHarness, stock: dict[str | N
 
 
 def test_prompt_logprobs_of_shared_prefix_are_computed_once(harness: EngineHarness) -> None:
-    """Endings of one question, a plain answer in between, more and fewer of the most likely: told as if alone."""
+    """Several completions of one prompt, one without scores in between, with more and fewer alternatives: scores
+    equal those of separate runs."""
 
     def told(recorded: RecordedEvents) -> list[Score]:
         (found,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]

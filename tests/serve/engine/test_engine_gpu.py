@@ -1,5 +1,5 @@
-"""The engine with attention and KV on a GPU and the experts in host memory: against itself, and against the same engine
-without a GPU. Prompts are scored rather than answered where numbers are compared, so that a near tie decides nothing.
+"""The engine with attention and KV cache on a GPU and the experts in host memory, against itself and against the
+same engine without a GPU. Comparisons score prompts instead of generating, so that near ties change nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_mixed_batch_matches_separate_runs(on_gpu: EngineHarness) -> None:
 
 
 def test_adapters_give_different_results(on_gpu: EngineHarness) -> None:
-    """Far beyond what is allowed above, so the test above could not pass with the adapters mixed up."""
+    """Differences are far beyond the tolerance, so mixed-up adapters would fail the test above."""
     prompt = random_prompt(21, 60)
     names: list[str | None] = [None, "one", "two", "attention"]
     found = dict(zip(names, scored(on_gpu, [prompt] * 4, names), strict=True))
@@ -78,7 +78,7 @@ def test_adapters_give_different_results(on_gpu: EngineHarness) -> None:
 
 
 def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness) -> None:
-    """The same batch shape with and without adapters beside it: equal bits."""
+    """The same batch shape with and without adapters in other rows: equal bits."""
     prompts = [random_prompt(seed, 20) for seed in range(3)]
     plain = scored(on_gpu, prompts, [None, None, None])[0]
     for names in ([None, "two", "one"], [None, "attention", None]):
@@ -112,7 +112,7 @@ def test_chunks_prefixes_and_preemption_change_nothing(on_gpu: EngineHarness) ->
 
 
 def test_engine_runs_in_its_own_thread(on_gpu: EngineHarness) -> None:
-    """As in the server: the model was loaded in one thread and computes in another."""
+    """As in the server: the model is loaded in one thread and computes in another."""
     engine = on_gpu.engine()
     engine.start()
     try:
@@ -128,7 +128,7 @@ def test_engine_runs_in_its_own_thread(on_gpu: EngineHarness) -> None:
 
 
 def test_served_model_in_bf16_answers(model_directory: Path, adapters: dict[str, Path]) -> None:
-    """`kt serve` with a GPU: bf16 by itself, room by what is free there, adapters from their directories."""
+    """`kt serve` with a GPU: bf16 by default, cache capacity from free memory, adapters from their directories."""
     paths = tuple((name, str(adapters[name])) for name in ("one", "two"))
     launch = Launch(str(model_directory), lora_paths=paths, memory=0.01, running=4, context=256)
     said: list[str] = []

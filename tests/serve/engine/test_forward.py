@@ -23,7 +23,7 @@ from tests.support.serving import EngineHarness, RecordedEvents
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_argmax_of_rows_matches_single_rows(dtype: torch.dtype) -> None:
-    """As one by one in float32, the first of equals included."""
+    """As row by row in float32, including the first of equal maxima."""
     torch.manual_seed(0)
     logits = torch.randn(5, 20011).to(dtype)
     logits[1] = logits[1].round()
@@ -75,7 +75,7 @@ def test_recurrent_families_use_sequential_forward() -> None:
 
 @pytest.mark.slow
 def test_every_family_is_served_or_refused() -> None:
-    """docs/serve.md says these numbers."""
+    """docs/serve.md states these counts."""
     found: Counter[str] = Counter()
     for family in FAMILIES:
         try:
@@ -89,7 +89,7 @@ def test_every_family_is_served_or_refused() -> None:
 
 
 def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness) -> None:
-    """qwen3_5 in the engine: several at a time, a conversation that goes on, one that turns elsewhere."""
+    """qwen3_5 in the engine: several sequences, a continued conversation, and one that diverges."""
     from ktransformers.nn import attach
     from ktransformers.nn.experts import select
 
@@ -140,12 +140,12 @@ def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe"])
 def test_families_in_chunks_match_stock(family: str) -> None:
-    """Sinks and windows, keys and values of different sizes, plain ones: `check` compares with the stock model."""
+    """Sinks and windows, keys and values of different sizes, plain attention: `check_against_stock` compares."""
     assert Forward(build(family)).check_against_stock() > 0
 
 
 def test_sliding_window_holds_across_chunks() -> None:
-    """gpt_oss with a window of 8 and 40 tokens in uneven pieces against the stock model."""
+    """gpt_oss with a window of 8 and 40 tokens in uneven chunks against the stock model."""
     model: Any = build("gpt_oss")
     tokens = [(11 * at + 5) % 90 for at in range(40)]
     with torch.no_grad():

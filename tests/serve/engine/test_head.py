@@ -1,4 +1,4 @@
-"""Scores of prompts: the head sees some rows at a time, the body computes once, and the plan knows how much that is."""
+"""Prompt scores: logits of some rows at a time, one pass of the model's body, and the plan's estimate of the memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_long_prompt_is_scored_in_parts() -> None:
     "family", ["gpt_oss", "deepseek_v3", "granitemoe", "cohere2_moe", "qwen3_5_moe_text", "lfm2_moe", "phimoe"]
 )
 def test_families_compute_selected_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scaled logits, biases, states that may be computed once only: `check` compares with the stock model."""
+    """Scaled logits, biases, recurrent states: `check_against_stock` compares with the stock model."""
     monkeypatch.setattr(head, "SCORED_ROWS", 5)
     assert make_forward(build(family)).check_against_stock() > 0
 

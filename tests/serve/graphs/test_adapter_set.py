@@ -1,5 +1,6 @@
-"""Steps of fixed size in which rows have adapters: several and none, from step to step others; which graphs serve whom,
-what is kept, and what goes. As in test_decode_graphs.py `EagerCapture` stands in for CUDA graphs."""
+"""Decode steps of fixed size with adapters: mixtures that change from step to step, which graph serves which
+mixture, what is kept and evicted. As in test_decode_graphs.py, `EagerCapture` stands in for CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ Names = list[str | None]
 
 
 def all_of(harness: EngineHarness) -> dict[str, LoadedAdapter]:
-    """The bench's adapters and two more: one with experts alone, one that lacks a layer."""
+    """The harness's adapters and two more: one with experts only, one that lacks a layer."""
     one, two = harness.loaded["one"], harness.loaded["two"]
     first = next(iter(expert_modules(harness.model).values()))
     upper = dict(list(two.linears.items())[3:])
@@ -68,8 +69,8 @@ def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
 
 
 def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Names]) -> list[Tensor]:
-    """Logits of steps in which row i of the batch has the i-th name's adapter; each (row, name) has a slot of its own,
-    with a prompt that nobody looks at."""
+    """Logits of steps in which row i has the adapter of the i-th name; each (row, name) has its own slot with a
+    prompt."""
     slots: dict[tuple[int, str | None], KVSlot] = {}
     found = []
     with torch.inference_mode():
@@ -99,7 +100,7 @@ MIXTURES: dict[str, list[Names]] = {
     "experts alone": [["experts", None]] * 6,
     "ranks and the base": [["one", "two", None], ["two", None, "one"], ["one", "two", "two"]] * 2,
     "one lacks a layer": [["upper", "one", None], [None, "upper", "one"]] * 3,
-    "everybody": [["one", "two", "attention", "experts", "upper", None]] * 5,
+    "all": [["one", "two", "attention", "experts", "upper", None]] * 5,
 }
 
 
@@ -112,7 +113,7 @@ def test_mixed_adapters_match_eager(
     capture: EagerCapture,
     harness: EngineHarness,
 ) -> None:
-    """Against the CPU without an engine, step by step with the same tokens."""
+    """Against the CPU without an expert engine, step by step with the same tokens."""
     here, placement = placed
     placement.place_residents(count=count)
     mixtures = MIXTURES[which]
@@ -140,7 +141,7 @@ def test_base_rows_are_bit_identical_beside_adapters(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
-    """Ranks, scales and a layer that one adapter lacks; rows without keep the bits, zeros with a sign among them."""
+    """Ranks, scales and a layer that one adapter lacks; rows without LoRA keep their bits, negative zeros included."""
     made = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8)).to(dtype)
     LoraModules(_Named(model))
@@ -156,9 +157,9 @@ def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
     with torch.inference_mode():
         x = torch.randn(4, 16, generator=made).to(dtype)
         x[3] = -0.0
-        who = torch.tensor([1, 0, 2, 0])
+        adapter_index = torch.tensor([1, 0, 2, 0])
         bare = model[0](x)
-        with mixture.applied(who):
+        with mixture.applied(adapter_index):
             got, second = model[0](x), model[1](bare)
         assert torch.equal(got[[1, 3]].view(torch.uint8), bare[[1, 3]].view(torch.uint8))
         for row, adapter in ((0, one), (2, two)):
@@ -166,13 +167,13 @@ def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
             want = bare[row].double() + linear.scaling * (x[row].double() @ linear.a.double().T @ linear.b.double())
             assert torch.allclose(got[row].double(), want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
         assert torch.equal(second[1:], model[1](bare)[1:]) and not torch.equal(second[0], model[1](bare)[0])
-        with mixture.applied(who), pytest.raises(InputError, match="3 rows in a batch of 4"):
+        with mixture.applied(adapter_index), pytest.raises(InputError, match="3 rows in a batch of 4"):
             model[0](x[:3])
     assert mixture.bytes == 4 * (8 * (16 + 24) + 3 * (24 + 8))
 
 
 class _Named(nn.Module):
-    """Layers under names that adapters use."""
+    """Layers under the names that adapters use."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ class _Named(nn.Module):
 def test_completions_match_eager(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
-    """Sequences that join and leave, prompts in between, rows that only fill up."""
+    """Sequences that join and leave, prompts in between, padding rows."""
     here, _ = placed
     asked: list[tuple[int, int, str | None]] = [
         (5, 20, "one"),
@@ -209,7 +210,7 @@ def sets_of(harness: EngineHarness) -> list[list[str]]:
 
 
 def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
-    """Whoever wants some of its adapters takes its graph; at another size the same set is captured."""
+    """A step with a subset of its adapters uses its graph; another batch size captures the same set again."""
     here, _ = placed
     both: list[Names] = [["one", "two"]] * LEAST
     steps(here.forward, here.loaded, [*both, ["two", None], ["one", "one"], [None, "two"]])
@@ -224,7 +225,7 @@ def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], 
 
 
 def calls(placement: Placement) -> set[Any]:
-    """Adapters of prepared calls and of what is held for graphs, over all layers."""
+    """Adapters of prepared calls and of what graphs hold, over all layers."""
     return {key[2] for engine in placement.engines for key in engine.few._ready if key[2]}
 
 
@@ -243,7 +244,7 @@ def test_number_of_sets_is_bounded(
     gone = weakref.ref(opened.pop("copy1"))
     graphs_of(here)._seen.clear()
     gc.collect()
-    assert gone() is None, "nobody holds what was forgotten"
+    assert gone() is None, "released"
     assert capture.captured == SETS + 2
 
 
@@ -259,13 +260,13 @@ def test_bytes_of_copied_factors_are_bounded(
     steps(here.forward, here.loaded, [["one"], ["two"]] * LEAST)
     assert ["two"] in sets_of(here), "one alone has no copies"
     steps(here.forward, here.loaded, [["attention", "one", "two"]] * LEAST)
-    assert len(sets_of(here)) == 2 and capture.captured == 4, "too much alone: nobody has to go for it"
+    assert len(sets_of(here)) == 2 and capture.captured == 4, "too large alone: no other set is evicted"
 
 
 def test_unloaded_adapter_drops_its_graphs(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness, adapters: dict[str, Path]
 ) -> None:
-    """While a request wants it, which goes on in its graph to its end; then everything of it goes."""
+    """A running request keeps its graph to its end; then everything of the adapter is released."""
     here, placement = placed
     placement.place_residents(count=2)
     here.loaded["short"] = here.lora_modules.open(adapters["one"], "short", 7, str(here.directory))
@@ -316,8 +317,8 @@ def test_full_lora_cache_evicts_other_sets(
     harness: EngineHarness,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Factors beside residents have a budget: the set that is wanted pushes others out, and one that is too large alone
-    is refused, once, while the others go on."""
+    """Factors beside residents have a budget: a new set evicts others, and one that is too large alone is refused
+    once, while the others continue."""
     here, placement = placed
     placement.place_residents(count=2)
     (engine,) = placement.engines

@@ -1,5 +1,6 @@
-"""New tokens over slots known by their addresses: Triton's kernels and torch's twin against float64. Without a GPU the
-kernels run in Triton's interpreter where it is asked for (TRITON_INTERPRET=1), the twin always."""
+"""Decode attention over slots found by address: the Triton kernels and the torch fallback against float64. Without a
+GPU the kernels run in Triton's interpreter if TRITON_INTERPRET=1; the fallback always runs.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def oracle(query: Tensor, slot: KVSlot, end: int, kind: AttentionSpec) -> Tensor
 
 
 def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
-    """Of two layers, of which the second is looked at; None: nobody asked for this row."""
+    """The table of two layers, of which the second is used; None: an inactive row."""
     table = torch.zeros(FIRST_ADDRESS + 4, len(slots), dtype=torch.int64)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot is not None:

@@ -1,6 +1,7 @@
-"""Steps of new tokens from a table of fixed size: what is taken and what is not, padding, slots that grow, residents
-that change. Here `EagerCapture` stands in for CUDA graphs, and torch for Triton; the rest is what a GPU
-runs (tests/serve/graphs/test_decode_graphs_gpu.py)."""
+"""Decode steps from a table of fixed size: supported and unsupported steps, padding, growing slots, changing
+residents. `EagerCapture` stands in for CUDA graphs and torch for Triton; the rest is what a GPU runs
+(tests/serve/graphs/test_decode_graphs_gpu.py).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
 def test_completions_match_eager(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
-    """Sequences of several lengths that join and leave; prompts in between go the other way."""
+    """Sequences of several lengths that join and leave; prompts in between run eagerly."""
     here, _ = placed
     lengths = [(5, 30), (40, 12), (9, 21), (70, 8), (1, 15)]
     prompts = [random_prompt(seed, length) for seed, (length, _) in enumerate(lengths)]
@@ -92,7 +93,7 @@ def test_unsupported_steps_run_eagerly(placed: tuple[EngineHarness, Placement], 
 def test_sampled_tokens_match_logits(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
-    """Greedy and drawn rows in one step."""
+    """Greedy and sampled rows in one step."""
     here, _ = placed
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=7)
     both = []
@@ -152,7 +153,7 @@ def test_graphs_are_recaptured_when_residents_change(
     placement.place_residents(count=3)
     here.run(engine)
     assert capture.captured == 2, "captured anew"
-    assert not few._captured, "the room before is nobody's any more"
+    assert not few._captured, "the buffers before are released"
     assert recorded.finish == "length" and graphs.replayed == 29 - 2 * (LEAST - 1)
     alone = harness.alone(random_prompt(8, 10), max_tokens=30)
     assert torch.allclose(torch.tensor(recorded.logprobs[:1]), torch.tensor(alone.logprobs[:1]), atol=0.05)
@@ -169,7 +170,7 @@ def test_refused_capture_is_logged_once_and_decoding_continues(
     harness: EngineHarness,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What a size cannot is refused for that size, what fails otherwise for good."""
+    """An InputError refuses one size; any other failure turns graphs off."""
     here, _ = placed
     capture.refusal = refusal
     made = [here.sequence(random_prompt(seed, 10), max_tokens=new) for seed, new in ((1, 10), (2, 20))]
@@ -184,8 +185,8 @@ def test_refused_capture_is_logged_once_and_decoding_continues(
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe", "qwen2_moe"])
 def test_families_match_eager(family: str, device: str) -> None:
-    """Sinks and windows, keys and values of different sizes, dense layers, shared experts; the same tokens are told
-    both times, so that a near tie decides nothing. On a GPU these are real graphs."""
+    """Sinks and windows, keys and values of different sizes, dense layers, shared experts; both runs get the same
+    tokens, so that near ties change nothing. On a GPU these are real graphs."""
     model: Any = build(family)
     for module in expert_modules(model).values():
         pack_module(module, free=True)
@@ -209,7 +210,7 @@ def test_families_match_eager(family: str, device: str) -> None:
 def walk(
     forward: Forward, prompts: list[list[int]], new: int, told: list[list[int]] | None = None
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """All prompts, then `new` steps of a token each: the most likely ones, or those that are told; and all logits."""
+    """All prompts, then `new` steps of one token each, greedy or given; returns tokens and all logits."""
     slots = [KVSlot(None, capacity=64) for _ in prompts]
     pieces = [Chunk(slot, prompt, 0, None, greedy=True) for slot, prompt in zip(slots, prompts, strict=True)]
     tokens, logits = list[list[int]](), list[torch.Tensor]()

@@ -1,6 +1,7 @@
-"""Decoding in CUDA graphs against the same engine kernel by kernel: sequences that join and leave, slots that grow,
-prompts and adapters in between, residents that change, and what cannot be captured. Tokens must be the same up to the
-first at which the two most likely were as close as roundings are, and log-probabilities with them."""
+"""Decoding in CUDA graphs against the same engine without: sequences that join and leave, growing slots, prompts and
+adapters in between, changing residents, and steps that cannot be captured. Tokens are equal up to the first near
+tie, and so are log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[EngineH
 
 @pytest.fixture
 def placement(on_gpu: EngineHarness, adapters: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Placement]:
-    """With graphs; by the parameter a policy and a number of residents. Adapters are loaded behind the engine, as by a
-    server."""
+    """With graphs; the parameter is a policy and a number of residents. Adapters are loaded after the expert engine,
+    as by a server."""
     policy, count = getattr(request, "param", ("resident", 2))
     made = attach(on_gpu.model, policy=policy)
     assert made is not None and not made.left
@@ -57,7 +58,7 @@ def placement(on_gpu: EngineHarness, adapters: dict[str, Path], request: pytest.
 def ask(
     harness: EngineHarness, engine: Any, lengths: list[tuple[int, int]], names: list[str | None] | None = None
 ) -> list[RecordedEvents]:
-    """Prompts of so many tokens, answers of so many."""
+    """Completions of prompts with the given numbers of prompt and new tokens."""
     given = zip(range(len(lengths)), lengths, names or [None] * len(lengths), strict=True)
     made = [harness.sequence(random_prompt(seed, length), name, max_tokens=new) for seed, (length, new), name in given]
     harness.run(engine, *(one for one, _ in made))
@@ -67,7 +68,7 @@ def ask(
 def launched(
     harness: EngineHarness, lengths: list[tuple[int, int]], names: list[str | None] | None = None
 ) -> list[RecordedEvents]:
-    """The same kernel by kernel."""
+    """The same without graphs."""
     graphs, harness.forward.graphs = harness.forward.graphs, None
     try:
         return ask(harness, harness.engine(), lengths, names)
@@ -78,8 +79,8 @@ def launched(
 def uncaptured(
     harness: EngineHarness, placement: Placement, lengths: list[tuple[int, int]], names: list[str | None]
 ) -> list[RecordedEvents]:
-    """The same steps as in graphs, but computed again. With adapters and residents kernel by kernel is another way,
-    whose roundings may send a token to another expert."""
+    """The same steps as in graphs, computed eagerly. With adapters and residents the path without graphs rounds
+    differently, which may route a token to another expert."""
 
     def record(compute: Compute) -> Compute:
         def again() -> torch.Tensor:
@@ -127,7 +128,7 @@ def alike(found: list[Score], wanted: list[Score], apart: float) -> None:
     "placement", [("resident", 0), ("resident", 2), ("resident", 6), ("auto", 2)], indirect=True, ids=str
 )
 def test_completions_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
-    """Seven sequences, of which six run at once: steps of 1, 2, 4 and 8 rows, prompts between them."""
+    """Seven sequences, six at a time: steps of 1, 2, 4 and 8 rows, with prompts in between."""
     lengths = [(5, 30), (40, 22), (9, 31), (70, 18), (1, 25), (12, 40), (33, 28)]
     engine = on_gpu.engine(running=6)
     found = ask(on_gpu, engine, lengths)
@@ -154,7 +155,7 @@ def test_growing_slots_and_cached_prefixes_match_eager(on_gpu: EngineHarness, pl
 
 @pytest.mark.parametrize("placement", [("resident", 0), ("resident", 2), ("resident", 6)], indirect=True, ids=str)
 def test_adapters_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
-    """Ranks, attention alone, and the base, at first all in one batch; then others beside whoever is left."""
+    """Several ranks, attention only, and the base, first in one batch, then in changing ones."""
     lengths: list[tuple[int, int]] = [(10, 20), (20, 34), (5, 30), (7, 25), (6, 12)]
     names = ["one", None, "two", "attention", "one"]
     engine = on_gpu.engine(running=4)
@@ -190,7 +191,7 @@ def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness, plac
 def test_unloaded_adapter_is_replaced_by_another(
     on_gpu: EngineHarness, placement: Placement, adapters: dict[str, Path]
 ) -> None:
-    """What its graphs held goes, other graphs of the same pool go on, and the memory serves others."""
+    """Its graphs are released, other graphs of the same pool continue, and the memory is reused."""
     engine, lengths = on_gpu.engine(), [(10, 16), (9, 16)]
     wanted = uncaptured(on_gpu, placement, lengths, ["one", None])
     for version in range(2, 5):
@@ -220,7 +221,7 @@ def test_graphs_are_recaptured_when_residents_change(on_gpu: EngineHarness, plac
 
 
 def test_routing_counts_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
-    """Statistics are those of every token, replayed or not; padding counts nowhere."""
+    """Every token is counted, replayed or not; padding is not."""
     ask(on_gpu, on_gpu.engine(), [(6, 30), (7, 30), (8, 30)])
     rows = [int(row.sum()) for row in placement.counts()]
     tokens = 6 + 7 + 8 + 3 * 29
@@ -258,7 +259,7 @@ def test_device_sync_is_detected_before_capture(
 
 
 def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
-    """`kt serve` with a GPU: bf16, in the engine's own thread, policy and residents by themselves."""
+    """`kt serve` with a GPU: bf16, in the engine's thread, default policy and residents."""
     launch = Launch(str(model_directory), memory=0.01, running=4, context=256)
     said: list[str] = []
     service = open_service(launch, Target(model_directory, name="tiny"), said.append)

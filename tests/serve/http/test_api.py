@@ -1,4 +1,4 @@
-"""The API as users meet it: through the `openai` client and through plain HTTP, on a socket of this machine."""
+"""The API through the `openai` client and through plain HTTP, on a local socket."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:
 
 
 def test_kt_eval_scores_through_the_server(served: RunningServer, harness: EngineHarness) -> None:
-    """Text prompts by their offsets, token prompts by their count: both are the engine's own numbers."""
+    """Text prompts by offsets, token prompts by count: both equal the engine's scores."""
     from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
     from ktransformers.evaluate.remote import Endpoint, RemoteBackend
 

@@ -11,7 +11,7 @@ from tests.support.serving import EngineHarness
 
 
 def test_concurrent_loads_of_one_name_load_once(harness: EngineHarness, adapters: dict[str, Path]) -> None:
-    """The second is told so, although nobody had the name when it came."""
+    """The second load is refused, although the name was free when it started."""
     from ktransformers.serve.http.registry import Registry
 
     registry = Registry("tiny", harness.lora_modules, str(harness.directory), lambda owner: None)

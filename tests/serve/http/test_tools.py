@@ -1,4 +1,4 @@
-"""Answers that are JSON, and calls of tools."""
+"""JSON schemas and tool calls in responses."""
 
 from __future__ import annotations
 

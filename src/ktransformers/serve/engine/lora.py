@@ -109,8 +109,8 @@ def expert_lora(adapter_rows: Sequence[AdapterRows], token_count: int) -> dict[n
             for index, entry in enumerate(entries):
                 row_indices[present][entry.first : entry.last] = index
         adapters_present = [entry.adapter for entry in adapter_rows if module in entry.adapter.experts]
-        factors = [one.factors[module] for one in adapters_present if module in one.factors]
-        adapters = [one.experts[module] for one in adapters_present]
+        factors = [adapter.factors[module] for adapter in adapters_present if module in adapter.factors]
+        adapters = [adapter.experts[module] for adapter in adapters_present]
         layers[module] = MixedLora(row_indices[present], adapters, factors if len(factors) == len(adapters) else ())
     return layers
 
