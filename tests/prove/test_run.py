@@ -167,7 +167,7 @@ def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
     from ktransformers.serve.target import Target, resolve_target
 
     target = resolve_target(str(trained[0]))
-    launch = Launch(str(target.model), dtype="float32", device="cpu", tokens=2048)
+    launch = Launch(str(target.model), dtype="float32", device="cpu", max_total_tokens=2048)
     with start_server(launch, Target(target.model, name="base"), lambda line: None) as (url, _):
         done = run(trained[0], "--server", url, "--json")
         assert done.exit_code == 0, done.output

@@ -62,7 +62,13 @@ def test_launch_lines_of_guides_parse(line: str) -> None:
     for name in (*IGNORED_SWITCHES, *IGNORED_OPTIONS):
         assert any(note.startswith(name) for note in found.notes) == (name in words), name
     if "--max-running-requests" in words:
-        assert (found.running, found.chunk, found.memory, found.threads, found.groups) == (4, 16384, 0.8, 64, 2)
+        assert (found.max_running_requests, found.chunked_prefill_size, found.memory, found.threads, found.groups) == (
+            4,
+            16384,
+            0.8,
+            64,
+            2,
+        )
     if "AMXINT8" in words:
         assert (found.host, found.port, found.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
         assert any("keep the format" in note for note in found.notes)
@@ -104,7 +110,7 @@ def test_own_flags_parse() -> None:
     )
     assert found.lora_paths == (("a", "x"), ("b", "y"), ("d", "c/d"))
     assert (found.api_key, found.watch, found.notes) == ("k", Path("out"), ())
-    assert found.chunk > 10**9
+    assert found.chunked_prefill_size > 10**9
     assert set(KT_METHODS) >= {"AMXINT4", "AMXINT8", "RAWINT4", "FP8", "FP8_PERCHANNEL", "BF16", "LLAMAFILE"}
 
 

@@ -114,7 +114,9 @@ def test_soak(harness: EngineHarness, adapters: dict[str, Path]) -> None:
     from ktransformers.serve.http.api import create_app
 
     seconds = float(os.environ.get("KT_SOAK_SECONDS", "60"))
-    service = make_service(harness, adapters, timeout=STUCK, running=8, queued=24, tokens=2048)
+    service = make_service(
+        harness, adapters, timeout=STUCK, max_running_requests=8, max_queued_requests=24, max_total_tokens=2048
+    )
     seen: Counter[str] = Counter()
     with run_app(create_app(service)) as url:
         address = url.removeprefix("http://")

@@ -107,7 +107,13 @@ class EngineHarness:
     def engine(self, **limits: int) -> Any:
         from ktransformers.serve.engine.engine import Limits, ServeEngine
 
-        settings = {"running": 8, "queued": 64, "chunk": 64, "tokens": 4096, "context": 512} | limits
+        settings = {
+            "max_running_requests": 8,
+            "max_queued_requests": 64,
+            "chunked_prefill_size": 64,
+            "max_total_tokens": 4096,
+            "context_length": 512,
+        } | limits
         return ServeEngine(self.forward, Limits(**settings))
 
     def sequence(self, prompt: list[int], adapter: str | None = None, **options: Any) -> tuple[Any, RecordedEvents]:

@@ -112,9 +112,15 @@ def _measure(
     target = resolve_target(model)
     max_tokens = max(test.max_tokens for test in tests)
     launch = Launch(
-        model, running=sequences, queued=sequences, tokens=max(64, max_tokens * sequences), context=max_tokens,
-        threads=threads, device=device, dtype=dtype,
-    )  # fmt: skip
+        model,
+        max_running_requests=sequences,
+        max_queued_requests=sequences,
+        max_total_tokens=max(64, max_tokens * sequences),
+        context_length=max_tokens,
+        threads=threads,
+        device=device,
+        dtype=dtype,
+    )
     service = open_service(launch, target, log)
     files = verify(target.model, hashes=False)
     config = service.engine.forward.model.config

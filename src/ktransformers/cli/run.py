@@ -68,7 +68,7 @@ def run(
         raise InputError(
             "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         )
-    launch = Launch(model, running=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
+    launch = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
     plan = make_plan(launch, target, log, show_plan)
     service = open_service(launch, target, log, plan)
     adapter_name = adapter or (adapters[0] if adapters else None)

@@ -158,7 +158,13 @@ def prove(
         log(f"the same with experts in {SERVED_PRECISION}, as they are served")
         rounded = run_trainer_model(target, content, rows, model_dtype, device, SERVED_PRECISION)
         gc.collect()
-    launch = Launch(str(directory), dtype=_dtype_name(model_dtype), device=device, running=2 * len(rows), tokens=8192)
+    launch = Launch(
+        str(directory),
+        dtype=_dtype_name(model_dtype),
+        device=device,
+        max_running_requests=2 * len(rows),
+        max_total_tokens=8192,
+    )
     log(f"our server: {server}" if server else "our server, on a free port of this machine")
     served = check_server(server, api_key, launch, target, rows, rounded, counts["matrices"], log)
     checks += [_with_rounding(check, target, rounded, trainer) for check in served]

@@ -86,18 +86,23 @@ PLACEMENT_FLAGS = (
 SUPPORTED_FLAGS = (
     Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
     Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", many=True),
-    Flag(("--served-model-name",), "served", "what requests call the base; default: the directory's name"),
+    Flag(("--served-model-name",), "served_model_name", "what requests call the base; default: the directory's name"),
     Flag(("--host",), "host", "address to listen on; default: 127.0.0.1, this machine alone"),
     Flag(("--port",), "port", "port to listen on; default: 30000", int),
     Flag(("--api-key",), "api_key", "requests must send this key"),
     Flag(("--watch",), "watch", "a training output directory: serve its checkpoints as they are saved"),
-    Flag(("--max-running-requests",), "running", "sequences in a batch", int, 16),
-    Flag(("--max-queued-requests",), "queued", "sequences in the queue; more are answered 429", int, 128),
-    Flag(("--chunked-prefill-size",), "chunk", "prompt tokens in one step; -1: no limit", int, 512),
+    Flag(("--max-running-requests",), "max_running_requests", "sequences in a batch", int, 16),
+    Flag(("--max-queued-requests",), "max_queued_requests", "sequences in the queue; more are answered 429", int, 128),
+    Flag(("--chunked-prefill-size",), "chunked_prefill_size", "prompt tokens in one step; -1: no limit", int, 512),
     Flag(
-        ("--max-total-tokens",), "tokens", "capacity of the KV cache in tokens; default: by --mem-fraction-static", int
+        ("--max-total-tokens",),
+        "max_total_tokens",
+        "capacity of the KV cache in tokens; default: by --mem-fraction-static",
+        int,
     ),
-    Flag(("--context-length",), "context", "prompt and new tokens of one request; default: the model's limit", int),
+    Flag(
+        ("--context-length",), "context_length", "prompt and new tokens of one request; default: the model's limit", int
+    ),
     Flag(
         ("--mem-fraction-static",),
         "memory",
@@ -105,7 +110,7 @@ SUPPORTED_FLAGS = (
         float,
         0.5,
     ),
-    Flag(("--request-timeout",), "timeout", "seconds until a request is aborted; 0: never", float, 0.0),
+    Flag(("--request-timeout",), "request_timeout", "seconds until a request is aborted; 0: never", float, 0.0),
     Flag(("--dtype",), "dtype", "auto, bfloat16, float16 or float32: everything but the experts", str, "auto"),
     Flag(("--device",), "device", "cpu or cuda: everything but the experts; default: cuda where there is one"),
     Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the model's"),
@@ -123,8 +128,14 @@ SUPPORTED_FLAGS = (
         "GPUs that the layers are distributed over; default: 1, or as many as the plan needs",
         int,
     ),
-    Flag(("--cuda-graph-max-bs",), "graph_rows", "largest batch that is captured in a CUDA graph, 32 at most", int, 32),
-    Flag(("--disable-cuda-graph",), "no_graphs", "decode without CUDA graphs", bool),
+    Flag(
+        ("--cuda-graph-max-bs",),
+        "cuda_graph_max_bs",
+        "largest batch that is captured in a CUDA graph, 32 at most",
+        int,
+        32,
+    ),
+    Flag(("--disable-cuda-graph",), "disable_cuda_graph", "decode without CUDA graphs", bool),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even if the plan says that it does not fit", bool),
 )
@@ -191,18 +202,18 @@ class Launch:
 
     target: str
     lora_paths: tuple[tuple[str, str], ...] = ()
-    served: str | None = None
+    served_model_name: str | None = None
     host: str | None = None
     port: int | None = None
     api_key: str | None = None
     watch: Path | None = None
-    running: int = 16
-    queued: int = 128
-    chunk: int = 512
-    tokens: int | None = None
-    context: int | None = None
+    max_running_requests: int = 16
+    max_queued_requests: int = 128
+    chunked_prefill_size: int = 512
+    max_total_tokens: int | None = None
+    context_length: int | None = None
     memory: float = 0.5
-    timeout: float = 0.0
+    request_timeout: float = 0.0
     dtype: str = "auto"
     device: str | None = None
     chat_template: Path | None = None
@@ -213,8 +224,8 @@ class Launch:
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock
     gpus: int | None = None  # that layers are distributed over
     place: dict[str, Any] = field(default_factory=dict)  # fields of `place.options.PlacementOptions` that the line sets
-    graph_rows: int = 32
-    no_graphs: bool = False
+    cuda_graph_max_bs: int = 32
+    disable_cuda_graph: bool = False
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # on flags that were accepted without effect
@@ -290,20 +301,20 @@ def _method_notes(word: str | None) -> list[str]:
 
 def _check_ranges(options: dict[str, Any]) -> None:
     for name, minimum in (
-        ("running", 1),
-        ("queued", 1),
-        ("tokens", 64),
-        ("context", 2),
+        ("max_running_requests", 1),
+        ("max_queued_requests", 1),
+        ("max_total_tokens", 64),
+        ("context_length", 2),
         ("port", 0),
         ("gpus", 1),
-        ("graph_rows", 1),
+        ("cuda_graph_max_bs", 1),
     ):
         if options[name] is not None and options[name] < minimum:
             raise InputError(name, options[name], f"{minimum} or more")
-    if options["chunk"] == -1:
-        options["chunk"] = 2**31
-    if options["chunk"] < 1:
-        raise InputError("chunked-prefill-size", options["chunk"], "1 or more, or -1")
+    if options["chunked_prefill_size"] == -1:
+        options["chunked_prefill_size"] = 2**31
+    if options["chunked_prefill_size"] < 1:
+        raise InputError("chunked-prefill-size", options["chunked_prefill_size"], "1 or more, or -1")
     if not 0 < options["memory"] <= 1:
         raise InputError("mem-fraction-static", options["memory"], "more than 0, at most 1")
 

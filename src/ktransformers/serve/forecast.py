@@ -23,9 +23,11 @@ DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the mod
 
 def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Serving:
     """`max_positions`: the model's own limit of a sequence."""
-    context = min(launch.context or DEFAULT_CONTEXT, max_positions)
-    cache_tokens = launch.tokens or context
-    return Serving(context=cache_tokens, prompt=min(launch.chunk, cache_tokens), sequences=1, rest_bytes=rest_bytes)
+    context = min(launch.context_length or DEFAULT_CONTEXT, max_positions)
+    cache_tokens = launch.max_total_tokens or context
+    return Serving(
+        context=cache_tokens, prompt=min(launch.chunked_prefill_size, cache_tokens), sequences=1, rest_bytes=rest_bytes
+    )
 
 
 def forecast(

@@ -122,17 +122,23 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     device_map = spread_model(model, options, launch, plan, log) if multi_gpu else None
     forward = make_forward(model)
     kv_bytes_per_token = forward.check_against_stock()
-    served_placement = place_experts(model, options, device_map, log, device != "cpu" and not launch.no_graphs)
-    context = launch.context or _max_positions(model.config)
+    served_placement = place_experts(model, options, device_map, log, device != "cpu" and not launch.disable_cuda_graph)
+    context = launch.context_length or _max_positions(model.config)
     if device == "cpu":
         cache_tokens = host_cache_tokens(launch, kv_bytes_per_token)
     else:
         cache_tokens = cache_room(model, launch, kv_bytes_per_token)
-    tokens = launch.tokens or max(256, min(cache_tokens, launch.running * context))
-    limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
+    tokens = launch.max_total_tokens or max(256, min(cache_tokens, launch.max_running_requests * context))
+    limits = Limits(
+        launch.max_running_requests,
+        launch.max_queued_requests,
+        launch.chunked_prefill_size,
+        tokens,
+        min(context, tokens),
+    )
     log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
     engine = ServeEngine(forward, limits)
-    served = launch.served or target.name
+    served = launch.served_model_name or target.name
     registry = Registry(served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on)
     for name, directory in (*target.adapters, *launch.lora_paths):
         adapter = registry.load(name, directory)
@@ -141,7 +147,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
         engine,
         registry,
         tokenizer,
-        timeout=launch.timeout or None,
+        timeout=launch.request_timeout or None,
         template=template,
         kv_bytes_per_token=kv_bytes_per_token,
     )
@@ -156,10 +162,10 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     """Returns the line to log: graphs are used, or why not."""
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, why_not
 
-    reason = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
+    reason = "--disable-cuda-graph" if launch.disable_cuda_graph else why_not(forward, placement)
     if reason:
         return f"decode without CUDA graphs: {reason}"
-    forward.graphs = DecodeGraphs(forward.model, placement, most=launch.graph_rows)
+    forward.graphs = DecodeGraphs(forward.model, placement, most=launch.cuda_graph_max_bs)
     return f"decode in CUDA graphs, batches of up to {forward.graphs.most} sequences"
 
 

@@ -58,7 +58,7 @@ def test_mixed_batch_matches_separate_runs(harness: EngineHarness) -> None:
     names = [None, "one", "two", None, "attention", "one", "two"]
     prompts = [random_prompt(seed, 5 + 13 * seed) for seed in range(len(names))]
     alone = [harness.alone(prompt, name, max_tokens=10) for prompt, name in zip(prompts, names, strict=True)]
-    engine = harness.engine(chunk=32)
+    engine = harness.engine(chunked_prefill_size=32)
     made = [harness.sequence(prompt, name, max_tokens=10) for prompt, name in zip(prompts, names, strict=True)]
     harness.run(engine, *(one for one, _ in made))
     for expected, (_, recorded) in zip(alone, made, strict=True):
@@ -84,7 +84,7 @@ def test_chunked_prefill_matches_one_chunk(harness: EngineHarness) -> None:
     whole = harness.alone(prompt, "one")
     for chunk in (1, 7, 33):
         one, recorded = harness.sequence(prompt, "one")
-        harness.run(harness.engine(chunk=chunk), one)
+        harness.run(harness.engine(chunked_prefill_size=chunk), one)
         assert same_completion(recorded, whole)
 
 
@@ -134,7 +134,7 @@ def test_new_adapter_version_shares_no_prefix_with_the_old(harness: EngineHarnes
 def test_preempted_sequence_gives_the_same_completion(harness: EngineHarness) -> None:
     prompts = [random_prompt(seed, 30) for seed in range(10, 14)]
     made = [harness.sequence(prompt, "two", max_tokens=60) for prompt in prompts]
-    engine = harness.engine(tokens=256)
+    engine = harness.engine(max_total_tokens=256)
     harness.run(engine, *(one for one, _ in made))
     assert engine.counts.preempted > 0
     for prompt, (_, recorded) in zip(prompts, made, strict=True):
@@ -145,7 +145,7 @@ def test_preempted_sequence_gives_the_same_completion(harness: EngineHarness) ->
 def test_prompt_logprobs_match_stock(harness: EngineHarness, stock: dict[str | None, object]) -> None:
     prompt = random_prompt(15, 50)
     one, recorded = harness.sequence(prompt, max_tokens=0, prompt_logprobs=True, logprobs=3)
-    harness.run(harness.engine(chunk=16), one)
+    harness.run(harness.engine(chunked_prefill_size=16), one)
     assert recorded.finish == "length" and not recorded.tokens
     (told,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
     assert [score.token for score in told] == prompt and told[0].logprob is None
@@ -164,7 +164,7 @@ def test_prompt_logprobs_of_shared_prefix_are_computed_once(harness: EngineHarne
         (found,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
         return list(found)
 
-    question, engine = random_prompt(31, 40), harness.engine(chunk=16)
+    question, engine = random_prompt(31, 40), harness.engine(chunked_prefill_size=16)
     endings = [[5], [6, 7, 8], [5, 9], random_prompt(32, 20)]
     for at, (ending, top) in enumerate([*((ending, 2) for ending in endings), ([6, 7], 0), ([6, 7, 9], 3)]):
         prompt = question + ending
@@ -194,7 +194,7 @@ def test_seed_repeats_in_every_batch(harness: EngineHarness) -> None:
 
 
 def test_requests_beyond_limits_are_refused(harness: EngineHarness) -> None:
-    engine = harness.engine(queued=2, tokens=256)
+    engine = harness.engine(max_queued_requests=2, max_total_tokens=256)
     with pytest.raises(InputError, match=r"20 prompt tokens and 500 new.*at most 256"):
         engine.submit([harness.sequence(random_prompt(1, 20), max_tokens=500)[0]])
     engine.submit([harness.sequence(random_prompt(1, 20))[0], harness.sequence(random_prompt(1, 20))[0]])
@@ -203,7 +203,7 @@ def test_requests_beyond_limits_are_refused(harness: EngineHarness) -> None:
 
 
 def test_cancel_timeout_and_stop(harness: EngineHarness) -> None:
-    engine = harness.engine(running=2)
+    engine = harness.engine(max_running_requests=2)
     engine.start()
     left, left_heard = harness.sequence(random_prompt(1, 20), max_tokens=400)
     late, late_heard = harness.sequence(random_prompt(2, 20), max_tokens=400, deadline=time.monotonic() + 0.3)

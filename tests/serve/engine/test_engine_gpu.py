@@ -61,7 +61,7 @@ def test_kv_slots_are_on_the_gpu_and_experts_are_not(on_gpu: EngineHarness) -> N
 
 def test_mixed_batch_matches_separate_runs(on_gpu: EngineHarness) -> None:
     prompts = [random_prompt(seed, 5 + 13 * seed) for seed in range(len(NAMES))]
-    mixed = scored(on_gpu, prompts, NAMES, chunk=32)
+    mixed = scored(on_gpu, prompts, NAMES, chunked_prefill_size=32)
     for prompt, name, found in zip(prompts, NAMES, mixed, strict=True):
         (alone,) = scored(on_gpu, [prompt], [name])
         assert float((found - alone).abs().max()) < GPU_TOLERANCE, name
@@ -96,7 +96,10 @@ def test_chunks_prefixes_and_preemption_change_nothing(on_gpu: EngineHarness) ->
     prompt = random_prompt(5, 90)
     (whole,) = scored(on_gpu, [prompt], ["one"])
     for chunk in (7, 33):
-        assert float((scored(on_gpu, [prompt], ["one"], chunk=chunk)[0] - whole).abs().max()) < GPU_TOLERANCE
+        assert (
+            float((scored(on_gpu, [prompt], ["one"], chunked_prefill_size=chunk)[0] - whole).abs().max())
+            < GPU_TOLERANCE
+        )
     engine = on_gpu.engine()
     on_gpu.run(engine, on_gpu.sequence(prompt, "one", max_tokens=1)[0])
     again, recorded = on_gpu.sequence(prompt + random_prompt(6, 9), "one", max_tokens=1)
@@ -105,7 +108,7 @@ def test_chunks_prefixes_and_preemption_change_nothing(on_gpu: EngineHarness) ->
     assert recorded.events[-1].cached == 90
     assert recorded.logprobs == pytest.approx(fresh.logprobs, abs=GPU_TOLERANCE)
     made = [on_gpu.sequence(random_prompt(seed, 30), "two", max_tokens=60) for seed in range(10, 14)]
-    small = on_gpu.engine(tokens=256)
+    small = on_gpu.engine(max_total_tokens=256)
     on_gpu.run(small, *(one for one, _ in made))
     assert small.counts.preempted > 0 and small.kv_cache.allocated_tokens <= 256
     assert [recorded.finish for _, recorded in made] == ["length"] * 4
@@ -130,7 +133,7 @@ def test_engine_runs_in_its_own_thread(on_gpu: EngineHarness) -> None:
 def test_served_model_in_bf16_answers(model_directory: Path, adapters: dict[str, Path]) -> None:
     """`kt serve` with a GPU: bf16 by default, cache capacity from free memory, adapters from their directories."""
     paths = tuple((name, str(adapters[name])) for name in ("one", "two"))
-    launch = Launch(str(model_directory), lora_paths=paths, memory=0.01, running=4, context=256)
+    launch = Launch(str(model_directory), lora_paths=paths, memory=0.01, max_running_requests=4, context_length=256)
     said: list[str] = []
     service = open_service(launch, Target(model_directory, name="tiny"), said.append)
     assert "bfloat16, cuda" in said[0]

@@ -121,7 +121,16 @@ def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness
         return recorded
 
     def fresh() -> ServeEngine:
-        return ServeEngine(forward, Limits(running=4, queued=16, chunk=8, tokens=1024, context=128))
+        return ServeEngine(
+            forward,
+            Limits(
+                max_running_requests=4,
+                max_queued_requests=16,
+                chunked_prefill_size=8,
+                max_total_tokens=1024,
+                context_length=128,
+            ),
+        )
 
     prompt = [(3 * at + 4) % 90 for at in range(20)]
     engine = fresh()

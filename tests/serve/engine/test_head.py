@@ -55,7 +55,7 @@ def test_scores_do_not_depend_on_part_size(harness: EngineHarness, monkeypatch: 
     prompts = [([(7 * at + 3) % 6400 for at in range(50)], "one"), ([9, 8, 7], None), ([5] * 20, "attention")]
 
     def told() -> list[Any]:
-        engine = harness.engine(chunk=33)
+        engine = harness.engine(chunked_prefill_size=33)
         asked = {"max_tokens": 2, "prompt_logprobs": True}
         made = [harness.sequence(prompt, adapter, **asked) for prompt, adapter in prompts]
         harness.run(engine, *(one for one, _ in made))

@@ -193,7 +193,7 @@ def test_completions_match_eager(
         (3, 15, "one"),
         (7, 15, None),
     ]
-    engine = here.engine(running=3)
+    engine = here.engine(max_running_requests=3)
     made = [
         here.sequence(random_prompt(seed, length), name, max_tokens=new)
         for seed, (length, new, name) in enumerate(asked)

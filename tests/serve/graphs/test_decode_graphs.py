@@ -55,7 +55,7 @@ def test_completions_match_eager(
     here, _ = placed
     lengths = [(5, 30), (40, 12), (9, 21), (70, 8), (1, 15)]
     prompts = [random_prompt(seed, length) for seed, (length, _) in enumerate(lengths)]
-    engine = here.engine(running=3)
+    engine = here.engine(max_running_requests=3)
     made = [here.sequence(prompt, max_tokens=new) for prompt, (_, new) in zip(prompts, lengths, strict=True)]
     here.run(engine, *(one for one, _ in made))
     graphs = graphs_of(here)
@@ -83,7 +83,7 @@ def test_growing_slots_and_cached_prefixes_match_eager(
 def test_unsupported_steps_run_eagerly(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
     here, _ = placed
     asked = {"max_tokens": 0, "prompt_logprobs": True, "logprobs": 0}
-    here.run(here.engine(chunk=1), here.sequence(random_prompt(2, 9), **asked)[0])
+    here.run(here.engine(chunked_prefill_size=1), here.sequence(random_prompt(2, 9), **asked)[0])
     graphs = graphs_of(here)
     assert not graphs.replayed and not capture.captured, "scored prompts are launched"
     here.run(here.engine(), here.sequence(random_prompt(5, 9), max_tokens=10)[0])

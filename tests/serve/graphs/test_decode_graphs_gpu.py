@@ -94,7 +94,7 @@ def uncaptured(
 
     graphs, harness.forward.graphs = harness.forward.graphs, DecodeGraphs(harness.model, placement, record)
     try:
-        return ask(harness, harness.engine(running=4), lengths, names)
+        return ask(harness, harness.engine(max_running_requests=4), lengths, names)
     finally:
         harness.forward.graphs = graphs
 
@@ -130,7 +130,7 @@ def alike(found: list[Score], wanted: list[Score], apart: float) -> None:
 def test_completions_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
     """Seven sequences, six at a time: steps of 1, 2, 4 and 8 rows, with prompts in between."""
     lengths = [(5, 30), (40, 22), (9, 31), (70, 18), (1, 25), (12, 40), (33, 28)]
-    engine = on_gpu.engine(running=6)
+    engine = on_gpu.engine(max_running_requests=6)
     found = ask(on_gpu, engine, lengths)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(
@@ -158,7 +158,7 @@ def test_adapters_match_eager(on_gpu: EngineHarness, placement: Placement) -> No
     """Several ranks, attention only, and the base, first in one batch, then in changing ones."""
     lengths: list[tuple[int, int]] = [(10, 20), (20, 34), (5, 30), (7, 25), (6, 12)]
     names = ["one", None, "two", "attention", "one"]
-    engine = on_gpu.engine(running=4)
+    engine = on_gpu.engine(max_running_requests=4)
     found = ask(on_gpu, engine, lengths, names)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(found, uncaptured(on_gpu, placement, lengths, names), GPU_TOLERANCE)
@@ -260,7 +260,7 @@ def test_device_sync_is_detected_before_capture(
 
 def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     """`kt serve` with a GPU: bf16, in the engine's thread, default policy and residents."""
-    launch = Launch(str(model_directory), memory=0.01, running=4, context=256)
+    launch = Launch(str(model_directory), memory=0.01, max_running_requests=4, context_length=256)
     said: list[str] = []
     service = open_service(launch, Target(model_directory, name="tiny"), said.append)
     assert "in CUDA graphs, batches of up to 32" in said[-1], said
@@ -287,6 +287,8 @@ def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     ask(harness, alone.engine, [(9, 20)])
     assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"
     off = open_service(
-        Launch(str(model_directory), memory=0.01, no_graphs=True), Target(model_directory, name="tiny"), said.append
+        Launch(str(model_directory), memory=0.01, disable_cuda_graph=True),
+        Target(model_directory, name="tiny"),
+        said.append,
     )
     assert off.engine.forward.graphs is None and said[-1].endswith("without CUDA graphs: --disable-cuda-graph")

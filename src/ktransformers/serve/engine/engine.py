@@ -2,9 +2,9 @@
 sample, deliver.
 
 Every step computes one chunk of each running sequence in one forward pass: the new token of sequences that decode, and
-of those whose prompt is not computed yet up to `chunk` prompt tokens in order of arrival. A sequence is admitted when
-the KV cache has capacity for its prompt. When a decoding sequence cannot grow, the youngest one is preempted: it gives
-up its slot, returns to the head of the queue and is recomputed later, so its stream pauses. The queue is bounded:
+for prompts that are not computed yet up to `chunked_prefill_size` tokens in order of arrival. A sequence is admitted
+when the KV cache has capacity for its prompt. When a decoding sequence cannot grow, the youngest one is preempted: it
+gives up its slot, returns to the head of the queue and is recomputed later, so its stream pauses. The queue is bounded:
 requests that arrive while it is full are refused at once. `submit`, `cancel` and `stop` may be called from any thread;
 events reach callers through each sequence's `deliver`, called in the engine's thread.
 """
@@ -41,11 +41,11 @@ class Stopped(KTError):
 
 @dataclass(frozen=True)
 class Limits:
-    running: int = 16  # sequences in a batch
-    queued: int = 128  # sequences in the queue
-    chunk: int = 512  # prompt tokens in a step
-    tokens: int = 32768  # capacity of the KV cache
-    context: int = 4096  # prompt and new tokens of one sequence
+    max_running_requests: int = 16  # sequences in a batch
+    max_queued_requests: int = 128  # sequences in the queue
+    chunked_prefill_size: int = 512  # prompt tokens in a step
+    max_total_tokens: int = 32768  # capacity of the KV cache
+    context_length: int = 4096  # prompt and new tokens of one sequence
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Counts:
 class ServeEngine:
     def __init__(self, forward: Forward | SequentialForward, limits: Limits) -> None:
         self.forward, self.limits, self.counts = forward, limits, Counts()
-        self.kv_cache = KVCache(limits.tokens, forward.append_only)
+        self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only)
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._submitted: deque[Sequence] = deque()
@@ -83,15 +83,15 @@ class ServeEngine:
         """Queue all of them or none; raises QueueFull, Stopped or InputError."""
         submitted = list(sequences)
         for sequence in submitted:
-            limit = min(self.limits.context, self.limits.tokens)
+            limit = min(self.limits.context_length, self.limits.max_total_tokens)
             if len(sequence.tokens) + sequence.request.max_tokens > limit:
                 given = f"{len(sequence.tokens)} prompt tokens and {sequence.request.max_tokens} new ones"
                 raise InputError("max_tokens", given, f"together at most {limit}", "shorten the prompt or ask for less")
         with self._wakeup:
             if not self._accepting:
                 raise Stopped("the server is shutting down")
-            if len(self.waiting) + len(self._submitted) + len(submitted) > self.limits.queued:
-                raise QueueFull(f"{self.limits.queued} requests are queued already")
+            if len(self.waiting) + len(self._submitted) + len(submitted) > self.limits.max_queued_requests:
+                raise QueueFull(f"{self.limits.max_queued_requests} requests are queued already")
             self._submitted.extend(submitted)
             self._wakeup.notify()
 
@@ -194,7 +194,7 @@ class ServeEngine:
 
     def _admit(self) -> None:
         deferred: list[Sequence] = []
-        while self.waiting and len(self.running) < self.limits.running:
+        while self.waiting and len(self.running) < self.limits.max_running_requests:
             sequence = self.waiting.popleft()
             first = sequence.shares_prompt_with
             if first is not None and not first.finished and not first.prompt_computed:
@@ -214,7 +214,7 @@ class ServeEngine:
 
     def _build_batch(self) -> list[tuple[Sequence, Chunk]]:
         batch: list[tuple[Sequence, Chunk]] = []
-        prompt_budget = self.limits.chunk
+        prompt_budget = self.limits.chunked_prefill_size
         for sequence in list(self.running):
             if sequence.slot is None:  # preempted for a sequence before it
                 continue

@@ -96,7 +96,7 @@ class Service:
 
     @property
     def max_sequence_tokens(self) -> int:
-        return min(self.engine.limits.context, self.engine.limits.tokens)
+        return min(self.engine.limits.context_length, self.engine.limits.max_total_tokens)
 
     def find(self, name: str) -> LoadedAdapter | None:
         try:
