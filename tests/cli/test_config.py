@@ -50,9 +50,9 @@ def test_invalid_values_are_refused_and_not_written(kt: RunKt) -> None:
 def test_invalid_config_file_is_reported(kt: RunKt) -> None:
     file = settings.config_file()
     file.parent.mkdir(parents=True)
-    for text, said in (("server: [", "no YAML"), ("- a", "kt config reset"), ("server: {prot: 1}", "server.port")):
+    for text, lines in (("server: [", "no YAML"), ("- a", "kt config reset"), ("server: {prot: 1}", "server.port")):
         file.write_text(text)
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=lines):
             settings.read()
     assert kt("model", "list").code == 1
     file.write_text("")
@@ -71,11 +71,11 @@ def test_init_writes_every_key_as_a_comment(kt: RunKt) -> None:
 def test_flag_overrides_environment_overrides_file(kt: RunKt, monkeypatch: pytest.MonkeyPatch) -> None:
     kt("config", "set", "server.host", "10.0.0.1")
     kt("config", "set", "server.port", "1234")
-    made = with_environment(Launch("m"))
-    assert (made.host, made.port) == ("10.0.0.1", 1234)
+    created = with_environment(Launch("m"))
+    assert (created.host, created.port) == ("10.0.0.1", 1234)
     monkeypatch.setenv("API_PORT", "2345")
-    made = with_environment(Launch("m", host="0.0.0.0"))
-    assert (made.host, made.port) == ("0.0.0.0", 2345)
+    created = with_environment(Launch("m", host="0.0.0.0"))
+    assert (created.host, created.port) == ("0.0.0.0", 2345)
 
 
 def test_chat_uses_the_configured_server(kt: RunKt) -> None:

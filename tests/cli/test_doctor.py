@@ -68,8 +68,8 @@ def test_cpu_limits_governor_and_numa_are_reported(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = cpu(best, "avx2", tmp_path, nodes=2)
-    assert "kernel.numa_balancing=0" in found and "cpupower" in found
+    actual = cpu(best, "avx2", tmp_path, nodes=2)
+    assert "kernel.numa_balancing=0" in actual and "cpupower" in actual
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver").write_text("intel_pstate\n")
     assert "cpupower" not in cpu(best, "avx2", tmp_path)
     assert read_numa_nodes(tmp_path) == ["cpus 0-7: 4 GB, 1 GB free"]
@@ -82,8 +82,8 @@ def test_low_memory_and_huge_pages_are_reported(tmp_path: Path) -> None:
     assert checks.memory(Memory(64 * GB, 32 * GB, "madvise"), tmp_path) == []
     (tmp_path / "proc/sys/vm").mkdir(parents=True)
     (tmp_path / "proc/sys/vm/overcommit_memory").write_text("2\n")
-    found = said(checks.memory(Memory(64 * GB, 1 * GB, "never"), tmp_path))
-    assert "1.0 GB are free" in found and "echo madvise | sudo tee" in found and "vm.overcommit_memory=0" in found
+    actual = said(checks.memory(Memory(64 * GB, 1 * GB, "never"), tmp_path))
+    assert "1.0 GB are free" in actual and "echo madvise | sudo tee" in actual and "vm.overcommit_memory=0" in actual
 
 
 def test_gpu_driver_problems_are_reported() -> None:
@@ -120,15 +120,15 @@ def test_package_conflicts_are_reported() -> None:
 
 def test_disks_and_missing_models_are_reported(tmp_path: Path) -> None:
     disks = [Disk("models", "/m", 100 * GB, 2 * GB, "nfs4"), Disk("here", "/h", 100 * GB, 50 * GB, "nfs4")]
-    found = said(checks.disks(disks))
-    assert "2.0 GB free at /m (models) -> `kt config set paths.downloads DIR`" in found
-    assert found.count("lies on nfs4") == 1
+    actual = said(checks.disks(disks))
+    assert "2.0 GB free at /m (models) -> `kt config set paths.downloads DIR`" in actual
+    assert actual.count("lies on nfs4") == 1
     mounts = "root / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/sdb /data/local xfs rw 0 0\n"
     kinds = [checks.file_system(Path(path), mounts) for path in ("/home", "/data/m", "/data/local/m", "/database")]
     assert kinds == ["ext4", "nfs4", "xfs", "ext4"]
-    here, gone = Entry("here", tmp_path), Entry("old", tmp_path / "gone")
-    assert checks.models([here]) == []
-    assert "gone from the disk: old -> kt model refresh" in said(checks.models([here, gone]))
+    placed_harness, gone = Entry("here", tmp_path), Entry("old", tmp_path / "gone")
+    assert checks.models([placed_harness]) == []
+    assert "gone from the disk: old -> kt model refresh" in said(checks.models([placed_harness, gone]))
 
 
 def test_invalid_settings_do_not_stop_doctor(kt: RunKt) -> None:

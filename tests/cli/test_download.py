@@ -55,11 +55,11 @@ def test_download_registers_and_verifies(kt: RunKt, tmp_path: Path, monkeypatch:
         assert {name for name, _ in hub.asked} == set(listed["files"])
         online = kt("model", "verify", "tiny-moe", "--hub", "--json").json
         assert online["whole"] and online["hashed"] == 6
-    place = Path(done["path"])
-    assert model_registry.resolve("someone/tiny-moe") == model_registry.resolve("tiny-moe") == str(place)
+    directory = Path(done["path"])
+    assert model_registry.resolve("someone/tiny-moe") == model_registry.resolve("tiny-moe") == str(directory)
     checked = kt("model", "verify", "tiny-moe", "--json").json  # the hashes are noted: no hub is needed
     assert (checked["whole"], checked["hashed"], checked["unknown"]) == (True, 6, 0)
-    shard = place / "model-00002-of-00002.safetensors"
+    shard = directory / "model-00002-of-00002.safetensors"
     body = bytearray(shard.read_bytes())
     body[-1] ^= 1
     shard.write_bytes(body)
@@ -198,46 +198,48 @@ def texts(found: Verified) -> str:
 
 
 def test_verify_detects_damage(tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    first, second = (place / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    directory = write_model(tmp_path / "m")
+    first, second = (directory / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     whole = {file: file.read_bytes() for file in (first, second)}
-    assert verify(place).findings == []
+    assert verify(directory).findings == []
 
     second.write_bytes(whole[second][:-7])
-    assert "7 bytes too short" in texts(verify(place))
+    assert "7 bytes too short" in texts(verify(directory))
     second.write_bytes(whole[second] + b"tail")
-    assert "4 bytes too long" in texts(verify(place))
+    assert "4 bytes too long" in texts(verify(directory))
     second.write_bytes(b"<html>a proxy's page</html>")
-    assert "error model-00002-of-00002.safetensors: a header that cannot be" in texts(verify(place))
+    assert "error model-00002-of-00002.safetensors: a header that cannot be" in texts(verify(directory))
     second.write_bytes(b"")
-    assert "a header that cannot be" in texts(verify(place))
+    assert "a header that cannot be" in texts(verify(directory))
     second.write_bytes(safetensors_bytes({"c": ("F32", [100], b"\2" * 100)}))
-    assert "its shape [100] does not" in texts(verify(place))
+    assert "its shape [100] does not" in texts(verify(directory))
     second.write_bytes(safetensors_bytes({"d": ("F8_E4M3", [100], b"\2" * 100)}))
-    found = texts(verify(place))
-    assert "1 tensors that the index puts here are not: c" in found and "warning model.safetensors.index.json" in found
+    actual = texts(verify(directory))
+    assert (
+        "1 tensors that the index puts here are not: c" in actual and "warning model.safetensors.index.json" in actual
+    )
     second.unlink()
-    assert "the index names it, and it is missing" in texts(verify(place))
+    assert "the index names it, and it is missing" in texts(verify(directory))
     second.write_bytes(whole[second])
-    (place / "left-over.safetensors").write_bytes(whole[first])
-    left = verify(place)
+    (directory / "left-over.safetensors").write_bytes(whole[first])
+    left = verify(directory)
     assert left.whole and "the index does not name" in texts(left)
-    (place / "model.safetensors.index.json").write_text("{}")
-    assert "no index: KeyError" in texts(verify(place))
-    (place / "model.safetensors.index.json").unlink()
-    (place / "config.json").write_text("{")
-    (place / "tokenizer.json").unlink()
-    found = texts(verify(place))
-    assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: there is none" in found
+    (directory / "model.safetensors.index.json").write_text("{}")
+    assert "no index: KeyError" in texts(verify(directory))
+    (directory / "model.safetensors.index.json").unlink()
+    (directory / "config.json").write_text("{")
+    (directory / "tokenizer.json").unlink()
+    actual = texts(verify(directory))
+    assert "config.json: no JSON" in actual and "neither it nor" in actual and "tokenizer: there is none" in actual
 
 
 def test_hashes_beside_a_model_are_used(tmp_path: Path) -> None:
     """Metadata of `hf download --local-dir` and of the hub's cache."""
     import hashlib
 
-    place = write_model(tmp_path / "m")
-    shard = place / "model-00001-of-00002.safetensors"
-    records = place / ".cache" / "huggingface" / "download"
+    directory = write_model(tmp_path / "m")
+    shard = directory / "model-00001-of-00002.safetensors"
+    records = directory / ".cache" / "huggingface" / "download"
     records.mkdir(parents=True)
     git = hashlib.sha1(b"blob 2\0{}").hexdigest()
     (records / "tokenizer.json.metadata").write_text(f"{COMMIT}\n{git}\n1.0\n")
@@ -245,20 +247,20 @@ def test_hashes_beside_a_model_are_used(tmp_path: Path) -> None:
     blob.parent.mkdir()
     shard.rename(blob)
     shard.symlink_to(blob)
-    assert set(beside(place)) == {"tokenizer.json", shard.name}
-    found = verify(place)
-    assert (found.whole, found.hashed, found.unknown) == (True, 2, 1)
-    (place / "tokenizer.json").write_text("[]")
-    assert "tokenizer.json: its hash" in texts(verify(place))
+    assert set(beside(directory)) == {"tokenizer.json", shard.name}
+    actual = verify(directory)
+    assert (actual.whole, actual.hashed, actual.unknown) == (True, 2, 1)
+    (directory / "tokenizer.json").write_text("[]")
+    assert "tokenizer.json: its hash" in texts(verify(directory))
 
 
 def test_hashes_are_stored_by_model_add(kt: RunKt, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    kt("model", "add", str(place), "--hash")
+    directory = write_model(tmp_path / "m")
+    kt("model", "add", str(directory), "--hash")
     assert kt("model", "verify", "--json").json[0]["hashed"] == 5
-    (place / "tokenizer.json").write_text("[]")
+    (directory / "tokenizer.json").write_text("[]")
     assert kt("model", "verify", "m", "--json").code == 1
-    (place / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").unlink()
     assert "it is missing" in kt("model", "verify", "m").out
     assert "--repo" in kt("model", "verify", "m", "--hub").error
 

@@ -42,9 +42,9 @@ def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_every_verb_has_json_and_help() -> None:
-    found = dict(commands(typer.main.get_command(app)))
-    assert {"run", "chat", "doctor", "version", "bench", "microbench", "config set", "model verify"} <= set(found)
-    for name, command in found.items():
+    actual = dict(commands(typer.main.get_command(app)))
+    assert {"run", "chat", "doctor", "version", "bench", "microbench", "config set", "model verify"} <= set(actual)
+    for name, command in actual.items():
         options = {word for parameter in command.params for word in parameter.opts}
         assert "--json" in options or name in WITHOUT_JSON | PASSED_ON, name
         assert command.help and "coming soon" not in command.help.lower(), name

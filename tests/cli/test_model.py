@@ -15,20 +15,20 @@ from tests.support.cli import RunKt, write_model
 
 def test_add_list_info_edit_remove(kt: RunKt, tmp_path: Path) -> None:
     assert kt("model", "list", "--json").json == []
-    place = write_model(tmp_path / "disk" / "Tiny MoE")
-    added = kt("model", "add", str(place), "--json").json
+    directory = write_model(tmp_path / "disk" / "Tiny MoE")
+    added = kt("model", "add", str(directory), "--json").json
     assert (added["name"], added["experts"], added["top_k"], added["format"]) == ("Tiny-MoE", 4, 2, "safetensors")
     listed = kt("model", "list").out.splitlines()
     assert listed[0].split() == ["NAME", "KIND", "SIZE", "PATH"]
-    assert "qwen3_moe, 4 experts, top 2" in listed[1] and str(place) in listed[1]
-    found = kt("model", "info", "tiny-moe", "--json").json  # names are found whatever their case
-    assert (found["tensors"], found["numbers"], found["dtypes"]) == (3, 134, {"BF16": 32, "F32": 2, "F8_E4M3": 100})
-    assert found["findings"] == []
+    assert "qwen3_moe, 4 experts, top 2" in listed[1] and str(directory) in listed[1]
+    actual = kt("model", "info", "tiny-moe", "--json").json  # names are found whatever their case
+    assert (actual["tensors"], actual["numbers"], actual["dtypes"]) == (3, 134, {"BF16": 32, "F32": 2, "F8_E4M3": 100})
+    assert actual["findings"] == []
     edited = kt("model", "edit", "Tiny-MoE", "--name", "t", "--repo", "me/t", "--json").json
-    assert (edited["name"], edited["repo"], edited["path"]) == ("t", "me/t", str(place))
-    assert model_registry.resolve("ME/T") == model_registry.resolve("t") == str(place)
-    assert kt("model", "rm", "t", "--json").json == {"removed": "t", "path": str(place), "deleted": False}
-    assert (place / "config.json").is_file() and kt("model", "list", "--json").json == []
+    assert (edited["name"], edited["repo"], edited["path"]) == ("t", "me/t", str(directory))
+    assert model_registry.resolve("ME/T") == model_registry.resolve("t") == str(directory)
+    assert kt("model", "rm", "t", "--json").json == {"removed": "t", "path": str(directory), "deleted": False}
+    assert (directory / "config.json").is_file() and kt("model", "list", "--json").json == []
 
 
 def test_taken_name_is_refused(kt: RunKt, tmp_path: Path) -> None:
@@ -43,18 +43,18 @@ def test_taken_name_is_refused(kt: RunKt, tmp_path: Path) -> None:
 
 
 def test_files_are_deleted_only_with_consent(kt: RunKt, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    kt("model", "add", str(place))
+    directory = write_model(tmp_path / "m")
+    kt("model", "add", str(directory))
     refused = kt("model", "rm", "m", "--files")
-    assert refused.code == 1 and "--yes" in refused.error and place.is_dir() and model_registry.entries()
+    assert refused.code == 1 and "--yes" in refused.error and directory.is_dir() and model_registry.entries()
     assert kt("model", "rm", "m", "--files", "--yes").code == 0
-    assert not place.exists() and model_registry.entries() == []
+    assert not directory.exists() and model_registry.entries() == []
 
 
 def test_missing_model_is_reported_and_removed(kt: RunKt, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    kt("model", "add", str(place))
-    place.rename(tmp_path / "elsewhere")
+    directory = write_model(tmp_path / "m")
+    kt("model", "add", str(directory))
+    directory.rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"m, registered at .*gone.*kt model rm m"):
         model_registry.resolve("m")
     assert "gone" in kt("model", "list").out
@@ -63,13 +63,13 @@ def test_missing_model_is_reported_and_removed(kt: RunKt, tmp_path: Path) -> Non
 
 
 def test_search_folders_provide_models(kt: RunKt, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "models" / "owner" / "deep-moe")
+    directory = write_model(tmp_path / "models" / "owner" / "deep-moe")
     write_model(tmp_path / "models" / "flat-moe")
     write_model(tmp_path / "models" / ".trash" / "old")
     assert model_registry.resolve("deep-moe") == "deep-moe"
     assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]
     assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]  # once
-    assert model_registry.resolve("Deep-MoE") == str(place)
+    assert model_registry.resolve("Deep-MoE") == str(directory)
     assert [one["name"] for one in kt("model", "list", "--json").json] == ["deep-moe", "flat-moe"]
     assert model_registry.complete("de") == ["deep-moe"]
     assert kt("model", "path-remove", str(tmp_path / "models"), "--json").json == []
@@ -106,7 +106,7 @@ def test_existing_path_overrides_a_name(kt: RunKt, tmp_path: Path) -> None:
 
 def test_concurrent_commands_lose_no_entry(kt: RunKt, tmp_path: Path) -> None:
     places = [write_model(tmp_path / "disk" / f"m{number}") for number in range(8)]
-    threads = [threading.Thread(target=model_registry.add, args=(place,)) for place in places]
+    threads = [threading.Thread(target=model_registry.add, args=(directory,)) for directory in places]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -128,21 +128,21 @@ def test_verbs_resolve_models_by_name(kt: RunKt, tmp_path: Path) -> None:
     from ktransformers.train.model import locate_model
     from ktransformers.train.resolve import read_settings
 
-    place = write_model(tmp_path / "disk" / "some folder")
-    kt("model", "add", str(place), "--name", "neko")
+    directory = write_model(tmp_path / "disk" / "some folder")
+    kt("model", "add", str(directory), "--name", "neko")
     target = resolve_target("neko")
-    assert target.model == place and target.name == "neko"
+    assert target.model == directory and target.name == "neko"
     assert "num_hidden_layers" in kt("plan", "neko").error  # it was found, and is no whole model
     assert "MODEL" in kt("plan").error
     words = {"output_dir": str(tmp_path / "out"), "dataset": "identity"}
     settings = read_settings({"model_name_or_path": "neko", **words})
-    assert settings.model.model_name_or_path == str(place)  # so that the adapter names a base that PEFT finds
-    assert locate_model(settings.model, download=False) == place
+    assert settings.model.model_name_or_path == str(directory)  # so that the adapter names a base that PEFT finds
+    assert locate_model(settings.model, download=False) == directory
     kt("model", "edit", "neko", "--repo", "someone/neko")
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == "someone/neko"  # and, where there is one, that others find too
-    assert locate_model(settings.model, download=False) == place
+    assert locate_model(settings.model, download=False) == directory
     assert model_registry.written_down("a/b") == "a/b" and model_registry.written_down("unknown") == "unknown"
     refused = kt("eval", "neko", "--task", "persona", "--engine", "nonsense")
     assert "nonsense" in refused.error
-    assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(place)
+    assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(directory)

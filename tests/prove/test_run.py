@@ -93,9 +93,9 @@ def run(folder: Path, *words: str) -> Any:
 
 
 def test_saved_adapter_equals_trained_adapter(trained: tuple[Path, list[str]]) -> None:
-    said = [note for note in trained[1] if note.startswith("reloaded:")]
-    assert len(said) == 1 and "24 tensors trained, saved and read back" in said[0]
-    assert "3 held-out rows are the same to the bit" in said[0]
+    lines = [note for note in trained[1] if note.startswith("reloaded:")]
+    assert len(lines) == 1 and "24 tensors trained, saved and read back" in lines[0]
+    assert "3 held-out rows are the same to the bit" in lines[0]
     record = proof_record.read_record(trained[0])
     assert record is not None and record.held_out and len(record.rows) == 3 and record.dtype == "float32"
     assert difference(record.adapter, record.base).mean > 0.1
@@ -148,8 +148,8 @@ def test_changed_tensor_without_manifest_names_the_layer(
     folder, content = Path(base["base_model_name_or_path"]), open_content(output)
     assert check_tensors(content, str(folder))[0].passed is None
     graph = run_trainer_model(resolve_target(str(output)), content, record.rows, torch.float32, "cpu")
-    found = check_record(record, graph)
-    assert found.passed is False and found.culprit == culprit
+    actual = check_record(record, graph)
+    assert actual.passed is False and actual.culprit == culprit
 
 
 def test_server_without_expert_lora_fails(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +220,8 @@ def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: P
 
     assert as_trained("bf16").passed is False  # what rounding changes would be taken for a fault
     change(output, changed_slightly, manifest=False)
-    found = as_trained("f32")
-    assert found.passed is False and found.culprit == "model.layers.1.mlp.experts"
+    actual = as_trained("f32")
+    assert actual.passed is False and actual.culprit == "model.layers.1.mlp.experts"
 
 
 def test_incomplete_adapter_is_refused(trained: tuple[Path, list[str]], output: Path) -> None:
@@ -232,14 +232,14 @@ def test_incomplete_adapter_is_refused(trained: tuple[Path, list[str]], output: 
 
     base = json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"]
     model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), str(output), is_trainable=True)
-    made = proof_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
-    assert proof_record.check_reload(model, output, made).difference.none
+    created = proof_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
+    assert proof_record.check_reload(model, output, created).difference.none
     change(output, changed_value)
     with pytest.raises(KTError, match=r"^model\.layers\.1\.mlp\.experts: .* is not what was trained"):
-        proof_record.check_reload(model, output, made)
+        proof_record.check_reload(model, output, created)
     change(output, dropped)
     with pytest.raises(KTError, match=rf"^{EXPERTS}: trained, and not read back"):
-        proof_record.check_reload(model, output, made)
+        proof_record.check_reload(model, output, created)
 
 
 def test_noise_floor_allows_single_tokens_only() -> None:

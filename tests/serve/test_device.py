@@ -24,16 +24,16 @@ def test_gpu_without_a_fitting_plan_is_left_out(model_directory: Path, monkeypat
 
     def planned(gpu: str, *words: str) -> tuple[Launch, Any, list[str]]:
         monkeypatch.setattr("ktransformers.plan.calibrate.this_machine", lambda: with_gpus(machine, gpu))
-        launch, said = parse([str(model_directory), *words]), []
-        return launch, make_plan(launch, target, said.append, lambda plan: None), said
+        launch, lines = parse([str(model_directory), *words]), []
+        return launch, make_plan(launch, target, lines.append, lambda plan: None), lines
 
-    launch, plan, said = planned("80GB")
-    assert (choose_device(launch, plan), plan.nearest.choice.gpus, said) == ("cuda", 1, [])
-    launch, plan, said = planned("500MB")
+    launch, plan, lines = planned("80GB")
+    assert (choose_device(launch, plan), plan.nearest.choice.gpus, lines) == ("cuda", 1, [])
+    launch, plan, lines = planned("500MB")
     assert (choose_device(launch, plan), plan.nearest.choice.gpus, plan.machine.gpus) == ("cpu", 0, ())
-    assert len(said) == 1 and "everything on the CPU" in said[0] and "gpu0 lacks" in said[0]
+    assert len(lines) == 1 and "everything on the CPU" in lines[0] and "gpu0 lacks" in lines[0]
     for words in (["--device", "cuda"], ["--kt-num-gpu-experts", "1"], ["--tp", "2"]):
         with pytest.raises(InputError, match="gpu0 lacks"):
             planned("500MB", *words)
-    launch, plan, said = planned("500MB", "--device", "cpu")
-    assert (choose_device(launch, plan), said) == ("cpu", [])
+    launch, plan, lines = planned("500MB", "--device", "cpu")
+    assert (choose_device(launch, plan), lines) == ("cpu", [])

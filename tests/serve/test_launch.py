@@ -56,13 +56,19 @@ LINES = [
 
 @pytest.mark.parametrize("line", LINES)
 def test_launch_lines_of_guides_parse(line: str) -> None:
-    found = parse(line.split())
-    assert found.target == "M"
+    actual = parse(line.split())
+    assert actual.target == "M"
     words = line.split()
     for name in (*IGNORED_SWITCHES, *IGNORED_OPTIONS):
-        assert any(note.startswith(name) for note in found.notes) == (name in words), name
+        assert any(note.startswith(name) for note in actual.notes) == (name in words), name
     if "--max-running-requests" in words:
-        assert (found.max_running_requests, found.chunked_prefill_size, found.memory, found.threads, found.groups) == (
+        assert (
+            actual.max_running_requests,
+            actual.chunked_prefill_size,
+            actual.memory,
+            actual.threads,
+            actual.groups,
+        ) == (
             4,
             16384,
             0.8,
@@ -70,17 +76,17 @@ def test_launch_lines_of_guides_parse(line: str) -> None:
             2,
         )
     if "AMXINT8" in words:
-        assert (found.host, found.port, found.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
-        assert any("keep the format" in note for note in found.notes)
-        assert found.experts == Path("W")
+        assert (actual.host, actual.port, actual.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
+        assert any("keep the format" in note for note in actual.notes)
+        assert actual.experts == Path("W")
     if "--kt-expert-lora-path" in words:
-        assert found.always_on == Path("E")
-    wish = read_options(found.place)
+        assert actual.always_on == Path("E")
+    options = read_options(actual.place)
     if "--kt-enable-dynamic-expert-update" in words:
-        assert (wish.kt_num_gpu_experts, wish.kt_gpu_prefill_token_threshold) == (32, 4096)
-        assert wish.kt_enable_dynamic_expert_update and wish.policy == "resident"
+        assert (options.kt_num_gpu_experts, options.kt_gpu_prefill_token_threshold) == (32, 4096)
+        assert options.kt_enable_dynamic_expert_update and options.policy == "resident"
     if "--kt-max-deferred-experts-per-token" in words:
-        assert wish.kt_max_deferred_experts_per_token == 2
+        assert options.kt_max_deferred_experts_per_token == 2
 
 
 def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
@@ -89,8 +95,8 @@ def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
     names = {flag.field for flag in PLACEMENT_FLAGS}
     assert names == {field.name for field in dataclasses.fields(PlacementOptions)} - {"kt_expert_update_steps"}
     keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
-    wish = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
-    assert (wish.kt_num_gpu_experts, wish.policy) == (7, "auto")
+    options = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
+    assert (options.kt_num_gpu_experts, options.policy) == (7, "auto")
     for line, words in (
         ("--kt-place gpu", "kt_place"),
         ("--kt-gpu-experts-ratio 1.5", "0 to 1"),
@@ -105,12 +111,12 @@ def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
 
 
 def test_own_flags_parse() -> None:
-    found = parse(
+    actual = parse(
         ["M", "--lora-paths", "a=x", "b=y", "c/d", "--api-key", "k", "--watch", "out", "--chunked-prefill-size", "-1"]
     )
-    assert found.lora_paths == (("a", "x"), ("b", "y"), ("d", "c/d"))
-    assert (found.api_key, found.watch, found.notes) == ("k", Path("out"), ())
-    assert found.chunked_prefill_size > 10**9
+    assert actual.lora_paths == (("a", "x"), ("b", "y"), ("d", "c/d"))
+    assert (actual.api_key, actual.watch, actual.notes) == ("k", Path("out"), ())
+    assert actual.chunked_prefill_size > 10**9
     assert set(KT_METHODS) >= {"AMXINT4", "AMXINT8", "RAWINT4", "FP8", "FP8_PERCHANNEL", "BF16", "LLAMAFILE"}
 
 
@@ -303,9 +309,9 @@ def test_serve_chat_and_shutdown(adapters: dict[str, Path], tmp_path: Path) -> N
         step = tmp_path / "checkpoint-5"
         shutil.copytree(adapters["two"], step)
         (step / "trainer_state.json").write_text("{}")
-        said = "/model\nHello\n/model tiny:one\nHello\n/clear\n/system Be brief.\nHello\n/model none\n/what\n/exit\n"
+        lines = "/model\nHello\n/model tiny:one\nHello\n/clear\n/system Be brief.\nHello\n/model none\n/what\n/exit\n"
         talk = subprocess.run(
-            kt("chat", url, "--max-tokens", "5", "--temperature", "0"), input=said, capture_output=True, text=True
+            kt("chat", url, "--max-tokens", "5", "--temperature", "0"), input=lines, capture_output=True, text=True
         )
         assert talk.returncode == 0, talk.stderr
         assert talk.stdout.count("[5 tokens, ") == 3 and "tokens/s" in talk.stdout
@@ -349,25 +355,25 @@ def test_packed_directory_is_prefaulted_or_locked(
 
     out = tmp_path / "packed"
     convert(plan_conversion(model_directory, wanted("bf16"), 2), out)
-    asked: list[str] = []
+    requested: list[str] = []
     map_file = packed.map_file
 
     def mapped(file: Path, pages: str = "lazy") -> Any:
-        asked.append(pages)
+        requested.append(pages)
         return map_file(file, "lazy" if pages == "lock" else pages)  # a test may not be allowed to lock
 
     monkeypatch.setattr(packed, "map_file", mapped)
-    said: list[str] = []
+    lines: list[str] = []
     for words, pages in (([], "lazy"), (["--prefault"], "prefault"), (["--prefault", "--lock"], "lock")):
         launch = parse([str(out), *words, "--device", "cpu", "--max-total-tokens", "256"])
         assert launch.pages == pages
-        open_service(launch, resolve_target(str(out)), said.append)
-        assert asked == [pages] * 2
-        asked.clear()
-    assert not any("without effect" in line for line in said)
+        open_service(launch, resolve_target(str(out)), lines.append)
+        assert requested == [pages] * 2
+        requested.clear()
+    assert not any("without effect" in line for line in lines)
     launch = parse([str(model_directory), "--lock", "--device", "cpu", "--max-total-tokens", "256"])
-    open_service(launch, resolve_target(str(model_directory)), said.append)
-    assert any(line.startswith("--lock: without effect") for line in said) and not asked
+    open_service(launch, resolve_target(str(model_directory)), lines.append)
+    assert any(line.startswith("--lock: without effect") for line in lines) and not requested
 
 
 def test_plan_that_does_not_fit_is_refused(model_directory: Path) -> None:

@@ -34,11 +34,11 @@ def test_adapters_share_a_batch_on_an_expert_engine(
     """Base, two adapters with experts and one without in one batch; log-probabilities equal those of the CPU's
     experts up to the rounding of gate and up to bf16 on a GPU."""
     other = EngineHarness(model_directory, {}, device=device)
-    wish = PlacementOptions(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
-    placement = place(other.model, wish, device=device or "cpu")
+    options = PlacementOptions(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
+    placement = place(other.model, options, device=device or "cpu")
     assert placement is not None
-    said = in_words(placement, wish, settle_residents(placement, wish, None, {}))
-    assert "policy resident; 2 residents in each of" in said and ("16 tokens" in said) == (threshold is not None)
+    lines = in_words(placement, options, settle_residents(placement, options, None, {}))
+    assert "policy resident; 2 residents in each of" in lines and ("16 tokens" in lines) == (threshold is not None)
     other.loaded = {
         name: other.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
     }
@@ -61,8 +61,8 @@ def test_adapters_share_a_batch_on_an_expert_engine(
 def test_models_endpoint_reports_approximations(served: RunningServer) -> None:
     def models() -> list[dict[str, object]]:
         with urllib.request.urlopen(f"{served.url}/v1/models") as reply:
-            found: list[dict[str, object]] = json.loads(reply.read())["data"]
-        return found
+            actual: list[dict[str, object]] = json.loads(reply.read())["data"]
+        return actual
 
     assert not any("approximations" in one for one in models())
     served.service.approximations = {"kt_max_deferred_experts_per_token": 2}
@@ -73,16 +73,18 @@ def test_models_endpoint_reports_approximations(served: RunningServer) -> None:
 
 
 def test_missing_gpu_is_logged_and_routing_is_recorded(model_directory: Path, tmp_path: Path) -> None:
-    file, said = tmp_path / "counts.json", list[str]()
+    file, lines = tmp_path / "counts.json", list[str]()
     words = ["--kt-num-gpu-experts", "2", "--kt-max-deferred-experts-per-token", "1", "--kt-record-experts", str(file)]
     launch = parse([str(model_directory), "--device", "cpu", "--max-total-tokens", "256", *words])
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    service = open_service(launch, resolve_target(str(model_directory)), said.append)
-    assert service.approximations == {} and any("all experts are computed on the CPU, exactly" in line for line in said)
+    service = open_service(launch, resolve_target(str(model_directory)), lines.append)
+    assert service.approximations == {} and any(
+        "all experts are computed on the CPU, exactly" in line for line in lines
+    )
     model = service.engine.forward.model
     names = list(expert_modules(model))
-    service.placement.record(said.append)
+    service.placement.record(lines.append)
     counts = load_counts(file, names)
     assert len(counts) == len(names) and not np.any(counts), "the check came before"
 
@@ -91,10 +93,10 @@ def test_launch_line_overrides_yaml_options(model_directory: Path, tmp_path: Pat
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_place: stream\n  kt_num_gpu_experts: 3\n")
     target = resolve_target(str(file))
-    wish = wish_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
-    assert (wish.policy, wish.kt_num_gpu_experts) == ("stream", 1)
+    options = wish_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
+    assert (options.policy, options.kt_num_gpu_experts) == ("stream", 1)
     lacking = PlacementOptions(kt_enable_dynamic_expert_update=True, kt_num_gpu_experts=1)
     with pytest.raises(InputError, match="kt_gpu_prefill_token_threshold"):
         place(torch.nn.Module(), lacking)
-    assert ServedPlacement(wish, None, None, None).fill(0, None, print) == {}
+    assert ServedPlacement(options, None, None, None).fill(0, None, print) == {}
     assert Target(model_directory).keys == {}

@@ -25,10 +25,10 @@ def harness(*words: str) -> dict[str, Any]:
 
 
 def test_bench_in_process() -> None:
-    found = harness("--engine", "--streams", "1,2", "--adapters", "0,2")
-    cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in found["cells"]]
+    actual = harness("--engine", "--streams", "1,2", "--adapters", "0,2")
+    cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in actual["cells"]]
     assert cells == [(test, streams, count) for test in ("tg3", "pp8") for streams, count in ((1, 0), (2, 0), (2, 2))]
-    assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in found["cells"])
+    assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in actual["cells"])
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
@@ -40,20 +40,22 @@ def test_graph_bench_compares_with_eager(adapters: int) -> None:
     code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import serve_graphs; sys.exit(serve_graphs.main())"
     done = python(code, *words)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [(cell["share"], cell["captured"]) for cell in found["cells"]] == [(0.0, True), (0.5, True)]
-    assert all(cell["graph_tokens_per_s"] > 0 and cell["roof_tokens_per_s"] > 0 for cell in found["cells"])
-    assert [row["tokens"] for row in found["prompts"]] == [8, 8] and found["adapters"] == adapters
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert [(cell["share"], cell["captured"]) for cell in actual["cells"]] == [(0.0, True), (0.5, True)]
+    assert all(cell["graph_tokens_per_s"] > 0 and cell["roof_tokens_per_s"] > 0 for cell in actual["cells"])
+    assert [row["tokens"] for row in actual["prompts"]] == [8, 8] and actual["adapters"] == adapters
 
 
 @pytest.mark.slow
 def test_bench_over_http_compares_with_transformers() -> None:
     pytest.importorskip("fastapi")
     peer = f"transformers={sys.executable}"
-    found = harness("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
-    assert [cell["contender"] for cell in found["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
-    assert all(cell["tokens_per_second"] > 0 for cell in found["cells"])
-    assert [row["bar"] for row in found["ratios"]] == [None, None] and "transformers" in found["peers"]["transformers"]
+    actual = harness("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
+    assert [cell["contender"] for cell in actual["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
+    assert all(cell["tokens_per_second"] > 0 for cell in actual["cells"])
+    assert [row["bar"] for row in actual["ratios"]] == [None, None] and "transformers" in actual["peers"][
+        "transformers"
+    ]
 
 
 def module(name: str) -> Any:
@@ -74,15 +76,15 @@ def test_ratios_are_computed() -> None:
     ours = [cell("kt engine", "tg128", 1, 70), cell("kt engine", "tg128", 8, 300), cell("kt engine", "tg128", 8, 1, 4)]
     peers = [cell("transformers bfloat16", "tg128", 8, 160), cell("llama.cpp BF16", "tg128", 1, 100)]
     peers += [cell("llama.cpp BF16", "tg128", 8, 300), cell("llama.cpp Q4_K", "tg128", 1, 140)]
-    found = module("serve_ratios").ratios(ours + peers)
-    assert [(row["ratio"], row["bar"], row["met"]) for row in found] == [
+    actual = module("serve_ratios").ratios(ours + peers)
+    assert [(row["ratio"], row["bar"], row["met"]) for row in actual] == [
         (pytest.approx(1.875), 2.0, False),
         (pytest.approx(0.7), 0.7, True),
         (pytest.approx(1.0), 1.0, True),
         (pytest.approx(0.5), 0.7, False),
     ]
-    found = module("serve_ratios").ratios([*ours, cell("kt engine Q4_K", "tg128", 1, 120), *peers])
-    assert [row["ours"] for row in found] == ["kt engine"] * 3 + ["kt engine Q4_K"]
+    actual = module("serve_ratios").ratios([*ours, cell("kt engine Q4_K", "tg128", 1, 120), *peers])
+    assert [row["ours"] for row in actual] == ["kt engine"] * 3 + ["kt engine Q4_K"]
 
 
 def test_gguf_file_equals_checkpoint(tmp_path: Path) -> None:
@@ -90,11 +92,11 @@ def test_gguf_file_equals_checkpoint(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     import numpy as np
 
-    made = module("serve_model").make_model(tmp_path / "model", module("shapes").SHAPES["tiny"], 1)
+    created = module("serve_model").make_model(tmp_path / "model", module("shapes").SHAPES["tiny"], 1)
     file = tmp_path / "bf16.gguf"
-    module("serve_gguf").write_gguf(made, file)
+    module("serve_gguf").write_gguf(created, file)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    checkpoint = module("serve_gguf").Checkpoint(made)
+    checkpoint = module("serve_gguf").Checkpoint(created)
     assert len(tensors) == 3 + 9 + 3
     stacked = np.asarray(tensors["blk.0.ffn_down_exps.weight"].data).view(np.uint16)
     for expert in (0, 5):

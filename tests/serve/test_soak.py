@@ -87,8 +87,8 @@ class Client(threading.Thread):
         }
         leaves = self.chance.random() < 0.25
         if kind < 0.6:
-            said = " ".join(self.chance.choices(["sea", "sky", "stone", "tree"], k=self.chance.randrange(1, 60)))
-            messages = [{"role": "user", "content": said}]
+            prompt_text = " ".join(self.chance.choices(["sea", "sky", "stone", "tree"], k=self.chance.randrange(1, 60)))
+            messages = [{"role": "user", "content": prompt_text}]
             return self.request("/v1/chat/completions", json.dumps({**body, "messages": messages}).encode(), leaves)
         prompt = self.chance.choices(range(3, 6400), k=self.chance.randrange(1, 120))
         more = {"prompt": prompt, "echo": self.chance.random() < 0.2, "logprobs": 1}
@@ -167,11 +167,11 @@ def test_soak(harness: EngineHarness, adapters: dict[str, Path]) -> None:
 
 def samples(seconds: float) -> list[tuple[int, int]]:
     """Bytes resident and allocated, thirty samples in that many seconds."""
-    found = []
+    actual = []
     for _ in range(30):
         time.sleep(seconds / 30)
-        found.append((resident(), allocated()))
-    return found
+        actual.append((resident(), allocated()))
+    return actual
 
 
 def record(found: dict[str, Any]) -> None:

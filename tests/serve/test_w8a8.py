@@ -34,10 +34,10 @@ def test_served_model_reports_w8a8(format: str, model_directory: Path, tmp_path:
     out = tmp_path / format
     done = CliRunner().invoke(app, ["quant", str(model_directory), "--format", format, "-o", str(out)])
     assert done.exit_code == 0, done.output
-    said = list[str]()
-    service = open_service(parse(line(out, "--kt-w8a8")), resolve_target(str(out)), said.append)
+    lines = list[str]()
+    service = open_service(parse(line(out, "--kt-w8a8")), resolve_target(str(out)), lines.append)
     assert service.approximations == {"kt_w8a8": True}
-    assert any("8-bit activations" in one and "approximation" in one for one in said)
+    assert any("8-bit activations" in one and "approximation" in one for one in lines)
     modules: dict[str, Any] = dict(expert_modules(service.engine.forward.model))
     layers = [module.kt_store for module in modules.values()]
     assert layers and all(store.w8a8 for store in layers)

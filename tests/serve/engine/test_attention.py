@@ -45,13 +45,13 @@ def test_core_decode_matches_float64(
     new_keys, new_values = torch.randn(1, groups, 3, key).to(dtype), torch.randn(1, groups, 3, value).to(dtype)
     rows = [Span(slot, at, at + 1, length) for at, (slot, length) in enumerate(zip(slots, lengths, strict=True))]
     with attend_to_slots(rows):
-        found, _ = attention_forward(Layer(), query, new_keys, new_values, None, scaling=0.1, sliding_window=window)
+        actual, _ = attention_forward(Layer(), query, new_keys, new_values, None, scaling=0.1, sliding_window=window)
     for at, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         assert torch.equal(slot.keys[0][:, length], new_keys[0, :, at])
         assert torch.equal(slot.values[0][:, length], new_values[0, :, at])
-        wanted = oracle(query[0, :, at], slot, length + 1, window)
+        expected = oracle(query[0, :, at], slot, length + 1, window)
         limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(found[0, at].double(), wanted, rtol=limit, atol=limit)
+        torch.testing.assert_close(actual[0, at].double(), expected, rtol=limit, atol=limit)
         alone = Span(slot, 0, 1, length)
         with attend_to_slots([alone]):
             single, _ = attention_forward(
@@ -63,7 +63,7 @@ def test_core_decode_matches_float64(
                 scaling=0.1,
                 sliding_window=window,
             )
-        assert torch.equal(single[0, 0], found[0, at])
+        assert torch.equal(single[0, 0], actual[0, at])
 
 
 def test_decode_beside_a_prompt_matches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +78,10 @@ def test_decode_beside_a_prompt_matches_torch(monkeypatch: pytest.MonkeyPatch) -
         with attend_to_slots(rows):
             return attention_forward(Layer(), query, keys, values, None)[0], slots
 
-    found, slots = run()
+    actual, slots = run()
     monkeypatch.setattr(attention, "_core_decodes", lambda *_: False)
-    wanted, others = run()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    expected, others = run()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for one, other, end in zip(slots, others, (10, 9, 21), strict=True):
         assert torch.equal(one.keys[0][:, :end], other.keys[0][:, :end])
 

@@ -59,9 +59,9 @@ def test_mixed_batch_matches_separate_runs(harness: EngineHarness) -> None:
     prompts = [random_prompt(seed, 5 + 13 * seed) for seed in range(len(names))]
     alone = [harness.alone(prompt, name, max_tokens=10) for prompt, name in zip(prompts, names, strict=True)]
     engine = harness.engine(chunked_prefill_size=32)
-    made = [harness.sequence(prompt, name, max_tokens=10) for prompt, name in zip(prompts, names, strict=True)]
-    harness.run(engine, *(one for one, _ in made))
-    for expected, (_, recorded) in zip(alone, made, strict=True):
+    created = [harness.sequence(prompt, name, max_tokens=10) for prompt, name in zip(prompts, names, strict=True)]
+    harness.run(engine, *(one for one, _ in created))
+    for expected, (_, recorded) in zip(alone, created, strict=True):
         assert recorded.finish == "length"
         assert same_completion(recorded, expected)
         assert recorded.text == expected.text
@@ -72,9 +72,9 @@ def test_base_rows_are_bit_identical_beside_adapters(harness: EngineHarness) -> 
     prompts = [random_prompt(seed, 20) for seed in range(3)]
 
     def first(names: list[str | None]) -> list[float]:
-        made = [harness.sequence(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
-        harness.run(harness.engine(), *(one for one, _ in made))
-        return made[0][1].logprobs
+        created = [harness.sequence(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+        harness.run(harness.engine(), *(one for one, _ in created))
+        return created[0][1].logprobs
 
     assert first([None, None, None]) == first([None, "two", "one"]) == first([None, "attention", None])
 
@@ -133,11 +133,11 @@ def test_new_adapter_version_shares_no_prefix_with_the_old(harness: EngineHarnes
 
 def test_preempted_sequence_gives_the_same_completion(harness: EngineHarness) -> None:
     prompts = [random_prompt(seed, 30) for seed in range(10, 14)]
-    made = [harness.sequence(prompt, "two", max_tokens=60) for prompt in prompts]
+    created = [harness.sequence(prompt, "two", max_tokens=60) for prompt in prompts]
     engine = harness.engine(max_total_tokens=256)
-    harness.run(engine, *(one for one, _ in made))
+    harness.run(engine, *(one for one, _ in created))
     assert engine.counts.preempted > 0
-    for prompt, (_, recorded) in zip(prompts, made, strict=True):
+    for prompt, (_, recorded) in zip(prompts, created, strict=True):
         assert same_completion(recorded, harness.alone(prompt, "two", max_tokens=60))
     assert engine.kv_cache.allocated_tokens <= 256
 
@@ -147,11 +147,11 @@ def test_prompt_logprobs_match_stock(harness: EngineHarness, stock: dict[str | N
     one, recorded = harness.sequence(prompt, max_tokens=0, prompt_logprobs=True, logprobs=3)
     harness.run(harness.engine(chunked_prefill_size=16), one)
     assert recorded.finish == "length" and not recorded.tokens
-    (told,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
-    assert [score.token for score in told] == prompt and told[0].logprob is None
+    (reported,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
+    assert [score.token for score in reported] == prompt and reported[0].logprob is None
     with torch.no_grad():
         logs = stock[None](input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)  # type: ignore[operator]
-    for place, score in enumerate(told[1:]):
+    for place, score in enumerate(reported[1:]):
         assert score.logprob == pytest.approx(float(logs[place, prompt[place + 1]]), abs=2e-2)
         assert [token for token, _ in score.top] == logs[place].topk(3).indices.tolist()
 
@@ -160,22 +160,22 @@ def test_prompt_logprobs_of_shared_prefix_are_computed_once(harness: EngineHarne
     """Several completions of one prompt, one without scores in between, with more and fewer alternatives: scores
     equal those of separate runs."""
 
-    def told(recorded: RecordedEvents) -> list[Score]:
-        (found,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
-        return list(found)
+    def reported(recorded: RecordedEvents) -> list[Score]:
+        (actual,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
+        return list(actual)
 
     question, engine = random_prompt(31, 40), harness.engine(chunked_prefill_size=16)
     endings = [[5], [6, 7, 8], [5, 9], random_prompt(32, 20)]
     for at, (ending, top) in enumerate([*((ending, 2) for ending in endings), ([6, 7], 0), ([6, 7, 9], 3)]):
         prompt = question + ending
-        asked = {"max_tokens": 1, "prompt_logprobs": True, "logprobs": top}
-        one, recorded = harness.sequence(prompt, **asked)
+        requested = {"max_tokens": 1, "prompt_logprobs": True, "logprobs": top}
+        one, recorded = harness.sequence(prompt, **requested)
         harness.run(engine, one)
-        alone = told(harness.alone(prompt, **asked))
-        assert [score.token for score in told(recorded)] == prompt and told(recorded)[0].logprob is None
-        for found, wanted in zip(told(recorded)[1:], alone[1:], strict=True):
-            assert found.logprob == pytest.approx(wanted.logprob, abs=CPU_TOLERANCE)
-            assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
+        alone = reported(harness.alone(prompt, **requested))
+        assert [score.token for score in reported(recorded)] == prompt and reported(recorded)[0].logprob is None
+        for actual, expected in zip(reported(recorded)[1:], alone[1:], strict=True):
+            assert actual.logprob == pytest.approx(expected.logprob, abs=CPU_TOLERANCE)
+            assert [token for token, _ in actual.top] == [token for token, _ in expected.top]
         if at in (1, 2, 3, 4):
             assert one.cached >= len(question) - 1
         if at == 2:
@@ -186,9 +186,11 @@ def test_prompt_logprobs_of_shared_prefix_are_computed_once(harness: EngineHarne
 def test_seed_repeats_in_every_batch(harness: EngineHarness) -> None:
     sampling = Sampling(temperature=0.9, top_p=0.95, top_k=50, min_p=0.001, seed=7)
     alone = harness.alone(random_prompt(16, 20), "one", sampling=sampling, max_tokens=16)
-    made = [harness.sequence(random_prompt(seed, 20), "one", sampling=sampling, max_tokens=16) for seed in (17, 16, 18)]
-    harness.run(harness.engine(), *(one for one, _ in made))
-    assert made[1][1].tokens == alone.tokens
+    created = [
+        harness.sequence(random_prompt(seed, 20), "one", sampling=sampling, max_tokens=16) for seed in (17, 16, 18)
+    ]
+    harness.run(harness.engine(), *(one for one, _ in created))
+    assert created[1][1].tokens == alone.tokens
     other = harness.alone(random_prompt(16, 20), "one", sampling=Sampling(temperature=0.9, seed=8), max_tokens=16)
     assert other.tokens != alone.tokens
 

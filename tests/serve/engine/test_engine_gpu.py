@@ -32,16 +32,16 @@ def scored(
     harness: EngineHarness, prompts: list[list[int]], names: list[str | None], **limits: int
 ) -> list[torch.Tensor]:
     """Log-probabilities of the prompts, all in one engine."""
-    asked = {"max_tokens": 0, "prompt_logprobs": True, "logprobs": 0}
+    requested = {"max_tokens": 0, "prompt_logprobs": True, "logprobs": 0}
     pairs = zip(prompts, names, strict=True)
-    made = [harness.sequence(prompt, name, **asked) for prompt, name in pairs]
-    harness.run(harness.engine(**limits), *(one for one, _ in made))
-    found = []
-    for _, recorded in made:
+    created = [harness.sequence(prompt, name, **requested) for prompt, name in pairs]
+    harness.run(harness.engine(**limits), *(one for one, _ in created))
+    actual = []
+    for _, recorded in created:
         assert recorded.finish == "length", recorded.events[-1].error
-        (told,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
-        found.append(torch.tensor([score.logprob for score in told[1:]]))
-    return found
+        (reported,) = [event.prompt_scores for event in recorded.events if event.prompt_scores]
+        actual.append(torch.tensor([score.logprob for score in reported[1:]]))
+    return actual
 
 
 def test_kv_slots_are_on_the_gpu_and_experts_are_not(on_gpu: EngineHarness) -> None:
@@ -62,19 +62,19 @@ def test_kv_slots_are_on_the_gpu_and_experts_are_not(on_gpu: EngineHarness) -> N
 def test_mixed_batch_matches_separate_runs(on_gpu: EngineHarness) -> None:
     prompts = [random_prompt(seed, 5 + 13 * seed) for seed in range(len(NAMES))]
     mixed = scored(on_gpu, prompts, NAMES, chunked_prefill_size=32)
-    for prompt, name, found in zip(prompts, NAMES, mixed, strict=True):
+    for prompt, name, actual in zip(prompts, NAMES, mixed, strict=True):
         (alone,) = scored(on_gpu, [prompt], [name])
-        assert float((found - alone).abs().max()) < GPU_TOLERANCE, name
+        assert float((actual - alone).abs().max()) < GPU_TOLERANCE, name
 
 
 def test_adapters_give_different_results(on_gpu: EngineHarness) -> None:
     """Differences are far beyond the tolerance, so mixed-up adapters would fail the test above."""
     prompt = random_prompt(21, 60)
     names: list[str | None] = [None, "one", "two", "attention"]
-    found = dict(zip(names, scored(on_gpu, [prompt] * 4, names), strict=True))
+    actual = dict(zip(names, scored(on_gpu, [prompt] * 4, names), strict=True))
     for name in names[1:]:
         for other in {*names} - {name}:
-            assert float((found[name] - found[other]).abs().max()) > 20 * GPU_TOLERANCE, (name, other)
+            assert float((actual[name] - actual[other]).abs().max()) > 20 * GPU_TOLERANCE, (name, other)
 
 
 def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness) -> None:
@@ -88,8 +88,10 @@ def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness) -> N
 def test_logprobs_match_cpu(on_gpu: EngineHarness, harness: EngineHarness) -> None:
     prompts = [random_prompt(seed, 30 + seed) for seed in range(4)]
     names: list[str | None] = [None, "one", "two", "attention"]
-    for name, here, there in zip(names, scored(on_gpu, prompts, names), scored(harness, prompts, names), strict=True):
-        assert float((here - there).abs().max()) < GPU_TOLERANCE, name
+    for name, placed_harness, there in zip(
+        names, scored(on_gpu, prompts, names), scored(harness, prompts, names), strict=True
+    ):
+        assert float((placed_harness - there).abs().max()) < GPU_TOLERANCE, name
 
 
 def test_chunks_prefixes_and_preemption_change_nothing(on_gpu: EngineHarness) -> None:
@@ -107,11 +109,11 @@ def test_chunks_prefixes_and_preemption_change_nothing(on_gpu: EngineHarness) ->
     fresh = on_gpu.alone(prompt + random_prompt(6, 9), "one", max_tokens=1)
     assert recorded.events[-1].cached == 90
     assert recorded.logprobs == pytest.approx(fresh.logprobs, abs=GPU_TOLERANCE)
-    made = [on_gpu.sequence(random_prompt(seed, 30), "two", max_tokens=60) for seed in range(10, 14)]
+    created = [on_gpu.sequence(random_prompt(seed, 30), "two", max_tokens=60) for seed in range(10, 14)]
     small = on_gpu.engine(max_total_tokens=256)
-    on_gpu.run(small, *(one for one, _ in made))
+    on_gpu.run(small, *(one for one, _ in created))
     assert small.counts.preempted > 0 and small.kv_cache.allocated_tokens <= 256
-    assert [recorded.finish for _, recorded in made] == ["length"] * 4
+    assert [recorded.finish for _, recorded in created] == ["length"] * 4
 
 
 def test_engine_runs_in_its_own_thread(on_gpu: EngineHarness) -> None:
@@ -119,13 +121,13 @@ def test_engine_runs_in_its_own_thread(on_gpu: EngineHarness) -> None:
     engine = on_gpu.engine()
     engine.start()
     try:
-        made = [on_gpu.sequence(random_prompt(seed, 25), name) for seed, name in enumerate([None, "one", "two"])]
-        engine.submit([one for one, _ in made])
-        for _, recorded in made:
+        created = [on_gpu.sequence(random_prompt(seed, 25), name) for seed, name in enumerate([None, "one", "two"])]
+        engine.submit([one for one, _ in created])
+        for _, recorded in created:
             wait_for_finish(recorded)
     finally:
         engine.stop()
-    for seed, (name, (_, recorded)) in enumerate(zip([None, "one", "two"], made, strict=True)):
+    for seed, (name, (_, recorded)) in enumerate(zip([None, "one", "two"], created, strict=True)):
         alone = on_gpu.alone(random_prompt(seed, 25), name)
         assert recorded.logprobs[0] == pytest.approx(alone.logprobs[0], abs=GPU_TOLERANCE)
 
@@ -134,9 +136,9 @@ def test_served_model_in_bf16_answers(model_directory: Path, adapters: dict[str,
     """`kt serve` with a GPU: bf16 by default, cache capacity from free memory, adapters from their directories."""
     paths = tuple((name, str(adapters[name])) for name in ("one", "two"))
     launch = Launch(str(model_directory), lora_paths=paths, memory=0.01, max_running_requests=4, context_length=256)
-    said: list[str] = []
-    service = open_service(launch, Target(model_directory, name="tiny"), said.append)
-    assert "bfloat16, cuda" in said[0]
+    lines: list[str] = []
+    service = open_service(launch, Target(model_directory, name="tiny"), lines.append)
+    assert "bfloat16, cuda" in lines[0]
     model = service.engine.forward.model
     assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
     harness = EngineHarness.__new__(EngineHarness)
@@ -145,7 +147,7 @@ def test_served_model_in_bf16_answers(model_directory: Path, adapters: dict[str,
     prompts = [random_prompt(seed, 40) for seed in range(3)]
     names: list[str | None] = [None, "one", "two"]
     mixed = scored(harness, prompts, names)
-    for prompt, name, found in zip(prompts, names, mixed, strict=True):
+    for prompt, name, actual in zip(prompts, names, mixed, strict=True):
         (alone,) = scored(harness, [prompt], [name])
-        assert float((found - alone).abs().mean()) < 0.2, name  # a router on a step of bf16 may choose otherwise
+        assert float((actual - alone).abs().mean()) < 0.2, name  # a router on a step of bf16 may choose otherwise
     assert float((mixed[1] - scored(harness, [prompts[1]], [None])[0]).abs().mean()) > 0.8

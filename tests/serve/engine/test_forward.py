@@ -43,19 +43,19 @@ def test_greedy_chunks_return_their_token() -> None:
     model: Any = build("qwen3_moe")
     forward = Forward(model)
     read: list[torch.Tensor] = []
-    asked = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
+    requested = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
     pieces = [
         Chunk(
             KVSlot(None, capacity=16), tokens, 0, None, collect_rows(read) if not at else None, greedy or last, greedy
         )
-        for at, (tokens, last, greedy) in enumerate(asked)
+        for at, (tokens, last, greedy) in enumerate(requested)
     ]
     first, middle, drawn, last = forward.run(pieces)
     assert middle is None and first is not None and drawn is not None and last is not None
     assert read[0].shape[0] == 3 and torch.allclose(read[0][-1], first.logits, atol=1e-5)
     assert drawn.token is None and drawn.logits.shape == last.logits.shape == read[0].shape[1:]
-    for found in (first, last):
-        assert found.token == int(found.logits.float().argmax())
+    for actual in (first, last):
+        assert actual.token == int(actual.logits.float().argmax())
 
 
 @pytest.mark.parametrize(("family", "words"), [("deepseek_v32", "keys by an index"), ("jamba", "differ by")])
@@ -76,16 +76,16 @@ def test_recurrent_families_use_sequential_forward() -> None:
 @pytest.mark.slow
 def test_every_family_is_served_or_refused() -> None:
     """docs/serve.md states these counts."""
-    found: Counter[str] = Counter()
+    actual: Counter[str] = Counter()
     for family in FAMILIES:
         try:
             forward = make_forward(build(family))
             forward.check_against_stock()
-            found[type(forward).__name__] += 1
+            actual[type(forward).__name__] += 1
         except InputError as error:
             assert family in str(error)
-            found["refused"] += 1
-    assert found == {"Forward": 33, "SequentialForward": 7, "refused": 6}
+            actual["refused"] += 1
+    assert actual == {"Forward": 33, "SequentialForward": 7, "refused": 6}
 
 
 def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness) -> None:
@@ -97,7 +97,7 @@ def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness
     attach(model)
     select(model)
     forward = make_forward(model)
-    places = LoraModules(model)
+    lora_modules = LoraModules(model)
     shapes = {"gate": (6, 40, 64), "up": (6, 40, 64), "down": (6, 64, 40)}
     torch.manual_seed(0)
     experts = {
@@ -107,14 +107,14 @@ def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness
         }
         for layer in range(2)
     }
-    adapter = places.bind(in_memory(experts, {}), "made", "made", 1)
+    adapter = lora_modules.bind(in_memory(experts, {}), "made", "made", 1)
 
-    def say(engine: ServeEngine, *asked: tuple[list[int], Any]) -> list[RecordedEvents]:
-        recorded = [RecordedEvents() for _ in asked]
+    def complete(engine: ServeEngine, *requested: tuple[list[int], Any]) -> list[RecordedEvents]:
+        recorded = [RecordedEvents() for _ in requested]
         sampling = Sampling(temperature=0)
         engine.submit(
             Sequence(GenerationRequest(tuple(prompt), 6, sampling, one, logprobs=0), harness.tokenizer, ear)
-            for (prompt, one), ear in zip(asked, recorded, strict=True)
+            for (prompt, one), ear in zip(requested, recorded, strict=True)
         )
         while engine.busy:
             engine.step()
@@ -134,17 +134,17 @@ def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness
 
     prompt = [(3 * at + 4) % 90 for at in range(20)]
     engine = fresh()
-    base, made = say(engine, (prompt, None), (prompt, adapter))
-    assert base.tokens != made.tokens
-    assert [base.tokens] == [one.tokens for one in say(fresh(), (prompt, None))]
-    assert [made.tokens] == [one.tokens for one in say(fresh(), (prompt, adapter))]
-    longer = prompt + made.tokens + [5, 6, 7]
-    (went_on,) = say(engine, (longer, adapter))
+    base, created = complete(engine, (prompt, None), (prompt, adapter))
+    assert base.tokens != created.tokens
+    assert [base.tokens] == [one.tokens for one in complete(fresh(), (prompt, None))]
+    assert [created.tokens] == [one.tokens for one in complete(fresh(), (prompt, adapter))]
+    longer = prompt + created.tokens + [5, 6, 7]
+    (went_on,) = complete(engine, (longer, adapter))
     assert went_on.events[-1].cached == 25
-    assert [went_on.tokens] == [one.tokens for one in say(fresh(), (longer, adapter))]
-    (turned,) = say(engine, ([*prompt[:12], 8, 9], adapter))
+    assert [went_on.tokens] == [one.tokens for one in complete(fresh(), (longer, adapter))]
+    (turned,) = complete(engine, ([*prompt[:12], 8, 9], adapter))
     assert turned.events[-1].cached == 0
-    assert [turned.tokens] == [one.tokens for one in say(fresh(), ([*prompt[:12], 8, 9], adapter))]
+    assert [turned.tokens] == [one.tokens for one in complete(fresh(), ([*prompt[:12], 8, 9], adapter))]
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe"])
@@ -160,7 +160,7 @@ def test_sliding_window_holds_across_chunks() -> None:
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     forward, slot = Forward(model), KVSlot(None, capacity=64)
-    found: list[torch.Tensor] = []
+    actual: list[torch.Tensor] = []
     for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
-        forward.run([Chunk(slot, tokens[first:last], first, None, collect_rows(found))])
-    assert torch.allclose(torch.cat(found), expected, atol=1e-4)
+        forward.run([Chunk(slot, tokens[first:last], first, None, collect_rows(actual))])
+    assert torch.allclose(torch.cat(actual), expected, atol=1e-4)

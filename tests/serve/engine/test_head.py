@@ -25,19 +25,19 @@ def test_long_prompt_is_scored_in_parts() -> None:
     tokens = [(11 * at + 5) % 90 for at in range(300)]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    forward, found = Forward(model), list[tuple[int, torch.Tensor]]()
+    forward, actual = Forward(model), list[tuple[int, torch.Tensor]]()
     rows: list[int] = []
     bodies: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
     model.model.layers[0].register_forward_hook(lambda module, args, output: bodies.append(1))
 
     def read(first: int, logits: torch.Tensor) -> None:
-        found.append((first, logits))
+        actual.append((first, logits))
 
     (last,) = forward.run([Chunk(KVSlot(None, capacity=320), tokens, 0, None, read)])
     assert rows == [SCORED_ROWS, SCORED_ROWS, 300 - 2 * SCORED_ROWS, 1] and len(bodies) == 1
-    assert [first for first, _ in found] == [0, SCORED_ROWS, 2 * SCORED_ROWS]
-    assert torch.allclose(torch.cat([logits for _, logits in found]), expected, atol=1e-4)
+    assert [first for first, _ in actual] == [0, SCORED_ROWS, 2 * SCORED_ROWS]
+    assert torch.allclose(torch.cat([logits for _, logits in actual]), expected, atol=1e-4)
     assert last is not None and torch.allclose(last.logits, expected[-1], atol=1e-4)
     assert "forward" not in vars(model.model)
 
@@ -54,18 +54,18 @@ def test_families_compute_selected_rows(family: str, monkeypatch: pytest.MonkeyP
 def test_scores_do_not_depend_on_part_size(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [([(7 * at + 3) % 6400 for at in range(50)], "one"), ([9, 8, 7], None), ([5] * 20, "attention")]
 
-    def told() -> list[Any]:
+    def reported() -> list[Any]:
         engine = harness.engine(chunked_prefill_size=33)
-        asked = {"max_tokens": 2, "prompt_logprobs": True}
-        made = [harness.sequence(prompt, adapter, **asked) for prompt, adapter in prompts]
-        harness.run(engine, *(one for one, _ in made))
+        requested = {"max_tokens": 2, "prompt_logprobs": True}
+        created = [harness.sequence(prompt, adapter, **requested) for prompt, adapter in prompts]
+        harness.run(engine, *(one for one, _ in created))
         assert engine.counts.scored_tokens == sum(len(prompt) for prompt, _ in prompts)
-        return [event.prompt_scores for _, recorded in made for event in recorded.events if event.prompt_scores]
+        return [event.prompt_scores for _, recorded in created for event in recorded.events if event.prompt_scores]
 
-    whole = told()
+    whole = reported()
     monkeypatch.setattr(head, "SCORED_ROWS", 4)
     assert sorted(len(scores) for scores in whole) == [3, 20, 50]
-    for parts, scores in zip(told(), whole, strict=True):
+    for parts, scores in zip(reported(), whole, strict=True):
         assert [one.token for one in parts] == [one.token for one in scores]
         assert parts[0].logprob is None
         for one, other in zip(parts[1:], scores[1:], strict=True):

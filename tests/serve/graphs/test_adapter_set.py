@@ -61,9 +61,9 @@ def placed(model_directory: Path, adapters: dict[str, Path]) -> Iterator[tuple[E
 def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
     harness, placement = placed
     placement.place_residents(count=0)
-    made = EagerCapture(placement)
-    harness.forward.graphs = DecodeGraphs(harness.model, placement, made)
-    yield made
+    created = EagerCapture(placement)
+    harness.forward.graphs = DecodeGraphs(harness.model, placement, created)
+    yield created
     graphs_of(harness)._clear()
     harness.forward.graphs = None
 
@@ -72,7 +72,7 @@ def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Nam
     """Logits of steps in which row i has the adapter of the i-th name; each (row, name) has its own slot with a
     prompt."""
     slots: dict[tuple[int, str | None], KVSlot] = {}
-    found = []
+    actual = []
     with torch.inference_mode():
         for number, names in enumerate(mixtures):
             pieces = []
@@ -86,8 +86,8 @@ def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Nam
                 slot = slots[row, name]
                 pieces.append(Chunk(slot, [17 + 3 * row + number], slot.length, adapter, greedy=True))
             rows = [one.logits for one in forward.run(pieces) if one is not None]
-            found.append(torch.stack(rows).float().clone())
-    return found
+            actual.append(torch.stack(rows).float().clone())
+    return actual
 
 
 def apart(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -114,26 +114,26 @@ def test_mixed_adapters_match_eager(
     harness: EngineHarness,
 ) -> None:
     """Against the CPU without an expert engine, step by step with the same tokens."""
-    here, placement = placed
+    placed_harness, placement = placed
     placement.place_residents(count=count)
     mixtures = MIXTURES[which]
-    wanted = steps(harness.forward, all_of(harness), mixtures)
-    found = steps(here.forward, here.loaded, mixtures)
-    assert capture.captured == 1 and graphs_of(here).replayed == len(mixtures) - LEAST + 1
-    assert apart(found, wanted) < (NEAR if count else 1e-4)
+    expected = steps(harness.forward, all_of(harness), mixtures)
+    actual = steps(placed_harness.forward, placed_harness.loaded, mixtures)
+    assert capture.captured == 1 and graphs_of(placed_harness).replayed == len(mixtures) - LEAST + 1
+    assert apart(actual, expected) < (NEAR if count else 1e-4)
     base = steps(harness.forward, all_of(harness), [[None] * len(names) for names in mixtures])
-    assert apart(base, wanted) > 5 * NEAR, "the adapters do something"
+    assert apart(base, expected) > 5 * NEAR, "the adapters do something"
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_base_rows_are_bit_identical_beside_adapters(
     count: int, placed: tuple[EngineHarness, Placement], capture: EagerCapture
 ) -> None:
-    here, placement = placed
+    placed_harness, placement = placed
     placement.place_residents(count=count)
     for _ in range(2):  # the second time all steps are replayed
-        mixed = steps(here.forward, here.loaded, [["one", None, "two", None]] * 4)
-        base = steps(here.forward, here.loaded, [[None] * 4] * 4)
+        mixed = steps(placed_harness.forward, placed_harness.loaded, [["one", None, "two", None]] * 4)
+        base = steps(placed_harness.forward, placed_harness.loaded, [[None] * 4] * 4)
     assert capture.captured == 2, "steps of the base alone have a graph of their own"
     assert torch.equal(mixed[-1][1], base[-1][1]) and torch.equal(mixed[-1][3], base[-1][3])
     assert not torch.equal(mixed[-1][0], base[-1][0])
@@ -142,20 +142,20 @@ def test_base_rows_are_bit_identical_beside_adapters(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
     """Ranks, scales and a layer that one adapter lacks; rows without LoRA keep their bits, negative zeros included."""
-    made = torch.Generator().manual_seed(1)
+    created = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8)).to(dtype)
     LoraModules(_Named(model))
 
     def factors(module: nn.Module, rank: int, scaling: float) -> LinearLora:
         linear: Any = module
-        a, b = torch.randn(rank, linear.in_features, generator=made), torch.randn(rank, linear.out_features)
+        a, b = torch.randn(rank, linear.in_features, generator=created), torch.randn(rank, linear.out_features)
         return LinearLora(a, b, scaling)
 
     one = LoadedAdapter("one", 1, "", {model[0]: factors(model[0], 3, 0.7), model[1]: factors(model[1], 3, 0.7)}, {})
     two = LoadedAdapter("two", 1, "", {model[0]: factors(model[0], 5, 2.0)}, {})
     mixture = AdapterSet((one, two), torch.device("cpu"))
     with torch.inference_mode():
-        x = torch.randn(4, 16, generator=made).to(dtype)
+        x = torch.randn(4, 16, generator=created).to(dtype)
         x[3] = -0.0
         adapter_index = torch.tensor([1, 0, 2, 0])
         bare = model[0](x)
@@ -184,8 +184,8 @@ def test_completions_match_eager(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
     """Sequences that join and leave, prompts in between, padding rows."""
-    here, _ = placed
-    asked: list[tuple[int, int, str | None]] = [
+    placed_harness, _ = placed
+    requested: list[tuple[int, int, str | None]] = [
         (5, 20, "one"),
         (40, 12, None),
         (9, 21, "two"),
@@ -193,15 +193,15 @@ def test_completions_match_eager(
         (3, 15, "one"),
         (7, 15, None),
     ]
-    engine = here.engine(max_running_requests=3)
-    made = [
-        here.sequence(random_prompt(seed, length), name, max_tokens=new)
-        for seed, (length, new, name) in enumerate(asked)
+    engine = placed_harness.engine(max_running_requests=3)
+    created = [
+        placed_harness.sequence(random_prompt(seed, length), name, max_tokens=new)
+        for seed, (length, new, name) in enumerate(requested)
     ]
-    here.run(engine, *(one for one, _ in made))
-    graphs = graphs_of(here)
+    placed_harness.run(engine, *(one for one, _ in created))
+    graphs = graphs_of(placed_harness)
     assert capture.captured > 2 and graphs.replayed > 20
-    for seed, ((length, new, name), (_, recorded)) in enumerate(zip(asked, made, strict=True)):
+    for seed, ((length, new, name), (_, recorded)) in enumerate(zip(requested, created, strict=True)):
         assert same_completion(recorded, harness.alone(random_prompt(seed, length), name, max_tokens=new))
 
 
@@ -211,15 +211,15 @@ def sets_of(harness: EngineHarness) -> list[list[str]]:
 
 def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
     """A step with a subset of its adapters uses its graph; another batch size captures the same set again."""
-    here, _ = placed
+    placed_harness, _ = placed
     both: list[Names] = [["one", "two"]] * LEAST
-    steps(here.forward, here.loaded, [*both, ["two", None], ["one", "one"], [None, "two"]])
-    graphs = graphs_of(here)
-    assert capture.captured == 1 and graphs.replayed == 4 and sets_of(here) == [["one", "two"]]
-    steps(here.forward, here.loaded, [["one"]] * LEAST)
-    assert capture.captured == 2 and sets_of(here) == [["one", "two"]], "its factors are there already"
-    steps(here.forward, here.loaded, [["attention", "one"]] * LEAST)
-    assert sets_of(here) == [["one", "two"], ["attention", "one"]]
+    steps(placed_harness.forward, placed_harness.loaded, [*both, ["two", None], ["one", "one"], [None, "two"]])
+    graphs = graphs_of(placed_harness)
+    assert capture.captured == 1 and graphs.replayed == 4 and sets_of(placed_harness) == [["one", "two"]]
+    steps(placed_harness.forward, placed_harness.loaded, [["one"]] * LEAST)
+    assert capture.captured == 2 and sets_of(placed_harness) == [["one", "two"]], "its factors are there already"
+    steps(placed_harness.forward, placed_harness.loaded, [["attention", "one"]] * LEAST)
+    assert sets_of(placed_harness) == [["one", "two"], ["attention", "one"]]
     table = graphs._steps[2, next(reversed(graphs._sets))].table
     assert table[4].tolist() == [1, 2] and table[3].tolist() == [1, 1]
 
@@ -232,82 +232,89 @@ def calls(placement: Placement) -> set[Any]:
 def test_number_of_sets_is_bounded(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, adapters: dict[str, Path]
 ) -> None:
-    here, placement = placed
+    placed_harness, placement = placed
     placement.place_residents(count=2)
     names = [f"copy{at}" for at in range(SETS + 2)]
-    opened = {name: here.lora_modules.open(adapters["one"], name, 1, str(here.directory)) for name in names}
+    opened = {
+        name: placed_harness.lora_modules.open(adapters["one"], name, 1, str(placed_harness.directory))
+        for name in names
+    }
     for name in names:
-        steps(here.forward, opened, [[name]] * LEAST)
-        steps(here.forward, opened, [["copy0"]])  # used again and again: it stays
-    assert sets_of(here) == [*([name] for name in names[-SETS + 1 :]), ["copy0"]]
-    assert calls(placement) == {(packed,) for one in graphs_of(here)._sets for packed in one[0].experts.values()}
-    gone = weakref.ref(opened.pop("copy1"))
-    graphs_of(here)._seen.clear()
+        steps(placed_harness.forward, opened, [[name]] * LEAST)
+        steps(placed_harness.forward, opened, [["copy0"]])  # used again and again: it stays
+    assert sets_of(placed_harness) == [*([name] for name in names[-SETS + 1 :]), ["copy0"]]
+    assert calls(placement) == {
+        (packed,) for one in graphs_of(placed_harness)._sets for packed in one[0].experts.values()
+    }
+    released = weakref.ref(opened.pop("copy1"))
+    graphs_of(placed_harness)._seen.clear()
     gc.collect()
-    assert gone() is None, "released"
+    assert released() is None, "released"
     assert capture.captured == SETS + 2
 
 
 def test_bytes_of_copied_factors_are_bounded(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, _ = placed
-    steps(here.forward, here.loaded, [["one", "two"]] * LEAST)
-    (large,) = graphs_of(here)._sets.values()
+    placed_harness, _ = placed
+    steps(placed_harness.forward, placed_harness.loaded, [["one", "two"]] * LEAST)
+    (large,) = graphs_of(placed_harness)._sets.values()
     monkeypatch.setattr(graphs_module, "SET_BYTES", large.bytes)
-    steps(here.forward, here.loaded, [["one", "attention"]] * LEAST)
-    assert sets_of(here) == [["attention", "one"]], "both are too much"
-    steps(here.forward, here.loaded, [["one"], ["two"]] * LEAST)
-    assert ["two"] in sets_of(here), "one alone has no copies"
-    steps(here.forward, here.loaded, [["attention", "one", "two"]] * LEAST)
-    assert len(sets_of(here)) == 2 and capture.captured == 4, "too large alone: no other set is evicted"
+    steps(placed_harness.forward, placed_harness.loaded, [["one", "attention"]] * LEAST)
+    assert sets_of(placed_harness) == [["attention", "one"]], "both are too much"
+    steps(placed_harness.forward, placed_harness.loaded, [["one"], ["two"]] * LEAST)
+    assert ["two"] in sets_of(placed_harness), "one alone has no copies"
+    steps(placed_harness.forward, placed_harness.loaded, [["attention", "one", "two"]] * LEAST)
+    assert len(sets_of(placed_harness)) == 2 and capture.captured == 4, "too large alone: no other set is evicted"
 
 
 def test_unloaded_adapter_drops_its_graphs(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness, adapters: dict[str, Path]
 ) -> None:
     """A running request keeps its graph to its end; then everything of the adapter is released."""
-    here, placement = placed
+    placed_harness, placement = placed
     placement.place_residents(count=2)
-    here.loaded["short"] = here.lora_modules.open(adapters["one"], "short", 7, str(here.directory))
-    engine = here.engine()
-    first, recorded = here.sequence(random_prompt(1, 9), "short", max_tokens=25)
+    placed_harness.loaded["short"] = placed_harness.lora_modules.open(
+        adapters["one"], "short", 7, str(placed_harness.directory)
+    )
+    engine = placed_harness.engine()
+    first, recorded = placed_harness.sequence(random_prompt(1, 9), "short", max_tokens=25)
     engine.submit([first])
     for _ in range(8):
         engine.step()
-    graphs = graphs_of(here)
+    graphs = graphs_of(placed_harness)
     engine.drop_adapter(("short", 7))
     before = graphs.replayed
     engine.step()
-    assert graphs.replayed == before + 1 and sets_of(here) == [["short"]]
+    assert graphs.replayed == before + 1 and sets_of(placed_harness) == [["short"]]
     while engine.busy:
         engine.step()
     engine.step()
     assert recorded.finish == "length" and graphs.replayed == 24 - LEAST + 1 and capture.captured == 1
-    assert not sets_of(here) and not calls(placement) and not graphs._steps
+    assert not sets_of(placed_harness) and not calls(placement) and not graphs._steps
     assert not any(engine.side.shelf._held for engine in placement.engines)
     alone = harness.alone(random_prompt(1, 9), "one", max_tokens=25)
     assert recorded.tokens[0] == alone.tokens[0] and recorded.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
-    gone = weakref.ref(here.loaded.pop("short"))
+    released = weakref.ref(placed_harness.loaded.pop("short"))
     del first, recorded
     gc.collect()
-    assert gone() is None
+    assert released() is None
     assert not engine._unloaded
 
 
 def test_adapters_match_after_residents_change(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
-    here, placement = placed
+    placed_harness, placement = placed
     mixtures: list[Names] = [["one", None]] * 4
-    wanted = steps(harness.forward, harness.loaded, mixtures)
+    expected = steps(harness.forward, harness.loaded, mixtures)
     for turn, count in enumerate((2, 3, 0, 6), start=1):
         placement.place_residents(count=count)
-        assert apart(steps(here.forward, here.loaded, mixtures), wanted) < NEAR
-        assert capture.captured == turn and sets_of(here) == [["one"]]
+        assert apart(steps(placed_harness.forward, placed_harness.loaded, mixtures), expected) < NEAR
+        assert capture.captured == turn and sets_of(placed_harness) == [["one"]]
         if count == 2:
             placement.renew_residents()
-            assert apart(steps(here.forward, here.loaded, mixtures), wanted) < NEAR
+            assert apart(steps(placed_harness.forward, placed_harness.loaded, mixtures), expected) < NEAR
             assert capture.captured == 1, "in the same room"
 
 
@@ -319,40 +326,43 @@ def test_full_lora_cache_evicts_other_sets(
 ) -> None:
     """Factors beside residents have a budget: a new set evicts others, and one that is too large alone is refused
     once, while the others continue."""
-    here, placement = placed
+    placed_harness, placement = placed
     placement.place_residents(count=2)
     (engine,) = placement.engines
     shelf = engine.side.shelf
-    steps(here.forward, here.loaded, [["two"]] * LEAST)
+    steps(placed_harness.forward, placed_harness.loaded, [["two"]] * LEAST)
     size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
-    graphs_of(here)._clear()
+    graphs_of(placed_harness)._clear()
     engine.side.shelf = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):
-                steps(here.forward, here.loaded, [[name]] * LEAST)
-                assert sets_of(here) == [[name]]
+                steps(placed_harness.forward, placed_harness.loaded, [[name]] * LEAST)
+                assert sets_of(placed_harness) == [[name]]
             mixtures: list[Names] = [["one", "two"]] * (LEAST + 2)
-            wanted = steps(harness.forward, harness.loaded, mixtures)
-            found = steps(here.forward, here.loaded, mixtures)
-        assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
-        said = [line for line in caplog.messages if "kernel by kernel" in line]
-        assert len(said) == 1 and "batches of 2 with one, two" in said[0] and "beside residents" in said[0]
+            expected = steps(harness.forward, harness.loaded, mixtures)
+            actual = steps(placed_harness.forward, placed_harness.loaded, mixtures)
+        assert apart(actual, expected) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
+        lines = [line for line in caplog.messages if "kernel by kernel" in line]
+        assert len(lines) == 1 and "batches of 2 with one, two" in lines[0] and "beside residents" in lines[0]
         assert not engine.side.shelf._held and not calls(placement)
-        graphs_of(here).forget(("one", 1))
-        assert not graphs_of(here)._refused, "there may be room now"
+        graphs_of(placed_harness).forget(("one", 1))
+        assert not graphs_of(placed_harness)._refused, "there may be room now"
     finally:
-        graphs_of(here)._clear()
+        graphs_of(placed_harness)._clear()
         engine.side.shelf = shelf
 
 
 def test_adapter_loaded_before_the_engine_is_not_captured(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, _ = placed
-    bare = {"old": replace(here.loaded["one"], name="old", factors={})}
+    placed_harness, _ = placed
+    bare = {"old": replace(placed_harness.loaded["one"], name="old", factors={})}
     with caplog.at_level("WARNING"):
-        steps(here.forward, bare, [["old", None]] * (LEAST + 2))
-    assert not graphs_of(here).replayed and sum("packed for the CPU only" in line for line in caplog.messages) == 1
-    steps(here.forward, here.loaded, [["one", None]] * LEAST)
-    assert graphs_of(here).replayed == 1
+        steps(placed_harness.forward, bare, [["old", None]] * (LEAST + 2))
+    assert (
+        not graphs_of(placed_harness).replayed
+        and sum("packed for the CPU only" in line for line in caplog.messages) == 1
+    )
+    steps(placed_harness.forward, placed_harness.loaded, [["one", None]] * LEAST)
+    assert graphs_of(placed_harness).replayed == 1

@@ -42,9 +42,9 @@ def placed(model_directory: Path, adapters: dict[str, Path]) -> Iterator[tuple[E
 def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
     harness, placement = placed
     placement.place_residents(count=0)
-    made = EagerCapture(placement)
-    harness.forward.graphs = DecodeGraphs(harness.model, placement, made)
-    yield made
+    created = EagerCapture(placement)
+    harness.forward.graphs = DecodeGraphs(harness.model, placement, created)
+    yield created
     harness.forward.graphs = None
 
 
@@ -52,41 +52,45 @@ def test_completions_match_eager(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
     """Sequences of several lengths that join and leave; prompts in between run eagerly."""
-    here, _ = placed
+    placed_harness, _ = placed
     lengths = [(5, 30), (40, 12), (9, 21), (70, 8), (1, 15)]
     prompts = [random_prompt(seed, length) for seed, (length, _) in enumerate(lengths)]
-    engine = here.engine(max_running_requests=3)
-    made = [here.sequence(prompt, max_tokens=new) for prompt, (_, new) in zip(prompts, lengths, strict=True)]
-    here.run(engine, *(one for one, _ in made))
-    graphs = graphs_of(here)
+    engine = placed_harness.engine(max_running_requests=3)
+    created = [
+        placed_harness.sequence(prompt, max_tokens=new) for prompt, (_, new) in zip(prompts, lengths, strict=True)
+    ]
+    placed_harness.run(engine, *(one for one, _ in created))
+    graphs = graphs_of(placed_harness)
     assert capture.captured == 3 and 0 < graphs.replayed < engine.counts.steps
-    for prompt, (_, new), (_, recorded) in zip(prompts, lengths, made, strict=True):
+    for prompt, (_, new), (_, recorded) in zip(prompts, lengths, created, strict=True):
         assert same_completion(recorded, harness.alone(prompt, max_tokens=new))
 
 
 def test_growing_slots_and_cached_prefixes_match_eager(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
-    here, _ = placed
-    prompt, engine = random_prompt(3, 60), here.engine()
-    first, recorded = here.sequence(prompt, max_tokens=100)
-    here.run(engine, first)
-    assert graphs_of(here).replayed > 90 and capture.captured == 1
+    placed_harness, _ = placed
+    prompt, engine = random_prompt(3, 60), placed_harness.engine()
+    first, recorded = placed_harness.sequence(prompt, max_tokens=100)
+    placed_harness.run(engine, first)
+    assert graphs_of(placed_harness).replayed > 90 and capture.captured == 1
     assert same_completion(recorded, harness.alone(prompt, max_tokens=100))
     longer = prompt + recorded.tokens[:80]
-    again, later = here.sequence(longer, max_tokens=20)
-    here.run(engine, again)
+    again, later = placed_harness.sequence(longer, max_tokens=20)
+    placed_harness.run(engine, again)
     assert later.events[-1].cached == len(longer) - 1
     assert same_completion(later, harness.alone(longer, max_tokens=20))
 
 
 def test_unsupported_steps_run_eagerly(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
-    here, _ = placed
-    asked = {"max_tokens": 0, "prompt_logprobs": True, "logprobs": 0}
-    here.run(here.engine(chunked_prefill_size=1), here.sequence(random_prompt(2, 9), **asked)[0])
-    graphs = graphs_of(here)
+    placed_harness, _ = placed
+    requested = {"max_tokens": 0, "prompt_logprobs": True, "logprobs": 0}
+    placed_harness.run(
+        placed_harness.engine(chunked_prefill_size=1), placed_harness.sequence(random_prompt(2, 9), **requested)[0]
+    )
+    graphs = graphs_of(placed_harness)
     assert not graphs.replayed and not capture.captured, "scored prompts are launched"
-    here.run(here.engine(), here.sequence(random_prompt(5, 9), max_tokens=10)[0])
+    placed_harness.run(placed_harness.engine(), placed_harness.sequence(random_prompt(5, 9), max_tokens=10)[0])
     assert graphs.replayed == 10 - 1 - (LEAST - 1)
 
 
@@ -94,32 +98,32 @@ def test_sampled_tokens_match_logits(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
     """Greedy and sampled rows in one step."""
-    here, _ = placed
+    placed_harness, _ = placed
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=7)
     both = []
-    for one in (here, harness):
+    for one in (placed_harness, harness):
         engine = one.engine()
-        made = [
+        created = [
             one.sequence(random_prompt(1, 12), max_tokens=14, sampling=sampling),
             one.sequence(random_prompt(2, 30), max_tokens=14),
         ]
-        one.run(engine, *(sequence for sequence, _ in made))
-        both.append([recorded for _, recorded in made])
-    assert graphs_of(here).replayed
+        one.run(engine, *(sequence for sequence, _ in created))
+        both.append([recorded for _, recorded in created])
+    assert graphs_of(placed_harness).replayed
     assert all(same_completion(a, b) for a, b in zip(*both, strict=True))
 
 
 def test_padding_rows_route_to_no_expert(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
     """Three sequences in a step of four: the fourth row has no slot, and no expert is counted for it."""
-    here, placement = placed
-    made = [here.sequence(random_prompt(seed, 6), max_tokens=20) for seed in range(3)]
+    placed_harness, placement = placed
+    created = [placed_harness.sequence(random_prompt(seed, 6), max_tokens=20) for seed in range(3)]
     before = [int(row.sum()) for row in placement.counts()]
-    engine = here.engine()
-    here.run(engine, *(one for one, _ in made))
-    graphs = graphs_of(here)
+    engine = placed_harness.engine()
+    placed_harness.run(engine, *(one for one, _ in created))
+    graphs = graphs_of(placed_harness)
     assert list(graphs._steps) == [(4, ())] and graphs._steps[4, ()].table[3].tolist() == [1, 1, 1, 0]
     assert not graphs._steps[4, ()].table[:, 3].any()
-    top_k = here.model.config.num_experts_per_tok
+    top_k = placed_harness.model.config.num_experts_per_tok
     tokens = 3 * (6 + 19) + 3  # the step that was recorded was computed once more
     for row, then in zip(placement.counts(), before, strict=True):
         assert int(row.sum()) - then == tokens * top_k
@@ -135,14 +139,14 @@ def test_padding_ids_are_minus_one() -> None:
 def test_graphs_are_recaptured_when_residents_change(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
-    here, placement = placed
+    placed_harness, placement = placed
     placement.place_residents(count=2)
-    engine = here.engine()
-    first, recorded = here.sequence(random_prompt(8, 10), max_tokens=30)
+    engine = placed_harness.engine()
+    first, recorded = placed_harness.sequence(random_prompt(8, 10), max_tokens=30)
     engine.submit([first])
     for _ in range(12):
         engine.step()
-    graphs = graphs_of(here)
+    graphs = graphs_of(placed_harness)
     assert capture.captured == 1
     placement.renew_residents()
     for _ in range(5):
@@ -151,7 +155,7 @@ def test_graphs_are_recaptured_when_residents_change(
     few = placement.engines[0].few
     few._captured[0] = [(ready, placement.layers[0].store) for ready in few._ready.values()]  # as a capture does
     placement.place_residents(count=3)
-    here.run(engine)
+    placed_harness.run(engine)
     assert capture.captured == 2, "captured anew"
     assert not few._captured, "the buffers before are released"
     assert recorded.finish == "length" and graphs.replayed == 29 - 2 * (LEAST - 1)
@@ -171,14 +175,14 @@ def test_refused_capture_is_logged_once_and_decoding_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An InputError refuses one size; any other failure turns graphs off."""
-    here, _ = placed
+    placed_harness, _ = placed
     capture.refusal = refusal
-    made = [here.sequence(random_prompt(seed, 10), max_tokens=new) for seed, new in ((1, 10), (2, 20))]
+    created = [placed_harness.sequence(random_prompt(seed, 10), max_tokens=new) for seed, new in ((1, 10), (2, 20))]
     with caplog.at_level("WARNING"):
-        here.run(here.engine(), *(one for one, _ in made))
-    said = [line for line in caplog.messages if "kernel by kernel" in line]
-    assert len(said) == tries and not graphs_of(here).replayed
-    for (_, recorded), (seed, new) in zip(made, ((1, 10), (2, 20)), strict=True):
+        placed_harness.run(placed_harness.engine(), *(one for one, _ in created))
+    lines = [line for line in caplog.messages if "kernel by kernel" in line]
+    assert len(lines) == tries and not graphs_of(placed_harness).replayed
+    for (_, recorded), (seed, new) in zip(created, ((1, 10), (2, 20)), strict=True):
         assert same_completion(recorded, harness.alone(random_prompt(seed, 10), max_tokens=new))
 
 
@@ -197,12 +201,12 @@ def test_families_match_eager(family: str, device: str) -> None:
     placement.place_residents(count=2)
     prompts = [[(seed + 7 * at) % 90 for at in range(length)] for seed, length in ((3, 5), (4, 21), (5, 12))]
     with torch.inference_mode():
-        told, wanted = walk(forward, prompts, 12)
+        reported, expected = walk(forward, prompts, 12)
         assert not (why := why_not(forward, placement)) or device == "cpu", why
         forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
-        _, found = walk(forward, prompts, 12, told)
+        _, actual = walk(forward, prompts, 12, reported)
     assert forward.graphs.replayed == 12 - LEAST + 1
-    for got, want in zip(found, wanted, strict=True):  # residents round what they are given to bf16
+    for got, want in zip(actual, expected, strict=True):  # residents round what they are given to bf16
         assert float((got - want).norm() / want.norm()) < 1e-2
     placement.detach()
 
@@ -215,9 +219,9 @@ def walk(
     pieces = [Chunk(slot, prompt, 0, None, greedy=True) for slot, prompt in zip(slots, prompts, strict=True)]
     tokens, logits = list[list[int]](), list[torch.Tensor]()
     for step in range(new + 1):
-        found = [one for one in forward.run(pieces) if one is not None]
-        logits.append(torch.stack([one.logits for one in found]).float().cpu())
-        tokens.append([one.token for one in found if one.token is not None] if told is None else told[step])
+        actual = [one for one in forward.run(pieces) if one is not None]
+        logits.append(torch.stack([one.logits for one in actual]).float().cpu())
+        tokens.append([one.token for one in actual if one.token is not None] if told is None else told[step])
         pieces = [
             Chunk(slot, [token], slot.length, None, greedy=True) for slot, token in zip(slots, tokens[-1], strict=True)
         ]
@@ -225,5 +229,5 @@ def walk(
 
 
 def test_reasons_against_graphs_are_reported(placed: tuple[EngineHarness, Placement]) -> None:
-    here, placement = placed
-    assert "on cpu, not on one GPU" in why_not(here.forward, placement)
+    placed_harness, placement = placed
+    assert "on cpu, not on one GPU" in why_not(placed_harness.forward, placement)

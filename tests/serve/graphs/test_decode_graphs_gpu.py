@@ -43,16 +43,16 @@ def placement(on_gpu: EngineHarness, adapters: dict[str, Path], request: pytest.
     """With graphs; the parameter is a policy and a number of residents. Adapters are loaded after the expert engine,
     as by a server."""
     policy, count = getattr(request, "param", ("resident", 2))
-    made = attach(on_gpu.model, policy=policy)
-    assert made is not None and not made.left
-    made.place_residents(count=count)
+    created = attach(on_gpu.model, policy=policy)
+    assert created is not None and not created.left
+    created.place_residents(count=count)
     names = adapters.items()
     on_gpu.loaded = {name: on_gpu.lora_modules.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
-    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, made)
-    assert not why_not(on_gpu.forward, made)
-    yield made
+    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, created)
+    assert not why_not(on_gpu.forward, created)
+    yield created
     on_gpu.forward.graphs = None
-    made.detach()
+    created.detach()
 
 
 def ask(
@@ -60,9 +60,11 @@ def ask(
 ) -> list[RecordedEvents]:
     """Completions of prompts with the given numbers of prompt and new tokens."""
     given = zip(range(len(lengths)), lengths, names or [None] * len(lengths), strict=True)
-    made = [harness.sequence(random_prompt(seed, length), name, max_tokens=new) for seed, (length, new), name in given]
-    harness.run(engine, *(one for one, _ in made))
-    return [recorded for _, recorded in made]
+    created = [
+        harness.sequence(random_prompt(seed, length), name, max_tokens=new) for seed, (length, new), name in given
+    ]
+    harness.run(engine, *(one for one, _ in created))
+    return [recorded for _, recorded in created]
 
 
 def launched(
@@ -131,10 +133,10 @@ def test_completions_match_eager(on_gpu: EngineHarness, placement: Placement) ->
     """Seven sequences, six at a time: steps of 1, 2, 4 and 8 rows, with prompts in between."""
     lengths = [(5, 30), (40, 22), (9, 31), (70, 18), (1, 25), (12, 40), (33, 28)]
     engine = on_gpu.engine(max_running_requests=6)
-    found = ask(on_gpu, engine, lengths)
+    actual = ask(on_gpu, engine, lengths)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(
-        found,
+        actual,
         launched(on_gpu, lengths),
         ROUNDED if any(engine.side.residents for engine in placement.engines) else GPU_TOLERANCE,
     )
@@ -159,11 +161,11 @@ def test_adapters_match_eager(on_gpu: EngineHarness, placement: Placement) -> No
     lengths: list[tuple[int, int]] = [(10, 20), (20, 34), (5, 30), (7, 25), (6, 12)]
     names = ["one", None, "two", "attention", "one"]
     engine = on_gpu.engine(max_running_requests=4)
-    found = ask(on_gpu, engine, lengths, names)
+    actual = ask(on_gpu, engine, lengths, names)
     assert replayed(on_gpu) > engine.counts.steps // 2
-    agree(found, uncaptured(on_gpu, placement, lengths, names), GPU_TOLERANCE)
+    agree(actual, uncaptured(on_gpu, placement, lengths, names), GPU_TOLERANCE)
     if not any(one.side.residents for one in placement.engines):
-        agree(found, launched(on_gpu, lengths, names), GPU_TOLERANCE)
+        agree(actual, launched(on_gpu, lengths, names), GPU_TOLERANCE)
 
 
 @pytest.mark.parametrize("placement", [("resident", 2)], indirect=True, ids=str)
@@ -179,8 +181,8 @@ def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness, plac
             pieces = [
                 Chunk(slot, [5 + step], slot.length, adapter) for slot, adapter in zip(slots, adapters, strict=True)
             ]
-            found = on_gpu.forward.run(pieces)
-        return torch.stack([one.logits for one in found if one is not None]).clone()
+            actual = on_gpu.forward.run(pieces)
+        return torch.stack([one.logits for one in actual if one is not None]).clone()
 
     with torch.inference_mode():
         for _ in range(2):  # the second time all steps are replayed
@@ -193,10 +195,10 @@ def test_unloaded_adapter_is_replaced_by_another(
 ) -> None:
     """Its graphs are released, other graphs of the same pool continue, and the memory is reused."""
     engine, lengths = on_gpu.engine(), [(10, 16), (9, 16)]
-    wanted = uncaptured(on_gpu, placement, lengths, ["one", None])
+    expected = uncaptured(on_gpu, placement, lengths, ["one", None])
     for version in range(2, 5):
         on_gpu.loaded["one"] = on_gpu.lora_modules.open(adapters["one"], "one", version, str(on_gpu.directory))
-        agree(ask(on_gpu, engine, lengths, ["one", None]), wanted, GPU_TOLERANCE)
+        agree(ask(on_gpu, engine, lengths, ["one", None]), expected, GPU_TOLERANCE)
         engine.drop_adapter(("one", version))
         engine.step()
         assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs._sets
@@ -234,9 +236,9 @@ def test_streamed_experts_are_not_captured(
     on_gpu: EngineHarness, placement: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):
-        found = ask(on_gpu, on_gpu.engine(), [(6, 12)])
+        actual = ask(on_gpu, on_gpu.engine(), [(6, 12)])
     assert not replayed(on_gpu) and sum("streamed" in line for line in caplog.messages) == 1
-    agree(found, launched(on_gpu, [(6, 12)]))
+    agree(actual, launched(on_gpu, [(6, 12)]))
 
 
 def test_device_sync_is_detected_before_capture(
@@ -248,11 +250,11 @@ def test_device_sync_is_detected_before_capture(
     hook = on_gpu.model.model.norm.register_forward_hook(look)
     try:
         with caplog.at_level("WARNING"):
-            found = ask(on_gpu, on_gpu.engine(), [(6, 12), (7, 12)])
+            actual = ask(on_gpu, on_gpu.engine(), [(6, 12), (7, 12)])
     finally:
         hook.remove()
     assert not replayed(on_gpu) and sum("synchronizing" in line for line in caplog.messages) == 1
-    agree(found, launched(on_gpu, [(6, 12), (7, 12)]))
+    agree(actual, launched(on_gpu, [(6, 12), (7, 12)]))
     on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, placement)
     agree(ask(on_gpu, on_gpu.engine(), [(6, 12)]), launched(on_gpu, [(6, 12)]))
     assert replayed(on_gpu), "nothing is left of the attempt"
@@ -261,16 +263,16 @@ def test_device_sync_is_detected_before_capture(
 def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     """`kt serve` with a GPU: bf16, in the engine's thread, default policy and residents."""
     launch = Launch(str(model_directory), memory=0.01, max_running_requests=4, context_length=256)
-    said: list[str] = []
-    service = open_service(launch, Target(model_directory, name="tiny"), said.append)
-    assert "in CUDA graphs, batches of up to 32" in said[-1], said
+    lines: list[str] = []
+    service = open_service(launch, Target(model_directory, name="tiny"), lines.append)
+    assert "in CUDA graphs, batches of up to 32" in lines[-1], lines
     harness = EngineHarness.__new__(EngineHarness)
     harness.directory, harness.tokenizer, harness.forward = model_directory, service.tokenizer, service.engine.forward
     service.engine.start()
     try:
-        made = [harness.sequence(random_prompt(seed, 25), max_tokens=40) for seed in range(3)]
-        service.engine.submit([one for one, _ in made])
-        for _, recorded in made:
+        created = [harness.sequence(random_prompt(seed, 25), max_tokens=40) for seed in range(3)]
+        service.engine.submit([one for one, _ in created])
+        for _, recorded in created:
             wait_for_finish(recorded)
     finally:
         service.engine.stop()
@@ -279,9 +281,9 @@ def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     alone = open_service(
         Launch(str(model_directory), memory=0.01, place={"kt_place": "cpu"}),
         Target(model_directory, name="tiny"),
-        said.append,
+        lines.append,
     )
-    assert "in CUDA graphs" in said[-1] and alone.placement.placement.policy == "resident"
+    assert "in CUDA graphs" in lines[-1] and alone.placement.placement.policy == "resident"
     assert not any(engine.side.residents for engine in alone.placement.placement.engines)
     harness.forward = alone.engine.forward
     ask(harness, alone.engine, [(9, 20)])
@@ -289,6 +291,6 @@ def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     off = open_service(
         Launch(str(model_directory), memory=0.01, disable_cuda_graph=True),
         Target(model_directory, name="tiny"),
-        said.append,
+        lines.append,
     )
-    assert off.engine.forward.graphs is None and said[-1].endswith("without CUDA graphs: --disable-cuda-graph")
+    assert off.engine.forward.graphs is None and lines[-1].endswith("without CUDA graphs: --disable-cuda-graph")

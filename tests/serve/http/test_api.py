@@ -44,8 +44,8 @@ def get(url: str, path: str, **headers: str) -> tuple[int, str]:
 
 
 def ids(harness: EngineHarness, text: str) -> list[int]:
-    found: list[int] = harness.tokenizer(text)["input_ids"]
-    return found
+    actual: list[int] = harness.tokenizer(text)["input_ids"]
+    return actual
 
 
 def test_models_and_health(client: Any, served: RunningServer) -> None:
@@ -58,12 +58,12 @@ def test_models_and_health(client: Any, served: RunningServer) -> None:
 def test_model_name_selects_base_or_adapter(
     client: Any, harness: EngineHarness, model: str, adapter: str | None
 ) -> None:
-    said = client.completions.create(model=model, prompt="The sea is", max_tokens=8, temperature=0, logprobs=2)
+    response = client.completions.create(model=model, prompt="The sea is", max_tokens=8, temperature=0, logprobs=2)
     expected = harness.alone(ids(harness, "The sea is"), adapter)
-    assert said.choices[0].text == expected.text
-    assert said.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=2e-5)
-    assert said.choices[0].finish_reason == "length"
-    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len(ids(harness, "The sea is")), 8)
+    assert response.choices[0].text == expected.text
+    assert response.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+    assert response.choices[0].finish_reason == "length"
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (len(ids(harness, "The sea is")), 8)
 
 
 def test_streamed_chat_equals_complete_chat(client: Any) -> None:
@@ -92,22 +92,22 @@ def test_chat_template_receives_its_variables(client: Any, served: RunningServer
         text = tokenizer.apply_chat_template(
             MESSAGES, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
         )
-        said = client.chat.completions.create(
+        response = client.chat.completions.create(
             model="tiny",
             messages=MESSAGES,
             max_tokens=1,
             extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
         )
-        assert said.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert response.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def test_developer_role_is_system_and_parts_are_text(served: RunningServer) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
     def prompt(*messages: dict[str, Any]) -> tuple[int, ...]:
-        asked = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *MESSAGES], "max_tokens": 1})
-        found: tuple[int, ...] = served.service.chat(asked).request.prompt
-        return found
+        requested = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *MESSAGES], "max_tokens": 1})
+        actual: tuple[int, ...] = served.service.chat(requested).request.prompt
+        return actual
 
     plain = prompt({"role": "system", "content": "Be brief."})
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
@@ -143,24 +143,24 @@ def test_stop_strings_and_tokens(client: Any, harness: EngineHarness) -> None:
 
 def test_echo_scores_batch_of_token_prompts_like_lm_eval(client: Any, harness: EngineHarness) -> None:
     prompts = [ids(harness, "The sea is deep and blue."), ids(harness, "One two")]
-    said = client.completions.create(
+    response = client.completions.create(
         model="tiny:one", prompt=prompts, max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
     )
-    for prompt, choice in zip(prompts, said.choices, strict=True):
-        told = choice.logprobs
-        assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == len(prompt) + 1
-        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+    for prompt, choice in zip(prompts, response.choices, strict=True):
+        reported = choice.logprobs
+        assert len(reported.tokens) == len(reported.token_logprobs) == len(reported.text_offset) == len(prompt) + 1
+        assert reported.token_logprobs[0] is None and reported.top_logprobs[0] is None
         expected = harness.alone(prompt, "one", max_tokens=0, prompt_logprobs=True)
         scores = [score.logprob for event in expected.events for score in event.prompt_scores][1:]
-        assert told.token_logprobs[1:-1] == pytest.approx(scores, abs=2e-5)
-        for token, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+        assert reported.token_logprobs[1:-1] == pytest.approx(scores, abs=2e-5)
+        for token, top in zip(reported.token_logprobs[1:], reported.top_logprobs[1:], strict=True):
             assert max(top.values()) >= token
 
 
 def test_echo_of_text_reports_offsets(client: Any) -> None:
     text = "The sea is deep."
-    said = client.completions.create(model="tiny", prompt=text, max_tokens=0, logprobs=1, echo=True)
-    choice = said.choices[0]
+    response = client.completions.create(model="tiny", prompt=text, max_tokens=0, logprobs=1, echo=True)
+    choice = response.choices[0]
     assert choice.text == text
     starts = choice.logprobs.text_offset
     assert starts[0] == 0 and starts == sorted(starts) and starts[-1] < len(text)
@@ -190,10 +190,10 @@ def test_echo_of_text_reports_offsets(client: Any) -> None:
     ],
 )
 def test_invalid_requests_get_openai_error_envelope(served: RunningServer, body: Any, status: int, words: str) -> None:
-    code, said = post(served.url, "/v1/completions", body)
+    code, response = post(served.url, "/v1/completions", body)
     assert code == status
-    assert set(said["error"]) == {"message", "type", "param", "code"}
-    assert words.lower() in said["error"]["message"].lower()
+    assert set(response["error"]) == {"message", "type", "param", "code"}
+    assert words.lower() in response["error"]["message"].lower()
 
 
 def test_invalid_chats_are_refused(served: RunningServer, client: Any) -> None:
@@ -223,12 +223,12 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(
         extra_body={"ignore_eos": True},
     )
     next(iter(running))
-    code, said = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["two"])})
-    assert code == 200 and said["loaded_adapters"]["two"] == str(adapters["two"])
+    code, response = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["two"])})
+    assert code == 200 and response["loaded_adapters"]["two"] == str(adapters["two"])
     assert "tiny:two" in [model.id for model in client.models.list()]
     two = client.completions.create(model="tiny:two", prompt="Once upon", max_tokens=8, temperature=0).choices[0].text
-    code, said = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["one"])})
-    assert code == 400 and "not loaded yet" in said["error"]["message"]
+    code, response = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["one"])})
+    assert code == 400 and "not loaded yet" in response["error"]["message"]
     replaced = {"lora_name": "two", "lora_path": str(adapters["one"]), "load_inplace": True}
     assert post(served.url, "/load_lora_adapter", replaced)[0] == 200
     one = client.completions.create(model="tiny:two", prompt="Once upon", max_tokens=8, temperature=0).choices[0].text
@@ -240,12 +240,12 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(
     assert post(served.url, "/v1/unload_lora_adapter", {"lora_name": "two"})[0] == 404
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="tiny:two", prompt="Once upon")
-    code, said = post(served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": "/no/such/place"})
-    assert code == 404 and "/no/such/place" in said["error"]["message"]
-    code, said = post(
+    code, response = post(served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": "/no/such/place"})
+    assert code == 404 and "/no/such/place" in response["error"]["message"]
+    code, response = post(
         served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(Path(__file__).parent)}
     )
-    assert code == 400 and said["error"]["param"] == "lora_path"
+    assert code == 400 and response["error"]["param"] == "lora_path"
     rest = list(running)
     assert rest[-1].choices[0].finish_reason == "length"
 
@@ -284,10 +284,10 @@ def test_full_queue_missing_key_and_timeout_are_refused(harness: EngineHarness, 
         assert post(url, "/v1/completions", short, Authorization="Bearer wrong")[0] == 401
         assert get(url, "/health")[0] == 200 and get(url, "/metrics")[0] == 401
         assert post(url, "/v1/completions", short, **key)[0] == 200
-        code, said = post(url, "/v1/completions", {**short, "n": 4}, **key)
-        assert code == 429 and said["error"]["type"] == "rate_limit_error"
-        code, said = post(url, "/v1/completions", {**short, "max_tokens": 500, "ignore_eos": True}, **key)
-        assert code == 504 and said["error"]["code"] == "timeout"
+        code, response = post(url, "/v1/completions", {**short, "n": 4}, **key)
+        assert code == 429 and response["error"]["type"] == "rate_limit_error"
+        code, response = post(url, "/v1/completions", {**short, "max_tokens": 500, "ignore_eos": True}, **key)
+        assert code == 504 and response["error"]["code"] == "timeout"
         text = get(url, "/metrics", **key)[1]
         assert 'kt_requests_total{path="/v1/completions",status="429"} 1' in text
         assert 'kt_finished_total{finish="timeout"} 1' in text
@@ -325,8 +325,8 @@ def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:
     for path in re.findall(r'fetch\("([^"?]+)', page):
         assert get(served.url, path)[0] in (200, 405), path
     assert json.loads(get(served.url, "/training")[1]) == {"directory": None, "lines": [], "next": 0}
-    status, said = get(served.url, "/training?after=x")
-    assert status == 400 and "after" in json.loads(said)["error"]["message"]
+    status, response = get(served.url, "/training?after=x")
+    assert status == 400 and "after" in json.loads(response)["error"]["message"]
 
 
 def test_kt_eval_scores_through_the_server(served: RunningServer, harness: EngineHarness) -> None:
@@ -343,5 +343,5 @@ def test_kt_eval_scores_through_the_server(served: RunningServer, harness: Engin
         expected.append(sum(scores[len(ids(harness, question.prompt.text)) :]))
     for tokens in (None, PromptTokenizer(harness.tokenizer, "tiny")):
         backend = RemoteBackend(Endpoint(served.url), "tiny:one", tokens)
-        (found,) = backend.likelihoods([question])
-        assert [one.logprob for one in found] == pytest.approx(expected, abs=1e-4)
+        (actual,) = backend.likelihoods([question])
+        assert [one.logprob for one in actual] == pytest.approx(expected, abs=1e-4)

@@ -19,9 +19,9 @@ def test_concurrent_loads_of_one_name_load_once(harness: EngineHarness, adapters
     opened, refused = registry._open, []
 
     def together(name: str, source: str | Path) -> Any:
-        made = opened(name, source)
+        created = opened(name, source)
         barrier.wait()
-        return made
+        return created
 
     def load() -> None:
         try:

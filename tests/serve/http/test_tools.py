@@ -65,9 +65,9 @@ def test_json_without_llguidance_is_refused(served: RunningServer, monkeypatch: 
     from ktransformers.serve.http.service import ApiError
 
     monkeypatch.setattr(grammar, "PACKAGE", "no_such_package")
-    asked = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
+    requested = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
     with pytest.raises(ApiError, match="pip install"):
-        served.service.chat(ChatRequest.model_validate(asked))
+        served.service.chat(ChatRequest.model_validate(requested))
 
 
 class TestConstrained:
@@ -81,15 +81,15 @@ class TestConstrained:
     def test_an_answer_follows_its_schema(self, client: Any, model: str) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
         for seed in range(3):
-            said = client.chat.completions.create(
+            response = client.chat.completions.create(
                 model=model, messages=ACTIVE, response_format=form, seed=seed, max_tokens=300
             )
-            assert said.choices[0].finish_reason == "stop"
-            found = json.loads(said.choices[0].message.content)
-            assert set(found) == {"name", "age"} and 0 <= found["age"] <= 99 and len(found["name"]) <= 5
+            assert response.choices[0].finish_reason == "stop"
+            actual = json.loads(response.choices[0].message.content)
+            assert set(actual) == {"name", "age"} and 0 <= actual["age"] <= 99 and len(actual["name"]) <= 5
 
     def test_a_json_object(self, client: Any) -> None:
-        said = client.chat.completions.create(
+        response = client.chat.completions.create(
             model="tiny",
             messages=ACTIVE,
             response_format={"type": "json_object"},
@@ -97,7 +97,7 @@ class TestConstrained:
             max_tokens=40,
             logit_bias={},
         )
-        assert said.choices[0].message.content.lstrip().startswith("{")
+        assert response.choices[0].message.content.lstrip().startswith("{")
 
     def test_a_schema_that_is_none(self, client: Any) -> None:
         import openai
@@ -118,9 +118,9 @@ class TestConstrained:
             "seed": 3,
             "max_tokens": 250,
         }
-        said = client.chat.completions.create(**same)
-        (call,) = said.choices[0].message.tool_calls
-        assert said.choices[0].finish_reason == "tool_calls" and call.function.name == "weather"
+        response = client.chat.completions.create(**same)
+        (call,) = response.choices[0].message.tool_calls
+        assert response.choices[0].finish_reason == "tool_calls" and call.function.name == "weather"
         assert set(json.loads(call.function.arguments)) == {"town", "days"}
         parts = list(client.chat.completions.create(**same, stream=True))
         deltas = [part.choices[0].delta for part in parts]
@@ -132,11 +132,11 @@ class TestConstrained:
 def test_chat_template_receives_tools(served: RunningServer) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
-    asked = {"model": "tiny", "messages": ACTIVE, "max_tokens": 4}
+    requested = {"model": "tiny", "messages": ACTIVE, "max_tokens": 4}
     service = served.service
-    plain = service.chat(ChatRequest.model_validate(asked))
-    offered = service.chat(ChatRequest.model_validate({**asked, "tools": [TOOL]}))
-    refused = service.chat(ChatRequest.model_validate({**asked, "tools": [TOOL], "tool_choice": "none"}))
+    plain = service.chat(ChatRequest.model_validate(requested))
+    offered = service.chat(ChatRequest.model_validate({**requested, "tools": [TOOL]}))
+    refused = service.chat(ChatRequest.model_validate({**requested, "tools": [TOOL], "tool_choice": "none"}))
     text = service.tokenizer.decode(offered.request.prompt)
     assert "weather" in text and "<tool_call>" in text
     assert plain.request.prompt == refused.request.prompt
@@ -152,6 +152,6 @@ def test_chat_template_receives_tools(served: RunningServer) -> None:
         },
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
     ]
-    again = service.chat(ChatRequest.model_validate({**asked, "messages": history, "tools": [TOOL]}))
+    again = service.chat(ChatRequest.model_validate({**requested, "messages": history, "tools": [TOOL]}))
     text = service.tokenizer.decode(again.request.prompt)
     assert '{"town": "Bonn"}' in text and "rain" in text
