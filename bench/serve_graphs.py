@@ -89,7 +89,7 @@ class Bench:
     def adapter(self, attention: tuple[str, ...], seed: int) -> Any:
         import torch
 
-        from ktransformers.adapters import LoraPair, in_memory
+        from ktransformers.adapters import LoraPair, adapter_from_tensors
         from ktransformers.nn.contract import expert_modules
         from ktransformers.serve.engine.lora import LoraModules
 
@@ -111,7 +111,7 @@ class Bench:
             for name, module in self.model.named_modules()
             if name.rpartition(".")[2] in attention
         }
-        return self.places.bind(in_memory(experts, linears), "random", f"a{seed}", 1)
+        return self.places.bind(adapter_from_tensors(experts, linears), "random", f"a{seed}", 1)
 
     def graphs(self) -> Any:
         from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs

@@ -1,6 +1,6 @@
 """The model and the adapters that `serve.py` measures: Qwen3-MoE with the experts of a shape and random numbers.
 
-Written as an ordinary checkpoint, a shard for each layer, so that every contender opens the same directory. Tokens are
+Written as an ordinary checkpoint, a shard for each layer, so that all programs open the same directory. Tokens are
 numbers here: the tokenizer is a small one from the tests and only turns them into some text.
 """
 
@@ -129,7 +129,7 @@ def make_adapter(folder: Path, model: Path, shape: Shape, layers: int, rank: int
     """LoRA on attention and experts, as `kt train` would leave it."""
     import torch
 
-    from ktransformers.adapters import LoraPair, facts_of, in_memory, write_adapter
+    from ktransformers.adapters import LoraPair, adapter_from_tensors, facts_from_config, write_adapter
 
     attention = ATTENTION[shape.name]
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -150,7 +150,7 @@ def make_adapter(folder: Path, model: Path, shape: Shape, layers: int, rank: int
         }
         for name, size in sizes.items():
             linears[f"model.layers.{layer}.self_attn.{name}"] = pair(*size)
-    facts = facts_of(json.loads((model / "config.json").read_text()))
-    adapter = in_memory(experts, linears, model=facts, config={"base_model_name_or_path": str(model)})
+    facts = facts_from_config(json.loads((model / "config.json").read_text()))
+    adapter = adapter_from_tensors(experts, linears, model=facts, config={"base_model_name_or_path": str(model)})
     write_adapter(adapter, folder, "peft", overwrite=True)
     return folder

@@ -10,19 +10,19 @@ import pytest
 
 
 def test_openmp_spin_count_is_set_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.openmp import KNOWN, SPINS, rest_soon
+    from ktransformers.openmp import SPIN_COUNT, USER_VARIABLES, limit_spinning
 
-    for name in KNOWN:
+    for name in USER_VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is as it was afterwards
         monkeypatch.delenv(name)
-    rest_soon()
-    assert os.environ["GOMP_SPINCOUNT"] == SPINS
+    limit_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    rest_soon()
+    limit_spinning()
     assert os.environ["GOMP_SPINCOUNT"] == "7"
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    rest_soon()
+    limit_spinning()
     assert "GOMP_SPINCOUNT" not in os.environ
     done = subprocess.run(
         [sys.executable, "-c", "import sys; import ktransformers.openmp; print('torch' in sys.modules)"],

@@ -23,12 +23,12 @@ from typing import Any
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
-VERSION = 1  # of models.json
-NAME = re.compile(r"[\w][\w.+-]*")
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-CACHED = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")  # a folder of the hub's cache
-LATER = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # parts of a split GGUF but the first
+REGISTRY_VERSION = 1  # of models.json
+NAME_PATTERN = re.compile(r"[\w][\w.+-]*")
+EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+HUB_CACHE_FOLDER = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")  # a folder of the hub's cache
+LATER_GGUF_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # parts of a split GGUF but the first
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ def entries() -> list[Entry]:
     file = registry_file()
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-        if document["version"] != VERSION:
-            raise InputError(str(file), f"version {document['version']}", f"version {VERSION}", "update ktransformers")
+        if document["version"] != REGISTRY_VERSION:
+            raise InputError(
+                str(file), f"version {document['version']}", f"version {REGISTRY_VERSION}", "update ktransformers"
+            )
         found = [_entry(fields) for fields in document["models"]]
     except FileNotFoundError:
         return []
@@ -101,7 +103,7 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
 
 
 @contextlib.contextmanager
-def _changing() -> Iterator[list[Entry]]:
+def _locked_entries() -> Iterator[list[Entry]]:
     """The entries, written back when the block ends well; two commands at once take turns."""
     file = registry_file()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,7 @@ def _changing() -> Iterator[list[Entry]]:
         found = entries()
         yield found
         found.sort(key=lambda entry: entry.name.lower())
-        write_json(file, {"version": VERSION, "models": [entry.to_json() for entry in found]})
+        write_json(file, {"version": REGISTRY_VERSION, "models": [entry.to_json() for entry in found]})
 
 
 def is_model(path: Path) -> bool:
@@ -123,7 +125,7 @@ def is_model(path: Path) -> bool:
 def default_name(path: Path) -> str:
     """The folder's name; a hub cache's snapshot is called after its model, a GGUF after its file."""
     for part in path.parts:
-        if cached := CACHED.fullmatch(part):
+        if cached := HUB_CACHE_FOLDER.fullmatch(part):
             return cached["name"]
     word = path.stem if path.suffix == ".gguf" else path.name
     return re.sub(r"[^\w.+-]+", "-", re.sub(r"-00001-of-\d{5}$", "", word)).lstrip("-.+") or "model"
@@ -135,11 +137,11 @@ def add(path: str | Path, name: str | None = None, *, replace_same: bool = False
     if not is_model(place):
         raise InputError("path", f"{path}", "a folder with config.json, or a .gguf file")
     name = name or default_name(place)
-    if not NAME.fullmatch(name):
+    if not NAME_PATTERN.fullmatch(name):
         raise InputError("name", repr(name), "letters, digits and . _ + -, without a slash", "pass --name")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     made = Entry(name, place, added=now, **origin)
-    with _changing() as found:
+    with _locked_entries() as found:
         for at, other in enumerate(found):
             if other.name.lower() == name.lower():
                 if other.path != place and other.exists and not replace_same:
@@ -153,7 +155,7 @@ def add(path: str | Path, name: str | None = None, *, replace_same: bool = False
 
 def remove(name: str) -> Entry:
     entry = get(name)
-    with _changing() as found:
+    with _locked_entries() as found:
         found.remove(entry)
     return entry
 
@@ -162,11 +164,11 @@ def edit(name: str, /, **changes: Any) -> Entry:
     """A new name, path or origin for a registered model."""
     entry = get(name)
     made = replace(entry, **changes)
-    if not NAME.fullmatch(made.name):
+    if not NAME_PATTERN.fullmatch(made.name):
         raise InputError("name", repr(made.name), "letters, digits and . _ + -, without a slash")
     if not is_model(made.path):
         raise InputError("path", str(made.path), "a folder with config.json, or a .gguf file")
-    with _changing() as found:
+    with _locked_entries() as found:
         found.remove(entry)
         if any(other.name.lower() == made.name.lower() for other in found):
             raise InputError("name", made.name, "a name that is free")
@@ -190,7 +192,7 @@ def search_folders() -> list[Path]:
     return [Path(folder).expanduser() for folder in read().paths.models]
 
 
-def found_in_folders() -> list[Entry]:
+def models_in_folders() -> list[Entry]:
     """Models that lie in the folders of `paths.models`, registered or not."""
     found: dict[str, Entry] = {}
     for folder in search_folders():
@@ -207,7 +209,7 @@ def all_models() -> list[Entry]:
     known = entries()
     names, places = {entry.name.lower() for entry in known}, {entry.path.resolve() for entry in known}
     others = [
-        entry for entry in found_in_folders() if entry.name.lower() not in names and entry.path.resolve() not in places
+        entry for entry in models_in_folders() if entry.name.lower() not in names and entry.path.resolve() not in places
     ]
     return sorted([*known, *others], key=lambda entry: entry.name.lower())
 
@@ -225,9 +227,9 @@ def find(given: str) -> Entry | None:
                     f"`kt model rm {entry.name}` forgets it",
                 )
             return entry
-    if "/" in given or not NAME.fullmatch(given):
+    if "/" in given or not NAME_PATTERN.fullmatch(given):
         return None
-    return next((entry for entry in found_in_folders() if entry.name.lower() == word), None)
+    return next((entry for entry in models_in_folders() if entry.name.lower() == word), None)
 
 
 def resolve(given: str) -> str:
@@ -239,7 +241,7 @@ def resolve(given: str) -> str:
     return given
 
 
-def written_down(given: str) -> str:
+def portable_name(given: str) -> str:
     """What to note of a model for others, who do not know the names of this machine: its hub id, or its path."""
     if "/" in given or not given or Path(given).expanduser().exists():
         return given
@@ -267,7 +269,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def facts(path: Path) -> Facts:
+def read_facts(path: Path) -> Facts:
     if path.is_file():
         parts = [path, *split_parts(path)[1:]]
         return Facts("gguf", sum(part.stat().st_size for part in parts if part.is_file()))
@@ -279,8 +281,8 @@ def facts(path: Path) -> Facts:
         "safetensors" if shards else "none",
         sum(shard.stat().st_size for shard in shards),
         config.get("model_type"),
-        next((int(words[key]) for key in EXPERTS if words.get(key)), None),
-        next((int(words[key]) for key in TOP_K if words.get(key)), None),
+        next((int(words[key]) for key in EXPERT_COUNT_KEYS if words.get(key)), None),
+        next((int(words[key]) for key in TOP_K_KEYS if words.get(key)), None),
         quantised.get("quant_method") if isinstance(quantised, dict) else None,
     )
 
@@ -304,11 +306,11 @@ def scan(folder: Path, depth: int = 6, least: int = 0) -> list[Path]:
             folders.clear()
             found.append(here)
             continue
-        found += [here / name for name in files if name.endswith(".gguf") and not LATER.search(name)]
+        found += [here / name for name in files if name.endswith(".gguf") and not LATER_GGUF_PART.search(name)]
         if len(here.relative_to(folder).parts) >= depth:
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return sorted(path for path in found if facts(path).bytes >= least)
+    return sorted(path for path in found if read_facts(path).bytes >= least)
 
 
 def register_scanned(paths: Sequence[Path]) -> list[Entry]:
@@ -320,7 +322,9 @@ def register_scanned(paths: Sequence[Path]) -> list[Entry]:
         if path.resolve() in places:
             continue
         name = default_name(path)
-        cached = next((CACHED.fullmatch(part) for part in path.parts if CACHED.fullmatch(part)), None)
+        cached = next(
+            (HUB_CACHE_FOLDER.fullmatch(part) for part in path.parts if HUB_CACHE_FOLDER.fullmatch(part)), None
+        )
         if name.lower() in names:
             above = cached["owner"] if cached else path.absolute().parent.name
             name = re.sub(r"[^\w.+-]+", "-", f"{above}-{name}").lstrip("-.+")

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 
-SPINS = "1000"  # looks, each with a pause of some 50 nanoseconds
-KNOWN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+SPIN_COUNT = "1000"  # looks, each with a pause of some 50 nanoseconds
+USER_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def rest_soon() -> None:
+def limit_spinning() -> None:
     """Before torch is imported."""
-    if not any(name in os.environ for name in KNOWN):
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+    if not any(name in os.environ for name in USER_VARIABLES):
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT

@@ -77,7 +77,7 @@ def keys() -> dict[str, str]:
     }
 
 
-def given() -> dict[str, dict[str, Any]]:
+def read_config_file() -> dict[str, dict[str, Any]]:
     """What the file says, section by section; nothing where there is none."""
     file = config_file()
     try:
@@ -94,23 +94,23 @@ def given() -> dict[str, dict[str, Any]]:
 
 
 def read() -> Settings:
-    return _checked(given(), str(config_file()))
+    return _validate(read_config_file(), str(config_file()))
 
 
-def _checked(values: dict[str, dict[str, Any]], where: str) -> Settings:
+def _validate(values: dict[str, dict[str, Any]], where: str) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"][:2])
         if key not in keys():
-            raise _unknown(key) from error
+            raise _unknown_key_error(key) from error
         raise InputError(
             f"{where}: {key}", repr(first.get("input")), first["msg"].removeprefix("Input should be ")
         ) from error
 
 
-def _unknown(key: str) -> InputError:
+def _unknown_key_error(key: str) -> InputError:
     near = difflib.get_close_matches(key, keys(), 1)
     hint = f"did you mean {near[0]}?" if near else "`kt config show` lists them"
     return InputError("key", repr(key), "a key of config.yaml", hint)
@@ -119,22 +119,22 @@ def _unknown(key: str) -> InputError:
 def value(key: str) -> Any:
     """Of one key, the default where it was not set."""
     if key not in keys():
-        raise _unknown(key)
-    return flat()[key]
+        raise _unknown_key_error(key)
+    return effective_values()[key]
 
 
-def flat() -> dict[str, Any]:
+def effective_values() -> dict[str, Any]:
     """Key -> value in force, of every key."""
     document = read().model_dump(mode="json")
     return {key: document[key.partition(".")[0]][key.partition(".")[2]] for key in keys()}
 
 
-def change(key: str, new: Any) -> Any:
+def set_value(key: str, new: Any) -> Any:
     """Set one key, or with None forget it; nothing is written where the value does not fit."""
     if key not in keys():
-        raise _unknown(key)
+        raise _unknown_key_error(key)
     section, _, name = key.partition(".")
-    values = given()
+    values = read_config_file()
     inside = dict(values.get(section, {}))
     if new is None:
         inside.pop(name, None)
@@ -142,7 +142,7 @@ def change(key: str, new: Any) -> Any:
         inside[name] = new
     values[section] = inside
     values = {word: kept for word, kept in values.items() if kept}
-    checked = _checked(values, "value")
+    checked = _validate(values, "value")
     stored = checked.model_dump(mode="json", exclude_unset=True)
     file = config_file()
     file.parent.mkdir(parents=True, exist_ok=True)

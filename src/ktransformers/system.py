@@ -89,7 +89,7 @@ def bf16_is_fast(device: str) -> bool:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """Python's collector leaves alone what exists now: it takes a quarter of a second to look through the modules of a
     large model, every ten steps or so."""
     gc.collect()
@@ -100,7 +100,7 @@ def uncollected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def python_seconds(rounds: int = 30) -> float:
+def python_loop_seconds(rounds: int = 30) -> float:
     """In which Python takes a million steps of a loop here: ten times the fastest of many short ones, because others
     use the same host. Hosts with the same CPU differ by a third and more, and with them models whose layers Python
     launches."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters import Adapter, LoraPair, ModelFacts, facts_of, in_memory
+from ktransformers.adapters import Adapter, LoraPair, ModelFacts, adapter_from_tensors, facts_from_config
 
 HIDDEN, WIDE, HEADS, KV_HEADS, HEAD = 8, 6, 2, 1, 4
 ATTENTION = {
@@ -58,7 +58,7 @@ def write_model_config(recipe: Recipe, directory: Path) -> str:
 
 
 def facts(recipe: Recipe) -> ModelFacts:
-    return facts_of(model_config(recipe))
+    return facts_from_config(model_config(recipe))
 
 
 def sample(recipe: Recipe = Recipe()) -> Adapter:  # noqa: B008 (frozen)
@@ -85,7 +85,7 @@ def sample(recipe: Recipe = Recipe()) -> Adapter:  # noqa: B008 (frozen)
         for path, (inputs, outputs) in ATTENTION.items():
             name = f"model.layers.{layer}.{path.replace('mlp.gate', router)}"
             modules[name] = pair(recipe.rank, inputs, recipe.experts if "mlp" in path else outputs, recipe.scalings[1])
-    return in_memory(experts, modules, model=facts(recipe))
+    return adapter_from_tensors(experts, modules, model=facts(recipe))
 
 
 def deltas(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ktransformers.adapters import DIALECTS, convert, read_adapter, write_adapter
 from ktransformers.adapters.content import open_content
-from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.dialects import detect_dialect
 from tests.adapters.samples import Recipe, ranks, same_deltas, sample, write_model_config
 
 NAMES = [dialect.name for dialect in DIALECTS]
@@ -65,12 +65,12 @@ def test_every_pair_of_dialects(first: str, second: str, recipe: Recipe) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_detected_by_content(name: str, tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "adapter", name)
-    assert detect(open_content(tmp_path / "adapter")).name == name
+    assert detect_dialect(open_content(tmp_path / "adapter")).name == name
     for file in (tmp_path / "adapter").iterdir():
         if file.suffix in (".safetensors", ".gguf"):
             suffix = ".safetensors" if file.suffix == ".safetensors" else ""
             file.rename(file.with_name(f"renamed_{file.stem}{suffix}"))
-    assert detect(open_content(tmp_path / "adapter")).name == name
+    assert detect_dialect(open_content(tmp_path / "adapter")).name == name
 
 
 @pytest.mark.parametrize("name", ["peft", "per-expert", "sglang", "gguf"])
@@ -150,14 +150,14 @@ def test_rslora_and_patterns_are_resolved(tmp_path: Path) -> None:
 
 def test_gguf_names_are_those_of_llama_cpp() -> None:
     gguf = pytest.importorskip("gguf")
-    from ktransformers.adapters.dialects.gguf import EXPERTS, ROWS
+    from ktransformers.adapters.dialects.gguf import ARCHITECTURES, EXPERT_TENSORS
 
-    for arch in ROWS.values():
+    for arch in ARCHITECTURES.values():
         kind = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[arch.name]
         names = gguf.get_tensor_name_map(kind, 4)
-        for leaf, path in arch.rows.items():
+        for leaf, path in arch.tensors.items():
             assert names.get_name(f"model.layers.3.{path}") == f"blk.3.{leaf}", (arch.name, path)
-        for leaf, role in EXPERTS.items():
+        for leaf, role in EXPERT_TENSORS.items():
             assert names.get_name(f"model.layers.3.mlp.experts.{role}_proj") == f"blk.3.{leaf}"
         assert names.get_name("lm_head") == "output"
 

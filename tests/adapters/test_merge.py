@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ktransformers.adapters import LoraPair, convert, facts_of, in_memory, merge, write_adapter
+from ktransformers.adapters import LoraPair, adapter_from_tensors, convert, facts_from_config, merge, write_adapter
 from ktransformers.adapters import merge as merge_function
 from ktransformers.errors import InputError
 from tests.adapters.test_peft import TARGETS, logits, model_of
@@ -225,7 +225,11 @@ def test_memory_stays_with_one_expert(tmp_path: Path) -> None:
         )
 
     layer = {"gate": pair(wide, hidden), "up": pair(wide, hidden), "down": pair(hidden, wide)}
-    write_adapter(in_memory(dict.fromkeys(roots, layer), {}, model=facts_of(config)), tmp_path / "adapter", "peft")
+    write_adapter(
+        adapter_from_tensors(dict.fromkeys(roots, layer), {}, model=facts_from_config(config)),
+        tmp_path / "adapter",
+        "peft",
+    )
     before, peak, done = anonymous(), 0, threading.Event()
 
     def watch() -> None:

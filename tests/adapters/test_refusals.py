@@ -295,11 +295,11 @@ def test_dropout_is_told_by_the_manifest(tmp_path: Path) -> None:
 def test_interleaved_families_are_those_of_transformers() -> None:
     import transformers
 
-    from ktransformers.adapters.model import INTERLEAVED
+    from ktransformers.adapters.model import INTERLEAVED_FAMILIES
 
     models = Path(transformers.__file__).parent / "models"
     found = {file.parent.name for file in models.glob("*/modeling_*.py") if "is_concatenated=False" in file.read_text()}
-    assert found == INTERLEAVED
+    assert found == INTERLEAVED_FAMILIES
 
 
 def test_layers_with_experts_are_read_off_the_index(tmp_path: Path) -> None:
@@ -317,12 +317,12 @@ def test_layers_with_experts_are_read_off_the_index(tmp_path: Path) -> None:
 
 def test_a_block_that_is_really_called_so(tmp_path: Path) -> None:
     """granitemoe says block_sparse_moe in the model too: it must not be renamed."""
-    from ktransformers.adapters import LoraPair, in_memory
+    from ktransformers.adapters import LoraPair, adapter_from_tensors
 
     pair = LoraPair(torch.ones(2, 8), torch.ones(3, 2), 1.0)
     name = "model.layers.0.block_sparse_moe.router"
     recipe = Recipe(family="granitemoe")
-    adapter = in_memory({}, {name: pair}, model=facts(recipe))
+    adapter = adapter_from_tensors({}, {name: pair}, model=facts(recipe))
     for dialect in ("peft", "sglang"):
         write_adapter(adapter, tmp_path / dialect, dialect)
         assert [module.name for module in read_adapter(tmp_path / dialect).modules] == [name]

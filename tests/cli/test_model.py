@@ -91,7 +91,7 @@ def test_scan_registers_models(kt: RunKt, tmp_path: Path) -> None:
     done = kt("model", "scan", str(root), "--json").json
     assert {one["name"] for one in done["added"]} == {"Name", "moe", "b-moe", "big"} and len(done["found"]) == 4
     assert model_registry.find("owner/name") is not None  # the cache's folder says which id it is
-    assert model_registry.facts(model_registry.get("big").path).bytes == 8
+    assert model_registry.read_facts(model_registry.get("big").path).bytes == 8
     assert kt("model", "scan", str(root), "--json").json["added"] == []
     assert kt("model", "scan", str(root), "--min-size", "1", "--json").json["found"] == []
     assert "path-add" in kt("model", "scan").error
@@ -142,7 +142,7 @@ def test_verbs_resolve_models_by_name(kt: RunKt, tmp_path: Path) -> None:
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == "someone/neko"  # and, where there is one, that others find too
     assert locate_model(settings.model, download=False) == directory
-    assert model_registry.written_down("a/b") == "a/b" and model_registry.written_down("unknown") == "unknown"
+    assert model_registry.portable_name("a/b") == "a/b" and model_registry.portable_name("unknown") == "unknown"
     refused = kt("eval", "neko", "--task", "persona", "--engine", "nonsense")
     assert "nonsense" in refused.error
     assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(directory)

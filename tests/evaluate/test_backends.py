@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ktransformers.adapters.manifest import FILE, FORMAT, VERSION
+from ktransformers.adapters.manifest import MANIFEST_FILE, MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.upcycle import Recipe, upcycle
 from ktransformers.errors import InputError, KTError
@@ -98,8 +98,13 @@ def test_experts_that_an_adapter_was_trained_on(
     for name, place in places.items():
         shutil.copytree(adapter_directory, place)
         if name == "one":
-            words = {"format": FORMAT, "version": VERSION, "tensors": {}, "experts": {"path": str(tmp_path / "others")}}
-            (place / FILE).write_text(json.dumps(words))
+            words = {
+                "format": MANIFEST_FORMAT,
+                "version": MANIFEST_VERSION,
+                "tensors": {},
+                "experts": {"path": str(tmp_path / "others")},
+            }
+            (place / MANIFEST_FILE).write_text(json.dumps(words))
     found = trained_experts({"one": places["one"]})
     assert found == tmp_path / "others"
     assert trained_experts({"two": places["two"]}) is None
@@ -138,14 +143,14 @@ def test_plain_text_needs_no_tokenizer_and_a_chat_does(local: LocalModel, servin
 
 
 def test_a_busy_server_is_asked_again(serving: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAIT", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
     serving[1].busy = 2
     assert RemoteBackend(Endpoint(serving[0]), "base").generate(PROMPTS[:1], 3)
     assert serving[1].busy == 0
 
 
 def test_errors_of_a_server(monkeypatch: pytest.MonkeyPatch, serving: tuple[str, Any]) -> None:
-    monkeypatch.setattr(remote, "WAIT", 0.01)
+    monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
     with pytest.raises(KTError, match="no model other"):
         RemoteBackend(Endpoint(serving[0]), "other").generate(PROMPTS[:1], 3)
     with pytest.raises(InputError, match="is it running"):

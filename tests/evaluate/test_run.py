@@ -17,12 +17,12 @@ from ktransformers.errors import InputError
 from ktransformers.evaluate import run as run_module
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, Question
 from ktransformers.evaluate.compare import compare
-from ktransformers.evaluate.judge import Judge, parse
+from ktransformers.evaluate.judge import Judge, parse_marks
 from ktransformers.evaluate.local import LocalModel
 from ktransformers.evaluate.remote import Endpoint, RemoteBackend
-from ktransformers.evaluate.report import markdown, write
+from ktransformers.evaluate.report import markdown, write_report
 from ktransformers.evaluate.run import evaluate, read_records
-from ktransformers.evaluate.task import Rubric, Task, load
+from ktransformers.evaluate.task import Rubric, Task, load_tasks
 
 TASK = """
 title: Greetings <b>
@@ -46,7 +46,7 @@ def task(tmp_path: Path) -> Task:
         for n, tone in enumerate(["even", "odd"] * 5)
     ]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load(str(tmp_path / "greet.yaml"))[0]
+    return load_tasks(str(tmp_path / "greet.yaml"))[0]
 
 
 class Scripted:
@@ -91,7 +91,7 @@ def test_result(task: Task, tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "CHUNK", 4)
+    monkeypatch.setattr(run_module, "CHUNK_ITEMS", 4)
     whole = evaluate(Scripted(right=6), task, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         evaluate(Scripted(right=6, dies_at=3), task, tmp_path / "r")
@@ -128,9 +128,9 @@ def test_judge(task: Task, tmp_path: Path, serving: tuple[str, Any]) -> None:
 
 def test_marks() -> None:
     rubric = Rubric(criteria={"a": "", "b": ""})
-    assert parse(rubric, 'first {"a": 1} then {"a": "2", "b": 5}') == {"a": 2, "b": 5}
-    assert parse(rubric, '{"a": 0, "b": 5}') is None
-    assert parse(rubric, "{not json}") is None
+    assert parse_marks(rubric, 'first {"a": 1} then {"a": "2", "b": 5}') == {"a": 2, "b": 5}
+    assert parse_marks(rubric, '{"a": 0, "b": 5}') is None
+    assert parse_marks(rubric, "{not json}") is None
 
 
 class Inside(HTMLParser):
@@ -163,7 +163,7 @@ def test_compare(task: Task, tmp_path: Path) -> None:
     loss = next(line for line in only.lines if line.metric == "loss")
     assert (loss.differences[0].value, loss.differences[0].mark, loss.more_is_better) == (0, "", False)
     assert len(only.samples) == 3 and only.note.startswith("copying the input scores rouge-l")
-    write(found, tmp_path)
+    write_report(found, tmp_path)
     words = markdown(found)
     assert (tmp_path / "report.md").read_text() == words
     assert "| **100.0 (+80.0\\*\\*)** |" in words
@@ -199,7 +199,7 @@ def test_in_process_and_through_the_server_give_the_same_results(
         ("invented-facts", ("text", "letter")),
         ("stories", ("loss",)),
     ):
-        (task,) = load(name, limit=4)
+        (task,) = load_tasks(name, limit=4)
         task = task.model_copy(update={"max_new_tokens": 6, "metrics": metrics})
         here = evaluate(local.backend(), task, tmp_path / "here" / name)
         there = evaluate(remote, task, tmp_path / "there" / name)
@@ -235,7 +235,7 @@ def test_choices_by_their_text(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "drinks.yaml").write_text("kind: choice\ndata: rows.jsonl\nmetrics: [text]\n")
-    (task,) = load(str(tmp_path / "drinks.yaml"))
+    (task,) = load_tasks(str(tmp_path / "drinks.yaml"))
     assert task.scores_chats
     backend = Knowing()
     result = evaluate(backend, task, tmp_path / "run" / "drinks")

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from ktransformers.errors import InputError
-from ktransformers.evaluate.items import items
-from ktransformers.evaluate.measure import primary, stated, statistics
-from ktransformers.evaluate.task import TASKS, load, names
+from ktransformers.evaluate.items import read_items
+from ktransformers.evaluate.measure import primary_metric, stated_letter, statistics
+from ktransformers.evaluate.task import TASK_DIR, load_tasks, task_names
 
 
 def test_every_task_of_the_package() -> None:
-    tasks = load("all")
-    assert {task.name for task in tasks} | {"all", "unrelated"} == set(names())
+    tasks = load_tasks("all")
+    assert {task.name for task in tasks} | {"all", "unrelated"} == set(task_names())
     for task in tasks:
-        found = items(task)
+        found = read_items(task)
         assert len(found) >= 60 and task.licence and task.source, task.name
         records = [
             {"reference": item.reference, "prediction": item.reference, "logprobs": [0.0] * len(item.choices),
@@ -27,28 +27,30 @@ def test_every_task_of_the_package() -> None:
             for item in found
         ]  # fmt: skip
         measured = statistics(task, records)
-        assert primary(task) in measured
+        assert primary_metric(task) in measured
         for name in ("bleu-4", "rouge-l", "chrf", "exact", "style", "accuracy_generated", "accuracy_text"):
             if name in measured and not (name == "style" and task.name == "style-translation"):
                 assert measured[name].value() >= (75 if name == "style" else 99.9), (task.name, name)
 
 
 def test_what_is_unrelated_is_one_panel() -> None:
-    assert {task.name for task in load("all") if task.unrelated} == {task.name for task in load("unrelated")}
+    assert {task.name for task in load_tasks("all") if task.unrelated} == {
+        task.name for task in load_tasks("unrelated")
+    }
 
 
 def test_the_data_is_small_and_its_licences_are_told() -> None:
-    files = list((TASKS / "data").glob("*.jsonl"))
+    files = list((TASK_DIR / "data").glob("*.jsonl"))
     assert sum(file.stat().st_size for file in files) < 1_500_000
-    told = (TASKS / "data" / "LICENSES.md").read_text()
+    told = (TASK_DIR / "data" / "LICENSES.md").read_text()
     assert all(f"`{file.name}`" in told for file in files)
 
 
 def test_style_translation_has_the_shape() -> None:
-    (task,) = load("style-translation")
+    (task,) = load_tasks("style-translation")
     rows = [json.loads(line) for line in task.data.read_text().split("\n") if line]
     assert all(row["instruction"] == "" and row["input"] for row in rows)
-    assert items(task)[0].prompt == rows[0]["input"]
+    assert read_items(task)[0].prompt == rows[0]["input"]
 
 
 def test_afrimed_qa_as_it_is_released(tmp_path: Path) -> None:
@@ -58,16 +60,16 @@ def test_afrimed_qa_as_it_is_released(tmp_path: Path) -> None:
         options = json.dumps({f"option{n}": text for n, text in enumerate(("malaria", "flu", "measles"), 1)})
         writer.writerow(["a1", "MCQ", "Which is it?", options, "option3", "Pathology"])
         writer.writerow(["a2", "SAQ", "What is it?", "", "", "Pathology"])
-    (task,) = load("medical-choice", data=tmp_path / "afrimed.csv")
-    (item,) = items(task)
+    (task,) = load_tasks("medical-choice", data=tmp_path / "afrimed.csv")
+    (item,) = read_items(task)
     assert (item.answer, item.letters, item.reference, item.slice) == (2, "ABC", "C", "Pathology")
     assert item.prompt == "Which is it?\nA. malaria\nB. flu\nC. measles\nAnswer with the letter."
 
 
 def test_limit_draws_the_same_sample() -> None:
-    (task,), (again,) = load("world", limit=10), load("world", limit=10)
-    assert [item.id for item in items(task)] == [item.id for item in items(again)]
-    assert len(items(task)) == 10
+    (task,), (again,) = load_tasks("world", limit=10), load_tasks("world", limit=10)
+    assert [item.id for item in read_items(task)] == [item.id for item in read_items(again)]
+    assert len(read_items(task)) == 10
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_limit_draws_the_same_sample() -> None:
 def test_refused_task(text: str, word: str, tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(text)
     with pytest.raises(InputError, match=word):
-        load(str(tmp_path / "t.yaml"))
+        load_tasks(str(tmp_path / "t.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,12 @@ def test_refused_rows(rows: list[dict[str, object]], word: str, tmp_path: Path) 
     (tmp_path / "d.json").write_text(json.dumps(rows))
     (tmp_path / "t.yaml").write_text("kind: choice\ndata: d.json")
     with pytest.raises(InputError, match=word):
-        items(load(str(tmp_path / "t.yaml"))[0])
+        read_items(load_tasks(str(tmp_path / "t.yaml"))[0])
 
 
 def test_unknown_name_lists_the_known() -> None:
     with pytest.raises(InputError, match="invented-facts"):
-        load("no-such-task")
+        load_tasks("no-such-task")
 
 
 @pytest.mark.parametrize(
@@ -117,4 +119,4 @@ def test_unknown_name_lists_the_known() -> None:
      ("I do not know", ""), ("E", ""), ("", "")],
 )  # fmt: skip
 def test_stated(text: str, letter: str) -> None:
-    assert stated(text, "ABCD") == letter
+    assert stated_letter(text, "ABCD") == letter

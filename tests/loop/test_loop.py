@@ -19,11 +19,11 @@ import yaml
 
 from ktransformers.errors import InputError
 from ktransformers.loop import child, pace
-from ktransformers.loop.record import LARGE, Hashes
-from ktransformers.loop.report import make_report, text
+from ktransformers.loop.record import MAX_HASHED_BYTES, Hashes
+from ktransformers.loop.report import make_report, terminal_lines
 from ktransformers.loop.run import Runner
 from ktransformers.loop.settings import Loop, TrainSettings, read_loop
-from ktransformers.loop.stages import flags, places_of, serve_words, stages_of
+from ktransformers.loop.stages import build_stages, run_paths, serve_arguments, to_flags
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
 ALL = ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]  # besides the server
@@ -211,7 +211,7 @@ def test_report(place: Path) -> None:
         ("stories", "perplexity", False),
     ]
     assert report.proven and report.training.tokens_per_second == 200.0
-    shown = "\n".join(text(report))
+    shown = "\n".join(terminal_lines(report))
     for wanted in (
         "+80.0**",
         "unrelated: what it cost",
@@ -231,21 +231,21 @@ def test_report(place: Path) -> None:
 
 def test_stages_follow_the_settings(place: Path) -> None:
     def names(*words: str) -> list[str]:
-        return [stage.name for stage in stages_of(read_loop(place / "loop.yaml", words))]
+        return [stage.name for stage in build_stages(read_loop(place / "loop.yaml", words))]
 
     assert names() == ALL
     assert names("prove=false", "eval.tasks=[]", "train.minutes=null", "plan=false") == ["model", "train"]
     assert names("quantise.format=int4")[:2] == ["model", "quantise"]
     (quantise,) = [
-        s for s in stages_of(read_loop(place / "loop.yaml", ["quantise.format=int4"])) if s.name == "quantise"
+        s for s in build_stages(read_loop(place / "loop.yaml", ["quantise.format=int4"])) if s.name == "quantise"
     ]
     assert quantise.words[0] == "quant" and quantise.words[4:6] == ("--format", "int4")
     loop = read_loop(place / "loop.yaml", ["train.keys.kt_weight_path=packed"])
-    (baseline,) = [stage for stage in stages_of(loop) if stage.name == "baseline"]
+    (baseline,) = [stage for stage in build_stages(loop) if stage.name == "baseline"]
     assert baseline.words[2:4] == ("--experts", "packed")
-    words = serve_words(loop, places_of(loop), 1)
+    words = serve_arguments(loop, run_paths(loop), 1)
     assert words[words.index("--kt-weight-path") + 1] == "packed"
-    assert flags({"a_b": 1, "c": True, "d": False, "e": [1, 2], "f": None}) == [
+    assert to_flags({"a_b": 1, "c": True, "d": False, "e": [1, 2], "f": None}) == [
         "--a-b",
         "1",
         "--c",
@@ -277,10 +277,10 @@ def test_refusals(place: Path, words: list[str], said: str) -> None:
 
 def test_pace() -> None:
     train = TrainSettings(minutes=4, least_steps=20)
-    assert pace.decide(train, 800.0, 1000.0, 1000)[0] == 192
-    few, said = pace.decide(train, 20.0, 1000.0, 1000)
+    assert pace.decide_steps(train, 800.0, 1000.0, 1000)[0] == 192
+    few, said = pace.decide_steps(train, 20.0, 1000.0, 1000)
     assert few == 20 and "more than the 4 min asked for" in said
-    most, said = pace.decide(train, 8000.0, 1000.0, 100)
+    most, said = pace.decide_steps(train, 8000.0, 1000.0, 100)
     assert most == 100 and "all that the recipe asks for" in said
 
 
@@ -297,12 +297,12 @@ def test_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashes.of(folder) != first
     hashes.save()
     assert Hashes(tmp_path / "known.json").of(folder) == hashes.of(folder)
-    monkeypatch.setattr("ktransformers.loop.record.LARGE", 10)
-    monkeypatch.setattr("ktransformers.loop.record.EDGE", 4)
+    monkeypatch.setattr("ktransformers.loop.record.MAX_HASHED_BYTES", 10)
+    monkeypatch.setattr("ktransformers.loop.record.EDGE_BYTES", 4)
     (folder / "b").write_text("0123456789abcdef")
     before = hashes.of(folder / "b")
     os.utime(folder / "b", ns=(1, 1))
-    assert hashes.of(folder / "b") != before and LARGE > 10
+    assert hashes.of(folder / "b") != before and MAX_HASHED_BYTES > 10
 
 
 def test_command(place: Path) -> None:

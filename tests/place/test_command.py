@@ -14,7 +14,7 @@ from ktransformers import system
 from ktransformers.cli.main import app
 from ktransformers.cli.train import plan_lines
 from ktransformers.errors import InputError
-from ktransformers.train.forecast import Lengths, fullest, work_of
+from ktransformers.train.forecast import Lengths, simulate_epoch, training_workload
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import train
@@ -105,40 +105,43 @@ def test_recipes_can_be_planned(file: Path) -> None:
 
 
 def test_keys_mean_what_the_trainer_makes_of_them() -> None:
-    found = work_of(read_settings(BASE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}), 2)
+    found = training_workload(
+        read_settings(BASE | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}), 2
+    )
     assert (found.tokens, found.tokens_per_step, found.sequence) == (4096, 16384, 2048)
     assert found.checkpointing and not found.retain and found.adapts_experts and found.adapts_attention
     keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "kt_tokens_per_batch": 4096}
-    cut = work_of(read_settings(BASE | keys), 2)
+    cut = training_workload(read_settings(BASE | keys), 2)
     assert (cut.tokens, cut.tokens_per_step) == (4096, 16384)
-    assert work_of(read_settings(BASE | {"kt_cpu_activation": "retain"}), 2).retain
-    off = work_of(read_settings(BASE | {"disable_gradient_checkpointing": True, "pure_bf16": True}), 2)
+    assert training_workload(read_settings(BASE | {"kt_cpu_activation": "retain"}), 2).retain
+    off = training_workload(read_settings(BASE | {"disable_gradient_checkpointing": True, "pure_bf16": True}), 2)
     assert not off.checkpointing and off.trained_bytes == 2
-    attention = work_of(read_settings(BASE | {"lora_target": "q_proj,v_proj"}), 2)
+    attention = training_workload(read_settings(BASE | {"lora_target": "q_proj,v_proj"}), 2)
     assert attention.adapts_attention and not attention.adapts_experts
-    experts = work_of(read_settings(BASE | {"lora_target": "experts"}), 2)
+    experts = training_workload(read_settings(BASE | {"lora_target": "experts"}), 2)
     assert experts.adapts_experts and not experts.adapts_attention
-    assert work_of(read_settings(BASE), 2, Lengths(100, 50)).sequence == 100
-    assert work_of(read_settings(BASE | {"packing": True}), 2, Lengths(100, 50)).sequence == 2048
+    assert training_workload(read_settings(BASE), 2, Lengths(100, 50)).sequence == 100
+    assert training_workload(read_settings(BASE | {"packing": True}), 2, Lengths(100, 50)).sequence == 2048
 
 
 def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, known = {"per_device_train_batch_size": 2}, Lengths(longest=100, learned=50)
-    assert work_of(read_settings(BASE | rows), 2).labelled == 1  # nobody has seen the data
-    assert work_of(read_settings(BASE | rows), 2, known).labelled == 50 / 200
-    assert work_of(read_settings(BASE | rows | {"packing": True}), 2, known).scored == 50
-    assert work_of(read_settings(BASE | rows | {"label_smoothing_factor": 0.1}), 2, known).labelled == 1
+    rows, known = {"per_device_train_batch_size": 2}, Lengths(longest=100, labelled=50)
+    assert training_workload(read_settings(BASE | rows), 2).labelled == 1  # nobody has seen the data
+    assert training_workload(read_settings(BASE | rows), 2, known).labelled == 50 / 200
+    assert training_workload(read_settings(BASE | rows | {"packing": True}), 2, known).scored == 50
+    assert training_workload(read_settings(BASE | rows | {"label_smoothing_factor": 0.1}), 2, known).labelled == 1
     pairs = read_settings(BASE | rows | {"stage": "dpo"})
-    assert work_of(pairs, 2, known).labelled == 1  # on a CPU pairs are scored whole
+    assert training_workload(pairs, 2, known).labelled == 1  # on a CPU pairs are scored whole
     monkeypatch.setattr("ktransformers.train.forecast.device_of", lambda settings: torch.device("cuda"))
-    assert work_of(pairs, 2, known).labelled == 50 / 400
+    assert training_workload(pairs, 2, known).labelled == 50 / 400
 
 
 def test_the_fullest_batch_is_found() -> None:
     sequences = [(10, 4), (30, 20), (20, 1), (40, 8)]
-    assert fullest(sequences, 1, None, seed=0) == 20 and fullest(sequences, 4, None, seed=0) == 33
-    assert fullest(sequences, 4, 40, seed=0) == 20  # 10 with 20, 30 alone, 40 alone: padding counts
-    assert fullest(sequences, 4, 90, seed=0) == 25
+    assert simulate_epoch(sequences, 1, None, seed=0).max_labelled == 20
+    assert simulate_epoch(sequences, 4, None, seed=0).max_labelled == 33
+    assert simulate_epoch(sequences, 4, 40, seed=0).max_labelled == 20  # 10 with 20, 30 alone, 40 alone: padding counts
+    assert simulate_epoch(sequences, 4, 90, seed=0).max_labelled == 25
 
 
 def test_labels_of_the_data_reach_the_forecast(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ktransformers.plan.machine import profile
 from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, keep_bytes
 from ktransformers.plan.model_shape import of_config, open_shape, shipped
 from ktransformers.train.settings import LoraSettings
-from ktransformers.train.targets import find_targets, trained_numbers
+from ktransformers.train.targets import count_trained_parameters, find_targets
 from tests.checkpoint.releases import KINDS
 from tests.nn.families import build, save
 
@@ -47,7 +47,7 @@ def test_shipped_shapes_count_what_the_models_have(name: str) -> None:
     assert shape.rest == pytest.approx(rest, abs=shape.layers)  # an average layer is a whole number
     for target, expected in (("all", None), ("experts", expert_lora_numbers(shape, 8))):
         settings = LoraSettings(lora_rank=8, lora_target=(target,))
-        found = trained_numbers(model, find_targets(model, settings), 8)
+        found = count_trained_parameters(model, find_targets(model, settings), 8)
         assert found == (expected or expert_lora_numbers(shape, 8) + attention_lora_numbers(shape, 8))
 
 
@@ -69,7 +69,7 @@ def test_headers_say_what_the_formulas_say(family: str, tmp_path: Path) -> None:
     assert found.checkpoint_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     settings = LoraSettings(lora_rank=4, lora_target=("all",))
     numbers = expert_lora_numbers(found, 4) + attention_lora_numbers(found, 4)
-    assert numbers == trained_numbers(model, find_targets(model, settings), 4)
+    assert numbers == count_trained_parameters(model, find_targets(model, settings), 4)
     formulas = of_config(json.loads((tmp_path / "config.json").read_text()), "formulas")
     assert formulas.linears == found.linears or sorted(map(repr, formulas.linears)) == sorted(map(repr, found.linears))
     if family in ("qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral"):

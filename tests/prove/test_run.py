@@ -99,7 +99,7 @@ def test_saved_adapter_equals_trained_adapter(trained: tuple[Path, list[str]]) -
     record = proof_record.read_record(trained[0])
     assert record is not None and record.held_out and len(record.rows) == 3 and record.dtype == "float32"
     assert difference(record.adapter, record.base).mean > 0.1
-    assert "model.layers.1.mlp.experts" in record.adapter.marks and len(record.adapter.marks) == 10
+    assert "model.layers.1.mlp.experts" in record.adapter.projections and len(record.adapter.projections) == 10
 
 
 def test_trained_adapter_is_proven(trained: tuple[Path, list[str]]) -> None:
@@ -179,12 +179,12 @@ def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
 def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained on int8 experts beside the base: proof and server find them, and stock PEFT is left out."""
     from ktransformers.quant.convert import convert
-    from ktransformers.quant.plan import make_plan, wanted
+    from ktransformers.quant.plan import make_plan, parse_formats
     from tests.train.conftest import Quiet, recipe
     from tests.train.runs import run as train
 
     base, packed = trained[0].parent / "base", tmp_path / "int8"
-    convert(make_plan(base, wanted("int8"), 2), packed)
+    convert(make_plan(base, parse_formats("int8"), 2), packed)
     train(recipe(base, tmp_path / "out", val_size=3, learning_rate=2e-2, kt_weight_path=str(packed)), Quiet())
     done = run(tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
@@ -233,7 +233,7 @@ def test_incomplete_adapter_is_refused(trained: tuple[Path, list[str]], output: 
     base = json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"]
     model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), str(output), is_trainable=True)
     created = proof_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
-    assert proof_record.check_reload(model, output, created).difference.none
+    assert proof_record.check_reload(model, output, created).difference.is_zero
     change(output, changed_value)
     with pytest.raises(KTError, match=r"^model\.layers\.1\.mlp\.experts: .* is not what was trained"):
         proof_record.check_reload(model, output, created)

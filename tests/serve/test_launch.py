@@ -351,10 +351,10 @@ def test_packed_directory_is_prefaulted_or_locked(
     from ktransformers.nn import packed
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
-    from ktransformers.quant.plan import wanted
+    from ktransformers.quant.plan import parse_formats
 
     out = tmp_path / "packed"
-    convert(plan_conversion(model_directory, wanted("bf16"), 2), out)
+    convert(plan_conversion(model_directory, parse_formats("bf16"), 2), out)
     requested: list[str] = []
     map_file = packed.map_file
 

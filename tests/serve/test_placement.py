@@ -14,12 +14,12 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.apply import in_words, place, settle_residents
+from ktransformers.place.apply import ModelPlacement, attach_engine, describe, place_residents
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.residents import load_counts
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
-from ktransformers.serve.placement import ServedPlacement, wish_of
+from ktransformers.serve.placement import fill_gpus, options_of
 from ktransformers.serve.target import Target, resolve_target
 from tests.support.serving import EngineHarness, RunningServer
 
@@ -35,10 +35,11 @@ def test_adapters_share_a_batch_on_an_expert_engine(
     experts up to the rounding of gate and up to bf16 on a GPU."""
     other = EngineHarness(model_directory, {}, device=device)
     options = PlacementOptions(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
-    placement = place(other.model, options, device=device or "cpu")
+    placement = attach_engine(other.model, options, device=device or "cpu")
     assert placement is not None
-    lines = in_words(placement, options, settle_residents(placement, options, None, {}))
-    assert "policy resident; 2 residents in each of" in lines and ("16 tokens" in lines) == (threshold is not None)
+    description = describe(placement, options, place_residents(placement, options, None, {}))
+    assert "policy resident; 2 residents in each of" in description
+    assert ("16 tokens" in description) == (threshold is not None)
     other.loaded = {
         name: other.lora_modules.open(path, name, 1, str(model_directory)) for name, path in adapters.items()
     }
@@ -49,7 +50,7 @@ def test_adapters_share_a_batch_on_an_expert_engine(
     pairs = [other.sequence(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
     other.run(other.engine(), *(one for one, _ in pairs))
     assert sum(int(row.sum()) for row in placement.counts())
-    streamed = [bool(layer.last["forward"].streamed) for layer in placement.layers]
+    streamed = [bool(layer.last_split["forward"].streamed) for layer in placement.layers]
     assert not any(streamed), "answers are computed by residents and the CPU"
     for prompt, name, (_, recorded) in zip(prompts, names, pairs, strict=True):
         alone = harness.alone(prompt, name)
@@ -84,7 +85,7 @@ def test_missing_gpu_is_logged_and_routing_is_recorded(model_directory: Path, tm
     )
     model = service.engine.forward.model
     names = list(expert_modules(model))
-    service.placement.record(lines.append)
+    service.placement.save_counts()
     counts = load_counts(file, names)
     assert len(counts) == len(names) and not np.any(counts), "the check came before"
 
@@ -93,10 +94,10 @@ def test_launch_line_overrides_yaml_options(model_directory: Path, tmp_path: Pat
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_place: stream\n  kt_num_gpu_experts: 3\n")
     target = resolve_target(str(file))
-    options = wish_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
+    options = options_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
     assert (options.policy, options.kt_num_gpu_experts) == ("stream", 1)
     lacking = PlacementOptions(kt_enable_dynamic_expert_update=True, kt_num_gpu_experts=1)
     with pytest.raises(InputError, match="kt_gpu_prefill_token_threshold"):
-        place(torch.nn.Module(), lacking)
-    assert ServedPlacement(options, None, None, None).fill(0, None, print) == {}
+        attach_engine(torch.nn.Module(), lacking)
+    assert fill_gpus(ModelPlacement(options), 0, 512, None, False, print) == {}
     assert Target(model_directory).keys == {}

@@ -18,9 +18,9 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
-from ktransformers.serve.placement import wish_of
+from ktransformers.serve.placement import options_of
 from ktransformers.serve.target import resolve_target
-from ktransformers.train.keys import OFF
+from ktransformers.train.keys import UNSUPPORTED_KEYS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
@@ -64,6 +64,6 @@ def test_w8a8_refuses_other_formats_by_name(model_directory: Path) -> None:
 def test_w8a8_is_accepted_in_inference_yaml_only(model_directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_w8a8: true\n")
-    assert wish_of(parse([str(file)]), resolve_target(str(file))).kt_w8a8
-    assert not wish_of(parse([str(model_directory)]), resolve_target(str(model_directory))).kt_w8a8
-    assert "training" in OFF["kt_w8a8"].remedy
+    assert options_of(parse([str(file)]), resolve_target(str(file))).kt_w8a8
+    assert not options_of(parse([str(model_directory)]), resolve_target(str(model_directory))).kt_w8a8
+    assert "training" in UNSUPPORTED_KEYS["kt_w8a8"].remedy

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ktransformers.adapters import LoraPair, facts_of, in_memory, write_adapter
+from ktransformers.adapters import LoraPair, adapter_from_tensors, facts_from_config, write_adapter
 
 DATA = Path(__file__).parents[1] / "data"
 HIDDEN, WIDE, EXPERTS, LAYERS = 64, 40, 6, 2
@@ -48,9 +48,9 @@ def write_sample_adapter(directory: Path, model: Path, *, rank: int, seed: int, 
         for layer in range(LAYERS)
         for name, (inputs, outputs) in LINEARS.items()
     }
-    facts = facts_of(json.loads((model / "config.json").read_text()))
+    facts = facts_from_config(json.loads((model / "config.json").read_text()))
     config = {"base_model_name_or_path": str(model)}
-    write_adapter(in_memory(layers, linears, model=facts, config=config), directory, "peft")
+    write_adapter(adapter_from_tensors(layers, linears, model=facts, config=config), directory, "peft")
     return directory
 
 

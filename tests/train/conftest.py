@@ -24,19 +24,19 @@ class Quiet:
         self.notes: list[str] = []
         self.referred = 0
 
-    def planned(self, plan: Any) -> None:
+    def on_plan(self, plan: Any) -> None:
         self.plans.append(plan)
 
-    def loading(self, done: int, layers: int) -> None:
+    def on_load(self, done: int, layers: int) -> None:
         pass
 
-    def referring(self, done: int, rows: int) -> None:
+    def on_reference(self, done: int, rows: int) -> None:
         self.referred = rows
 
-    def noted(self, line: str) -> None:
+    def on_note(self, line: str) -> None:
         self.notes.append(line)
 
-    def stepped(self, progress: Any) -> None:
+    def on_step(self, progress: Any) -> None:
         self.steps.append(progress)
 
 

@@ -12,13 +12,13 @@ import pytest
 from ktransformers.errors import InputError
 from ktransformers.train.data.files import DataRow, read_rows
 from ktransformers.train.data.formats import Conversation, PlainText, PreferencePair, read_sample
-from ktransformers.train.data.prepare import mix, pack, prepare, read_datasets
-from ktransformers.train.data.registry import SHIPPED, DatasetSource, find_source
-from ktransformers.train.data.render import IGNORED, Renderer, TrainRow, show
-from ktransformers.train.data.templates import FORMS, find_form, jinja, missing_tokens
+from ktransformers.train.data.prepare import mix_datasets, pack_rows, prepare, read_datasets
+from ktransformers.train.data.registry import DEMO_DATA_DIR, DatasetSource, find_source
+from ktransformers.train.data.render import IGNORE_INDEX, Renderer, TrainRow, show_labels
+from ktransformers.train.data.templates import TEMPLATES, find_template, missing_tokens, to_jinja
 from ktransformers.train.settings import DataSettings
 
-TEMPLATES = Path(__file__).resolve().parent.parent / "data" / "chat_templates"
+TEMPLATE_FILES = Path(__file__).resolve().parent.parent / "data" / "chat_templates"
 TALK = [
     {"role": "user", "content": "Hi there"},
     {"role": "assistant", "content": "Hello."},
@@ -130,7 +130,7 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
         ("x.json", '[\n{"a": 1},\n\n3]', "x.json, line 4: given a int"),
         ("x.jsonl", '{"a": 1}\n{"a": 2\n', "x.jsonl, line 2"),
         ("x.csv", "a,b\n1,2\n1\n", "x.csv, line 3"),
-        ("x.txt", "a", "kind .txt"),
+        ("x.txt", "a", "type .txt"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -141,14 +141,14 @@ def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: s
 
 
 def test_shipped_data_is_read_and_licensed() -> None:
-    info = json.loads((SHIPPED / "dataset_info.json").read_text())
+    info = json.loads((DEMO_DATA_DIR / "dataset_info.json").read_text())
     assert {"identity", "dpo_en_demo", "style_neko_en"} <= set(info)
     for name, entry in info.items():
         assert entry["licence"] and entry["origin"]
         (found,) = read_datasets([name], DataSettings(dataset=(name,)))
         assert len(found.samples) >= 60
     licences = {entry["licence"].partition(", ")[2] for entry in info.values()} - {""}
-    assert all((SHIPPED / name).is_file() for name in licences)
+    assert all((DEMO_DATA_DIR / name).is_file() for name in licences)
 
 
 def test_identity_is_filled() -> None:
@@ -186,7 +186,7 @@ def rendered(tokenizer: Any, template: str | None, conversation: Conversation = 
     tokenizer.chat_template = before if template is None else template
     try:
         renderer = Renderer(tokenizer, options.pop("cutoff_len", 500), **options)
-        return show(renderer.encode(conversation, DataRow("f", 1, {})), tokenizer)
+        return show_labels(renderer.encode(conversation, DataRow("f", 1, {})), tokenizer)
     finally:
         tokenizer.chat_template = before
 
@@ -194,7 +194,7 @@ def rendered(tokenizer: Any, template: str | None, conversation: Conversation = 
 def test_loss_is_on_the_assistant_alone(tokenizer: Any) -> None:
     head = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
     middle = "\n<|im_start|>user\nAnd 2+2?<|im_end|>\n<|im_start|>assistant\n"
-    plain = jinja(FORMS["qwen3_nothink"])
+    plain = to_jinja(TEMPLATES["qwen3_nothink"])
     assert rendered(tokenizer, plain) == f"{head}«Hello.<|im_end|>»{middle}«Four<|im_end|>»"
     assert rendered(tokenizer, plain, mask_history=True) == f"{head}Hello.<|im_end|>{middle}«Four<|im_end|>»"
     assert rendered(tokenizer, plain, train_on_prompt=True) == f"«{head}Hello.<|im_end|>{middle}Four<|im_end|>»"
@@ -203,12 +203,12 @@ def test_loss_is_on_the_assistant_alone(tokenizer: Any) -> None:
 
 
 def test_thoughts(tokenizer: Any) -> None:
-    think = jinja(FORMS["qwen3"])
+    think = to_jinja(TEMPLATES["qwen3"])
     empty = "<think>\n\n</think>\n\n"
     assert f"«{empty}Four<|im_end|>»" in rendered(tokenizer, think)
     assert f"{empty}«Four<|im_end|>»" in rendered(tokenizer, think, enable_thinking=False)
     thought = Conversation([TALK[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}])
-    own = (TEMPLATES / "qwen3.jinja").read_text()
+    own = (TEMPLATE_FILES / "qwen3.jinja").read_text()
     for template in (think, own):
         assert rendered(tokenizer, template, thought).endswith("«<think>\nhm\n</think>\n\nHello.<|im_end|>»")
     assert rendered(tokenizer, own).endswith(f"«{empty}Four<|im_end|>»")
@@ -219,39 +219,41 @@ def test_named_templates_are_those_of_the_models(tokenizer: Any) -> None:
     """Marks and masks: the released templates say the same as ours of that name."""
     system = Conversation([{"role": "system", "content": "Be kind."}, *TALK])
     one = Conversation(TALK[:2])
-    qwen, deepseek = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("qwen3", "deepseek_v3"))
+    qwen, deepseek = ((TEMPLATE_FILES / f"{name}.jinja").read_text() for name in ("qwen3", "deepseek_v3"))
     deepseek = deepseek.replace("<｜end▁of▁sentence｜>", tokenizer.eos_token)
     for conversation in (FOUND, system, one):
-        assert rendered(tokenizer, jinja(FORMS["deepseek3"]), conversation) == rendered(
+        assert rendered(tokenizer, to_jinja(TEMPLATES["deepseek3"]), conversation) == rendered(
             tokenizer, deepseek, conversation
         )
-    assert rendered(tokenizer, jinja(FORMS["qwen3"]), one) == rendered(tokenizer, qwen, one)
+    assert rendered(tokenizer, to_jinja(TEMPLATES["qwen3"]), one) == rendered(tokenizer, qwen, one)
     for prompt in (FOUND.messages[:1], system.messages[:2]):
         for name, released in (("qwen3", qwen), ("qwen3_nothink", qwen), ("deepseek3", deepseek)):
             texts = [
                 tokenizer.apply_chat_template(prompt, chat_template=text, tokenize=False, add_generation_prompt=True)
-                for text in (jinja(FORMS[name]), released)
+                for text in (to_jinja(TEMPLATES[name]), released)
             ]
             assert texts[0] == texts[1], name
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_template_masks_and_ends(tokenizer: Any, name: str) -> None:
-    text = rendered(tokenizer, jinja(FORMS[name]))
+    text = rendered(tokenizer, to_jinja(TEMPLATES[name]))
     assert text.count("«") == 2
     assert "Hello." in text.split("«")[1] and "Hi there" not in text.split("«")[1].split("»")[0]
     assert text.endswith("»")
-    end = FORMS[name].assistant[1].strip() or tokenizer.eos_token
+    end = TEMPLATES[name].assistant[1].strip() or tokenizer.eos_token
     assert text[:-1].endswith((end, tokenizer.eos_token))
 
 
 def test_template_names(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="`qwen3`, perhaps"):
-        find_form("qwen33")
-    assert missing_tokens(FORMS["llama3"], tokenizer) == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    assert missing_tokens(FORMS["qwen3"], tokenizer) == []
+        find_template("qwen33")
+    assert missing_tokens(TEMPLATES["llama3"], tokenizer) == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    assert missing_tokens(TEMPLATES["qwen3"], tokenizer) == []
     with pytest.raises(InputError, match="no form for tool"):
-        rendered(tokenizer, jinja(FORMS["qwen3"]), Conversation([*TALK, {"role": "tool", "content": "x"}, *TALK[1:2]]))
+        rendered(
+            tokenizer, to_jinja(TEMPLATES["qwen3"]), Conversation([*TALK, {"role": "tool", "content": "x"}, *TALK[1:2]])
+        )
 
 
 def test_tools_reach_the_tokenizers_own_template(tokenizer: Any) -> None:
@@ -260,7 +262,7 @@ def test_tools_reach_the_tokenizers_own_template(tokenizer: Any) -> None:
     called = 0
     for row, sample in found.samples:
         tokens = renderer.encode(sample, row)
-        learned = tokenizer.decode([label for label in tokens.labels if label != IGNORED])
+        learned = tokenizer.decode([label for label in tokens.labels if label != IGNORE_INDEX])
         called += "<tool_call>" in learned
         assert "<tool_response>" not in learned
     assert called > 3
@@ -289,18 +291,18 @@ def test_cut_mixed_split_and_dropped(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_interleaving() -> None:
     parts = [list(range(100)), list(range(1000, 1010))]
-    under = mix(parts, DataSettings(mix_strategy="interleave_under"), seed=3)
-    over = mix(parts, DataSettings(mix_strategy="interleave_over", interleave_probs=(0.5, 0.5)), seed=3)
+    under = mix_datasets(parts, DataSettings(mix_strategy="interleave_under"), seed=3)
+    over = mix_datasets(parts, DataSettings(mix_strategy="interleave_over", interleave_probs=(0.5, 0.5)), seed=3)
     assert sum(row >= 1000 for row in under) <= 10 and len(under) < 110
     assert set(over) == {*parts[0], *parts[1]} and over.count(1000) > 1
     with pytest.raises(InputError, match="interleave_probs"):
-        mix(parts, DataSettings(mix_strategy="interleave_under", interleave_probs=(1.0,)), seed=3)
+        mix_datasets(parts, DataSettings(mix_strategy="interleave_under", interleave_probs=(1.0,)), seed=3)
 
 
 def test_packing_fills_and_loses_nothing() -> None:
     lengths = [5, 9, 3, 7, 2, 10, 1, 6]
     rows = [TrainRow([n] * n, [n] * n) for n in lengths]
-    packs = pack(rows, 10)
+    packs = pack_rows(rows, 10)
     assert sorted(len(row.ids) for part in packs for row in part) == sorted(lengths)
     assert all(sum(len(row.ids) for row in part) <= 10 for part in packs)
     assert len(packs) == 5  # 43 tokens need at least five sequences of ten

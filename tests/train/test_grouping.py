@@ -17,9 +17,16 @@ from ktransformers.errors import InputError
 from ktransformers.plan import open_shape, profile, with_gpus
 from ktransformers.train import grouping
 from ktransformers.train.forecast import PlanInputs
-from ktransformers.train.grouping import FILE, GroupingCandidate, RowLengths, choose, decide, fastest
+from ktransformers.train.grouping import (
+    GROUPING_FILE,
+    GroupingCandidate,
+    RowLengths,
+    choose_grouping,
+    decide_grouping,
+    pick_candidate,
+)
 from ktransformers.train.manifest import read_manifest
-from ktransformers.train.plan import as_dict, make_plan
+from ktransformers.train.plan import make_plan, plan_document
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import TrainSettings
 
@@ -48,16 +55,16 @@ def settings_of(**keys: Any) -> TrainSettings:
 
 
 def test_the_published_recipe_goes_through_at_once() -> None:
-    found = choose(settings_of(), site(profile("amx16-h200")))
+    found = choose_grouping(settings_of(), site(profile("amx16-h200")))
     assert (found.tokens, found.batches, found.of) == (8192, 16, 16)
     assert found.seconds is not None and found.seconds_apart is not None and found.seconds_apart > 5 * found.seconds
     assert found.note == (
         f"kt_tokens_per_batch: 8192, 16 batches of a step at once: {found.seconds:.2g} s a step instead of "
         f"{found.seconds_apart:.2g}; off with kt_tokens_per_batch: off"
     )
-    pairs = choose(settings_of(stage="dpo", dataset="dpo_en_demo"), site(profile("amx16-h200")))
+    pairs = choose_grouping(settings_of(stage="dpo", dataset="dpo_en_demo"), site(profile("amx16-h200")))
     assert pairs.tokens == 16384, "both answers of a pair"
-    short = choose(settings_of(), site(profile("amx16-h200")), RowLengths([(300, 200)] * 64, 300, 0))
+    short = choose_grouping(settings_of(), site(profile("amx16-h200")), RowLengths([(300, 200)] * 64, 300, 0))
     assert short.tokens == 16 * 300, "rows are no longer than they are"
 
 
@@ -66,16 +73,16 @@ def test_what_does_not_fit_with_room_is_not_chosen() -> None:
     machine, settings, chosen = profile("amx16-h200"), settings_of(cutoff_len=2048), []
     for size in ("24GB", "16GB", "12GB", "10GB", "8GB"):
         here = site(with_gpus(machine, size), "auto")
-        found = choose(settings, here)
-        plan = here.forecast(grouping.grouped(settings, found.tokens), None)
+        found = choose_grouping(settings, here)
+        plan = here.forecast(grouping.with_tokens_per_batch(settings, found.tokens), None)
         (table,) = plan.nearest.memory.gpus
-        estimated = sum(size for name, size in table.items() if name not in grouping.COUNTED)
+        estimated = sum(size for name, size in table.items() if name not in grouping.EXACT_SIZES)
         assert plan.best is not None
         assert sum(table.values()) - table["residents"] + 0.1 * estimated <= plan.machine.gpus[0].memory
         chosen.append(found.batches)
     assert chosen[0] == 16 and chosen[-1] == 1 and len(set(chosen)) > 2, chosen
     assert all(more >= less for more, less in itertools.pairwise(count or 0 for count in chosen)), chosen
-    little = choose(settings_of(), site(replace(with_gpus(machine, "none"), memory=10**9), "cpu"))
+    little = choose_grouping(settings_of(), site(replace(with_gpus(machine, "none"), memory=10**9), "cpu"))
     assert little.tokens is None and "would not fit" in little.why and little.note is None
 
 
@@ -93,7 +100,7 @@ def test_what_does_not_fit_with_room_is_not_chosen() -> None:
 )
 def test_the_rule(tried: list[tuple[int, float, bool]], batches: int) -> None:
     trials = [GroupingCandidate(count, 512 * count, seconds, fits) for count, seconds, fits in tried]
-    assert fastest(GroupingCandidate(1, None, 10.0, True), trials).batches == batches
+    assert pick_candidate(GroupingCandidate(1, None, 10.0, True), trials).batches == batches
 
 
 def test_padding_counts_as_time() -> None:
@@ -101,8 +108,8 @@ def test_padding_counts_as_time() -> None:
     machine = with_gpus(profile("amx16-h200"), "none")
     machine = replace(machine, memory=10**12, cpu=replace(machine.cpu, read_bytes=20e9))
     settings, here = settings_of(), site(machine, "cpu")
-    equal = choose(settings, here, RowLengths([(512, 100)] * 64, 512, 0))
-    mixed = choose(settings, here, RowLengths([(16, 10)] * 60 + [(512, 100)] * 4, 512, 0))
+    equal = choose_grouping(settings, here, RowLengths([(512, 100)] * 64, 512, 0))
+    mixed = choose_grouping(settings, here, RowLengths([(16, 10)] * 60 + [(512, 100)] * 4, 512, 0))
     assert equal.tokens == 4096, "all at once would be as fast"
     assert mixed.tokens == 1024 and mixed.seconds is not None and mixed.seconds_apart is not None
     assert mixed.seconds <= mixed.seconds_apart < (equal.seconds_apart or 0)
@@ -117,7 +124,7 @@ def test_short_rows_are_taken_together_on_a_cpu_alone() -> None:
         shape = replace(open_shape("qwen3-30b-a3b"), layers=6, expert_layers=6, hidden=512, intermediate=256)
         shape = replace(shape, experts=64, top_k=4, vocabulary=6400, embedding=6400 * 512, rest_per_layer=690_000)
         shape = replace(shape, attention_width=1280, scores_width=1024, linears=shape.linears[:24])
-        found = choose(
+        found = choose_grouping(
             settings_of(), PlanInputs(shape, replace(machine, cpu=cpu), ("cpu",), 4), RowLengths([(56, 30)] * 64, 56, 0)
         )
         assert found.batches is not None and found.batches >= 8, (read, found)
@@ -136,15 +143,15 @@ def test_short_rows_are_taken_together_on_a_cpu_alone() -> None:
     ids=lambda keys: next(iter(keys)),
 )
 def test_where_it_would_change_results_nothing_changes(keys: dict[str, Any]) -> None:
-    found = decide(settings_of(**keys), None, site(profile("amx16-h200")), None)
+    found = decide_grouping(settings_of(**keys), None, site(profile("amx16-h200")), None)
     assert found.tokens is None and found.note is None and found.why
 
 
 def test_processes_and_models_without_a_forecast_go_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decide(settings_of(), None, None, None).tokens is None
+    assert decide_grouping(settings_of(), None, None, None).tokens is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert decide(settings_of(), None, site(profile("amx16-h200")), None).tokens is None
-    assert decide(settings_of(kt_tokens_per_batch=4096), None, None, None).tokens == 4096, "who asks gets it"
+    assert decide_grouping(settings_of(), None, site(profile("amx16-h200")), None).tokens is None
+    assert decide_grouping(settings_of(kt_tokens_per_batch=4096), None, None, None).tokens == 4096, "who asks gets it"
 
 
 def test_kt_plan_chooses_as_kt_train_does(tmp_path: Path) -> None:
@@ -178,10 +185,10 @@ def test_a_run_is_the_same_and_says_what_it_does(tiny: Path, tmp_path: Path) -> 
     run(keys, auto)
     run(keys | {"output_dir": str(tmp_path / "off"), "kt_tokens_per_batch": "off"}, off)
     plan = auto.plans[0]
-    tokens = plan.settings.experts.tokens_at_once
+    tokens = plan.settings.experts.tokens_per_pass
     assert tokens == 8 * plan.data.longest == plan.forecast.nearest.work.tokens
     assert any(note.startswith(f"kt_tokens_per_batch: {tokens}, 4 batches of a step at once") for note in plan.notes)
-    document = as_dict(plan)
+    document = plan_document(plan)
     assert document["settings"]["experts"]["kt_tokens_per_batch"] == tokens == document["grouping"]["tokens"]
     assert document["grouping"]["asked"] == "auto" and document["forecast"]["work"]["tokens"] == tokens
     assert read_manifest(tmp_path / "auto")["kt_tokens_per_batch"] == tokens
@@ -196,7 +203,7 @@ def test_pairs_have_the_gradients_of_accumulation_by_default(tiny: Path, tmp_pat
     keys = recipe(tiny, tmp_path / "x", stage="dpo", dataset="style_neko_en_dpo", gradient_accumulation_steps=3)
     keys |= {"cutoff_len": 64, "max_samples": 5}
     plan = make_plan(read_settings(keys)).plan
-    assert plan.data is not None and plan.settings.experts.tokens_at_once == 2 * 6 * plan.data.longest
+    assert plan.data is not None and plan.settings.experts.tokens_per_pass == 2 * 6 * plan.data.longest
     assert difference(first_gradients(keys), first_gradients(keys | {"kt_tokens_per_batch": "off"})) < 1e-5
 
 
@@ -205,18 +212,18 @@ def test_a_run_goes_on_with_what_it_was_begun_with(tiny: Path, tmp_path: Path, m
     keys = recipe(tiny, tmp_path / "whole", save_strategy="steps", save_steps=2, lora_dropout=0.1)
     whole, again = Quiet(), Quiet()
     run(keys, whole)
-    tokens = whole.plans[0].settings.experts.tokens_at_once
+    tokens = whole.plans[0].settings.experts.tokens_per_pass
     checkpoint = tmp_path / "part" / "checkpoint-2"
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", checkpoint)
-    assert json.loads((checkpoint / FILE).read_text()) == {"kt_tokens_per_batch": tokens}
-    monkeypatch.setattr(grouping, "LEAST_GAIN", 1e9)  # today the plan would choose otherwise
+    assert json.loads((checkpoint / GROUPING_FILE).read_text()) == {"kt_tokens_per_batch": tokens}
+    monkeypatch.setattr(grouping, "MIN_SPEEDUP", 1e9)  # today the plan would choose otherwise
     keys |= {"output_dir": str(tmp_path / "part")}
     asked = make_plan(read_settings(keys | {"kt_tokens_per_batch": 96})).plan
-    assert asked.settings.experts.tokens_at_once == 96, "who asks gets it"
+    assert asked.settings.experts.tokens_per_pass == 96, "who asks gets it"
     run(keys, again)
     plan = again.plans[0]
-    assert tokens is not None and plan.settings.experts.tokens_at_once == tokens
-    assert any("was begun" in note for note in plan.notes)
+    assert tokens is not None and plan.settings.experts.tokens_per_pass == tokens
+    assert any("as stored in" in note for note in plan.notes)
     assert losses(again) == losses(whole)[2:], "dropout included"
     anew = make_plan(read_settings(keys | {"overwrite_output_dir": True, "resume_from_checkpoint": False})).plan
     assert anew.settings.experts.kt_tokens_per_batch == "off"
@@ -224,10 +231,10 @@ def test_a_run_goes_on_with_what_it_was_begun_with(tiny: Path, tmp_path: Path, m
 
 def test_checkpoints_of_older_versions_go_on_batch_by_batch(tmp_path: Path) -> None:
     here = site(profile("amx16-h200"))
-    assert decide(settings_of(), tmp_path, here, None).tokens is None
-    (tmp_path / FILE).write_text('{"kt_tokens_per_batch": 2048}')
-    assert decide(settings_of(), tmp_path, here, None).tokens == 2048
-    assert decide(settings_of(kt_tokens_per_batch="off"), tmp_path, here, None).tokens is None
-    (tmp_path / FILE).write_text("{}")
-    with pytest.raises(InputError, match=FILE):
-        decide(settings_of(), tmp_path, here, None)
+    assert decide_grouping(settings_of(), tmp_path, here, None).tokens is None
+    (tmp_path / GROUPING_FILE).write_text('{"kt_tokens_per_batch": 2048}')
+    assert decide_grouping(settings_of(), tmp_path, here, None).tokens == 2048
+    assert decide_grouping(settings_of(kt_tokens_per_batch="off"), tmp_path, here, None).tokens is None
+    (tmp_path / GROUPING_FILE).write_text("{}")
+    with pytest.raises(InputError, match=GROUPING_FILE):
+        decide_grouping(settings_of(), tmp_path, here, None)

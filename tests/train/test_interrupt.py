@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from ktransformers.errors import KTError
+from ktransformers.train.callbacks import Interrupted
 from ktransformers.train.manifest import read_manifest
-from ktransformers.train.watch import Interrupted
 
 from .conftest import Quiet, recipe
 from .runs import SCRIPT, adapter, difference, run, start_run
@@ -34,7 +34,7 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(tiny: Path, tmp_path: Pa
     (part / ".kt_saving" / "checkpoint-6").mkdir(parents=True)  # what a kill in the middle of a save leaves
     again = Quiet()
     run(keys | {"output_dir": str(part), "resume_from_checkpoint": True}, again)
-    assert "goes on from" in again.plans[0].start
+    assert "resumes from" in again.plans[0].start
     losses = [
         [(step.step, step.values["loss"]) for step in seen.steps if "loss" in step.values] for seen in (whole, again)
     ]
@@ -45,8 +45,8 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(tiny: Path, tmp_path: Pa
 
 
 class Interrupting(Quiet):
-    def stepped(self, progress: Any) -> None:
-        super().stepped(progress)
+    def on_step(self, progress: Any) -> None:
+        super().on_step(progress)
         if progress.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 

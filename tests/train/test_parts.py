@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.errors import InputError
-from ktransformers.train.batches import budget_parts, cut_pairs, pair_weights
-from ktransformers.train.preference import Answers, pair_losses
+from ktransformers.train.batches import pair_weights, split_by_budget, split_pairs
+from ktransformers.train.preference import AnswerLogprobs, pair_losses
 from ktransformers.train.settings import LoraSettings, PreferenceSettings
-from ktransformers.train.targets import find_targets, trained_numbers
+from ktransformers.train.targets import count_trained_parameters, find_targets
 from tests.nn.families import COMMON, FAMILIES
 
 
@@ -45,7 +45,7 @@ def test_all_is_attention_and_experts(family: str) -> None:
     for name in found.parameters:
         shape = model.get_parameter(name).shape
         expected += shape[0] * 8 * (shape[1] + shape[2])
-    assert trained_numbers(model, found, 8) == expected
+    assert count_trained_parameters(model, found, 8) == expected
 
 
 def test_named_targets() -> None:
@@ -70,8 +70,10 @@ def test_named_targets() -> None:
         ends("kv_c_proj")
 
 
-def answers() -> tuple[Answers, tuple[torch.Tensor, torch.Tensor]]:
-    policy = Answers(torch.tensor([-3.0, -8.0]), torch.tensor([-6.0, -7.0]), torch.tensor([3, 4]), torch.tensor([2, 7]))
+def answers() -> tuple[AnswerLogprobs, tuple[torch.Tensor, torch.Tensor]]:
+    policy = AnswerLogprobs(
+        torch.tensor([-3.0, -8.0]), torch.tensor([-6.0, -7.0]), torch.tensor([3, 4]), torch.tensor([2, 7])
+    )
     return policy, (torch.tensor([-4.0, -7.5]), torch.tensor([-5.0, -7.25]))
 
 
@@ -123,12 +125,12 @@ def test_losses_without_reference_need_none() -> None:
 
 def test_parts_hold_the_budget_and_every_row() -> None:
     lengths = [5, 40, 12, 7, 33, 5, 90, 2]
-    parts = budget_parts(lengths, 80)
+    parts = split_by_budget(lengths, 80)
     assert sorted(row for part in parts for row in part) == list(range(8))
     for part in parts:
         assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= 80
     assert len(parts) < 6
-    assert budget_parts([], 10) == []
+    assert split_by_budget([], 10) == []
 
 
 def test_cut_pairs_keeps_pairs_together() -> None:
@@ -139,7 +141,7 @@ def test_cut_pairs_keeps_pairs_together() -> None:
     ids = torch.arange(6)[:, None].expand(6, 6) * mask
     inputs = {"input_ids": ids, "attention_mask": mask, "ref_chosen_logps": torch.arange(3.0)}
     weights = [0.25, 0.25, 0.5]  # batches of two count alike, and the last is short
-    parts = cut_pairs(inputs, budget=20, batch=2)
+    parts = split_pairs(inputs, budget=20, batch=2)
     assert len(parts) > 1
     seen = []
     for part in parts:

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.train import sft
 from ktransformers.errors import InputError
-from ktransformers.train.plan import as_dict, make_plan
+from ktransformers.train.plan import make_plan, plan_document
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.settings import HOME
+from ktransformers.train.settings import SECTION_OF_KEY
 
 from .conftest import recipe
 from .seeds import SEEDS
@@ -88,7 +88,7 @@ def test_dry_run_prints_the_plan(tiny: Path, tmp_path: Path) -> None:
     plan = json.loads(done.output)
     assert plan["settings"]["lora"]["lora_rank"] == 16
     assert plan["data"]["steps"] == 4 and plan["settings"]["trainer"]["max_steps"] == 4
-    assert plan == json.loads(json.dumps(as_dict(make_plan(read_settings(file, ["lora_rank=16"])).plan)))
+    assert plan == json.loads(json.dumps(plan_document(make_plan(read_settings(file, ["lora_rank=16"])).plan)))
 
 
 def test_a_run_prints_lines_and_leaves_the_adapter(tiny: Path, tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ def test_seed_files_run(
 
 def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     from ktransformers.cli.train import StepScreen
-    from ktransformers.train.watch import Progress
+    from ktransformers.train.callbacks import Progress
 
     screen = StepScreen()
-    screen.loading(1, 2)
+    screen.on_load(1, 2)
     values = {"loss": 1.5, "learning_rate": 1e-4, "grad_norm": 0.3}
-    screen.stepped(Progress(3, 10, 0.5, values, 1234.0, 0.25, 2**31, 0, 30.0, 70.0, 0.5))
+    screen.on_step(Progress(3, 10, 0.5, values, 1234.0, 0.25, 2**31, 0, 30.0, 70.0, 0.5))
     screen.close()
     out = capsys.readouterr().out
     assert "step 3/10" in out and "1234 tokens/s" in out and "experts 25%" in out and "0:01:10 left" in out
@@ -160,7 +160,7 @@ def test_what_would_stop_a_run_stops_the_plan(keys: dict[str, Any], message: str
 
 
 def test_what_is_not_installed_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.train.plan.PACKAGES", ("trl", "no_such_package"))
+    monkeypatch.setattr("ktransformers.train.plan.REQUIRED_PACKAGES", ("trl", "no_such_package"))
     with pytest.raises(InputError, match=r"no no_such_package here.*ktransformers\[train\]"):
         make_plan(read_settings(recipe(tiny, tmp_path / "out")))
 
@@ -172,4 +172,4 @@ def test_linear_attention_is_not_packed(model_of: Callable[[str], Path], tmp_pat
 
 def test_the_pages_list_every_key() -> None:
     pages = (ROOT / "docs" / "train.md").read_text() + (ROOT / "docs" / "preference.md").read_text()
-    assert [key for key in HOME if f"`{key}`" not in pages] == []
+    assert [key for key in SECTION_OF_KEY if f"`{key}`" not in pages] == []

@@ -118,18 +118,20 @@ def test_no_gradient_is_an_error(tiny: Path, tmp_path: Path) -> None:
     assert prepared.directory is not None
     model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
     trainer = build_trainer(model, prepared)
-    witness = trainer.witness
+    gradient_check = trainer.gradient_check
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
             dead = "layers.1.self_attn.k_proj" in name
             parameter.grad = torch.zeros_like(parameter) if dead else torch.ones_like(parameter)
-    witness.on_pre_optimizer_step(None, None, None)
+    gradient_check.on_pre_optimizer_step(None, None, None)
     with pytest.raises(
         KTError, match=r"1 of 12 adapted modules never got a gradient: model\.layers\.1\.self_attn\.k_proj"
     ):
-        check_gradients(witness, 1)
-    assert not [m for m in witness.dead() if "k_proj" not in m], "A has no gradient while B is zero, and need not"
-    assert witness.unvisited() == {}
+        check_gradients(gradient_check, 1)
+    assert not [m for m in gradient_check.dead() if "k_proj" not in m], (
+        "A has no gradient while B is zero, and need not"
+    )
+    assert gradient_check.unvisited() == {}
 
 
 def test_experts_that_no_token_visited_are_listed(tiny: Path, tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_output_directories_are_not_overwritten_by_accident(finished: tuple[Path
     keys = recipe(tiny, output, resume_from_checkpoint=False)
     with pytest.raises(InputError, match="overwrite_output_dir: true"):
         make_plan(read_settings(keys))
-    assert "goes on from" in make_plan(read_settings(recipe(tiny, output))).plan.start
+    assert "resumes from" in make_plan(read_settings(recipe(tiny, output))).plan.start
     anew = make_plan(read_settings(recipe(tiny, output, overwrite_output_dir=True))).plan.start
     assert "1 checkpoints" in anew and "removed" in anew
     nowhere = recipe(tiny, output.parent / "new", resume_from_checkpoint=True)
@@ -221,10 +223,10 @@ def test_output_directories_are_not_overwritten_by_accident(finished: tuple[Path
 def test_experts_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
-    from ktransformers.quant.plan import wanted
+    from ktransformers.quant.plan import parse_formats
 
     packed = tmp_path / "int8"
-    convert(plan_conversion(tiny, wanted("int8"), 2), packed)
+    convert(plan_conversion(tiny, parse_formats("int8"), 2), packed)
     keys = recipe(tiny, tmp_path / "run", max_steps=2, kt_weight_path=str(packed), kt_expert_weight_format="int8")
     assert run(keys).output == tmp_path / "run"
     assert any("experts" in name for name in adapter(tmp_path / "run"))

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 
 from ktransformers.errors import InputError
-from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
-from ktransformers.train.resolve import SPECIAL, isa_of, known_keys, read_settings, read_words, trainer_fields
-from ktransformers.train.rules import from_name, read_rule
-from ktransformers.train.settings import HOME
+from ktransformers.place.rules import summarise_for_training, summary_of_name
+from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
+from ktransformers.train.resolve import (
+    TRANSLATED_KEYS,
+    isa_of_backend,
+    known_keys,
+    read_overrides,
+    read_settings,
+    trainer_fields,
+)
+from ktransformers.train.settings import SECTION_OF_KEY
 
 from .seeds import SEEDS
 
@@ -39,15 +46,22 @@ def test_seed_files_are_taken_verbatim(name: str, tmp_path: Path) -> None:
     notes = " ".join(settings.notes)
     given = {key for key in seed if key != "kt_config"} | set(seed.get("kt_config", {}))
     for key in given - {"resume_from_checkpoint"}:
-        assert key in HOME or key in settings.trainer or f"{key}:" in notes, key
+        assert key in SECTION_OF_KEY or key in settings.trainer or f"{key}:" in notes, key
 
 
 def test_tables_do_not_overlap() -> None:
-    tables: list[set[str]] = [set(HOME), set(MOOT), set(OFF), set(RENAMED), set(SPECIAL), set(DERIVED)]
+    tables: list[set[str]] = [
+        set(SECTION_OF_KEY),
+        set(NO_EFFECT_KEYS),
+        set(UNSUPPORTED_KEYS),
+        set(RENAMED_KEYS),
+        set(TRANSLATED_KEYS),
+        set(DERIVED_KEYS),
+    ]
     for index, table in enumerate(tables):
         for other in tables[index + 1 :]:
             assert not table & other
-    assert not set(MOOT) & set(trainer_fields())
+    assert not set(NO_EFFECT_KEYS) & set(trainer_fields())
 
 
 def test_every_key_of_the_trainer_is_accepted() -> None:
@@ -55,7 +69,7 @@ def test_every_key_of_the_trainer_is_accepted() -> None:
         if key == "output_dir" or key == "do_train":
             continue
         settings = read_settings(LEAST | {key: default})
-        if default is not None and key not in HOME:
+        if default is not None and key not in SECTION_OF_KEY:
             assert settings.trainer[key] == default, key
 
 
@@ -114,13 +128,13 @@ def test_values_take_their_type() -> None:
 def test_tokens_per_batch_is_a_number_a_word_or_nothing() -> None:
     for given in (False, 0, "off", "Off", "0"):
         experts = read_settings(LEAST | {"kt_tokens_per_batch": given, "packing": True}).experts
-        assert experts.kt_tokens_per_batch == "off" and experts.tokens_at_once is None
+        assert experts.kt_tokens_per_batch == "off" and experts.tokens_per_pass is None
     assert read_settings(LEAST, ["kt_tokens_per_batch=off"]).experts.kt_tokens_per_batch == "off"
     for given in (4096, "4096"):
-        assert read_settings(LEAST | {"kt_tokens_per_batch": given}).experts.tokens_at_once == 4096
+        assert read_settings(LEAST | {"kt_tokens_per_batch": given}).experts.tokens_per_pass == 4096
     for keys in ({}, {"kt_tokens_per_batch": None}, {"kt_tokens_per_batch": "auto", "moe_aux_loss_coef": 0.1}):
         experts = read_settings(LEAST | keys).experts
-        assert experts.kt_tokens_per_batch == "auto" and experts.tokens_at_once is None
+        assert experts.kt_tokens_per_batch == "auto" and experts.tokens_per_pass is None
 
 
 def test_shares_lists_and_the_word_no() -> None:
@@ -131,13 +145,13 @@ def test_shares_lists_and_the_word_no() -> None:
 
 
 def test_words_reach_into_kt_config() -> None:
-    assert read_words(["kt_config.kt_backend=auto", "--seed=3"]) == {"kt_config": {"kt_backend": "auto"}, "seed": 3}
+    assert read_overrides(["kt_config.kt_backend=auto", "--seed=3"]) == {"kt_config": {"kt_backend": "auto"}, "seed": 3}
     file = LEAST | {"kt_config": {"kt_num_threads": 4, "kt_tp_enabled": True}}
     settings = read_settings(file, ["kt_config.kt_num_threads=8"])
     assert settings.experts.kt_num_threads == 8
     assert "kt_tp_enabled: has no effect, experts are split over NUMA nodes by themselves" in settings.notes
     with pytest.raises(InputError, match="key=value"):
-        read_words(["lora_rank"])
+        read_overrides(["lora_rank"])
 
 
 def test_files_that_are_no_mapping(tmp_path: Path) -> None:
@@ -150,11 +164,11 @@ def test_files_that_are_no_mapping(tmp_path: Path) -> None:
 
 
 def test_rule_from_its_name() -> None:
-    rule = from_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
+    rule = summary_of_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
     assert (rule.backend, rule.gpus, rule.training) == ("amx", 4, True)
-    assert from_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
-    assert from_name("DeepSeek-V2-Lite-Chat-sft.yaml").backend == "any"
-    assert from_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
+    assert summary_of_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
+    assert summary_of_name("DeepSeek-V2-Lite-Chat-sft.yaml").backend == "any"
+    assert summary_of_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
 
 
 def test_rule_from_its_file(tmp_path: Path) -> None:
@@ -167,20 +181,24 @@ def test_rule_from_its_file(tmp_path: Path) -> None:
 
     file = tmp_path / "rule.yaml"
     file.write_text(rule("AMXBF16"))
-    found, line = read_rule(str(file))
+    found, line = summarise_for_training(str(file))
     assert (found.source, found.backend, found.gpus) == ("file", "amx", 1)
     assert "from the file" in line
     file.write_text(rule("AMXInt8"))
     with pytest.raises(InputError, match="AMXInt8"):
-        read_rule(str(file))
+        summarise_for_training(str(file))
     file.write_text("nothing: here")
     with pytest.raises(InputError, match="holds no list"):
-        read_rule(str(file))
+        summarise_for_training(str(file))
 
 
 def test_backends() -> None:
-    assert isa_of(None) is None and isa_of("auto") is None and isa_of("AMXBF16") is None
-    assert isa_of("AVX512BF16") == "avx512" and isa_of("AVX2") == "avx2" and isa_of("AVX512_BF16") == "avx512_bf16"
+    assert isa_of_backend(None) is None and isa_of_backend("auto") is None and isa_of_backend("AMXBF16") is None
+    assert (
+        isa_of_backend("AVX512BF16") == "avx512"
+        and isa_of_backend("AVX2") == "avx2"
+        and isa_of_backend("AVX512_BF16") == "avx512_bf16"
+    )
 
 
 def test_known_keys_are_many() -> None:

@@ -1,13 +1,14 @@
-"""One adapter, many dialects: read, write, convert, merge, and tell by a manifest whether it is still the same."""
+"""LoRA adapters of MoE models: read and write every dialect, convert, merge into a checkpoint, and verify by
+manifest."""
 
 from __future__ import annotations
 
-from ktransformers.adapters.canonical import in_memory
+from ktransformers.adapters.canonical import adapter_from_tensors
 from ktransformers.adapters.convert import Conversion, Output, convert, describe_adapter, read_adapter, write_adapter
 from ktransformers.adapters.dialects import DIALECTS
 from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
 from ktransformers.adapters.merge import Merge, MergeCheck, merge
-from ktransformers.adapters.model import ModelFacts, facts_of, find_facts
+from ktransformers.adapters.model import ModelFacts, facts_from_config, find_facts
 
 __all__ = [
     "DIALECTS",
@@ -22,11 +23,11 @@ __all__ = [
     "Module",
     "Output",
     "PairForm",
+    "adapter_from_tensors",
     "convert",
     "describe_adapter",
-    "facts_of",
+    "facts_from_config",
     "find_facts",
-    "in_memory",
     "merge",
     "read_adapter",
     "write_adapter",

@@ -1,7 +1,7 @@
-"""adapter_config.json: read with its patterns, and written again for another dialect.
+"""Reads adapter_config.json with its rank and alpha patterns, and writes it for another dialect.
 
-PEFT resolves a rank or alpha by the first pattern that matches the end of a name, else takes the default; the same rule
-is followed here, so that a delta means here what it means there. Fields that we do not know are kept as they are.
+A rank or alpha is the value of the first pattern that matches the end of a name, else the default. That is PEFT's rule,
+so a delta has the same value here and in PEFT. Unknown fields are kept.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ktransformers.adapters.lora import Adapter, PairForm
-from ktransformers.adapters.names import place
+from ktransformers.adapters.names import split_layer_name
 from ktransformers.errors import InputError
 
-FILE = "adapter_config.json"
+CONFIG_FILE = "adapter_config.json"
 
 
 class AdapterConfig(BaseModel):
@@ -42,23 +42,23 @@ class AdapterConfig(BaseModel):
     base_model_name_or_path: str | None = None
 
     def rank(self, *names: str) -> int:
-        return int(_look_up(self.rank_pattern, names, self.r))
+        return int(_match_pattern(self.rank_pattern, names, self.r))
 
     def scaling(self, rank: int, *names: str) -> float:
-        alpha = float(_look_up(self.alpha_pattern, names, self.lora_alpha))
+        alpha = float(_match_pattern(self.alpha_pattern, names, self.lora_alpha))
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     @property
     def partial(self) -> bool:
-        """Whether it says itself that not every layer is adapted."""
+        """Whether the configuration itself restricts the adapter to some layers."""
         names = [
             *(self.target_parameters or []),
             *(self.target_modules if isinstance(self.target_modules, list) else []),
         ]
-        return self.layers_to_transform is not None or any(place(name)[1] >= 0 for name in names)
+        return self.layers_to_transform is not None or any(split_layer_name(name)[1] >= 0 for name in names)
 
 
-def _look_up(patterns: Mapping[str, float], names: Iterable[str], default: float) -> float:
+def _match_pattern(patterns: Mapping[str, float], names: Iterable[str], default: float) -> float:
     for name in names:
         for pattern, value in patterns.items():
             if re.match(rf"(.*\.)?({pattern})$", name):
@@ -67,10 +67,10 @@ def _look_up(patterns: Mapping[str, float], names: Iterable[str], default: float
 
 
 def read_config(directory: Path, lora_alpha: float | None = None) -> tuple[AdapterConfig, dict[str, Any]]:
-    """The checked fields, and everything as it stands in the file."""
-    file = directory / FILE
+    """(validated fields, all fields as they are in the file)."""
+    file = directory / CONFIG_FILE
     if not file.is_file():
-        raise InputError(str(directory), f"no {FILE}", "one beside the tensors: rank and alpha are in it")
+        raise InputError(str(directory), f"no {CONFIG_FILE}", "one beside the tensors: rank and alpha are in it")
     try:
         fields = json.loads(file.read_text())
         fields = dict(fields)
@@ -81,7 +81,7 @@ def read_config(directory: Path, lora_alpha: float | None = None) -> tuple[Adapt
     return parse_config(fields, str(file), lora_alpha), fields
 
 
-def parse_config(fields: dict[str, Any], where: str, lora_alpha: float | None = None) -> AdapterConfig:
+def parse_config(fields: dict[str, Any], source: str, lora_alpha: float | None = None) -> AdapterConfig:
     if fields.get("lora_alpha") is None and lora_alpha is not None:
         fields["lora_alpha"] = lora_alpha
     present = {key: value for key, value in fields.items() if value is not None}
@@ -91,48 +91,48 @@ def parse_config(fields: dict[str, Any], where: str, lora_alpha: float | None = 
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         remedy = "give --lora-alpha" if field == "lora_alpha" else ""
-        raise InputError(f"{where}: {field}", first["msg"], "a PEFT LoRA configuration", remedy) from error
+        raise InputError(f"{source}: {field}", first["msg"], "a PEFT LoRA configuration", remedy) from error
     if config.peft_type.upper() != "LORA":
-        raise InputError(f"{where}: peft_type", config.peft_type, "LORA", "other kinds of adapter are not converted")
+        raise InputError(f"{source}: peft_type", config.peft_type, "LORA", "other kinds of adapter are not converted")
     for field in ("use_dora", "lora_bias", "fan_in_fan_out"):
         if getattr(config, field):
-            raise InputError(f"{where}: {field}", True, "false", "its delta is not a product of two factors")
+            raise InputError(f"{source}: {field}", True, "false", "its delta is not a product of two factors")
     return config
 
 
-def number(value: float) -> int | float:
+def compact_number(value: float) -> int | float:
     """16 rather than 16.0: PEFT declares alpha an integer."""
     return int(value) if float(value).is_integer() else value
 
 
-def patterns(values: Mapping[str, float], default: float) -> dict[str, int | float]:
-    """PEFT's patterns for names -> values: one for the same place in every layer, full names where layers differ."""
-    by_place: dict[str, dict[str, float]] = {}
+def build_patterns(values: Mapping[str, float], default: float) -> dict[str, int | float]:
+    """PEFT patterns for names -> values: one pattern per path within a layer, full names where layers differ."""
+    by_path: dict[str, dict[str, float]] = {}
     for name, value in values.items():
-        by_place.setdefault(place(name)[2] or name, {})[name] = value
-    found: dict[str, int | float] = {}
-    for suffix, group in by_place.items():
+        by_path.setdefault(split_layer_name(name)[2] or name, {})[name] = value
+    result: dict[str, int | float] = {}
+    for suffix, group in by_path.items():
         if len(set(group.values())) == 1:
             value = next(iter(group.values()))
             if value != default:
-                found[re.escape(suffix)] = number(value)
+                result[re.escape(suffix)] = compact_number(value)
         else:
-            found |= {re.escape(name): number(value) for name, value in group.items() if value != default}
-    return found
+            result |= {re.escape(name): compact_number(value) for name, value in group.items() if value != default}
+    return result
 
 
-def written(adapter: Adapter, default: PairForm, named: Mapping[str, PairForm], **fields: Any) -> dict[str, Any]:
-    """adapter_config.json of an adapter whose patterns are resolved by `named`; `fields` win over what was read."""
-    kept = {key: value for key, value in adapter.config.items() if key != "peft_version"}
+def build_config(adapter: Adapter, default: PairForm, named: Mapping[str, PairForm], **fields: Any) -> dict[str, Any]:
+    """adapter_config.json of an adapter whose patterns come from `named`; `fields` override what was read."""
+    read_fields = {key: value for key, value in adapter.config.items() if key != "peft_version"}
     return {
-        **kept,
+        **read_fields,
         "peft_type": "LORA",
-        "task_type": kept.get("task_type") or "CAUSAL_LM",
-        "bias": kept.get("bias") or "none",
+        "task_type": read_fields.get("task_type") or "CAUSAL_LM",
+        "bias": read_fields.get("bias") or "none",
         "r": default.rank,
-        "lora_alpha": number(default.alpha),
-        "rank_pattern": patterns({name: form.rank for name, form in named.items()}, default.rank),
-        "alpha_pattern": patterns({name: form.alpha for name, form in named.items()}, default.alpha),
+        "lora_alpha": compact_number(default.alpha),
+        "rank_pattern": build_patterns({name: form.rank for name, form in named.items()}, default.rank),
+        "alpha_pattern": build_patterns({name: form.alpha for name, form in named.items()}, default.alpha),
         "use_rslora": False,
         "use_dora": False,
         **({"lora_dropout": 0.0} if adapter.experts else {}),

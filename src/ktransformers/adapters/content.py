@@ -1,7 +1,7 @@
-"""What lies in a directory or file that is said to be an adapter: its tensors by name, whoever wrote them.
+"""Opens a directory or file that holds an adapter: its tensors by name, in any dialect.
 
-Only headers are read here. A directory may hold other safetensors (the whole model, an optimiser's state); a file
-counts when it has LoRA tensors in it. GGUF files are known by their magic, not by their name.
+Only headers are read. A directory may hold other safetensors (the base model, optimizer state), so a file counts only
+if it has LoRA tensors. GGUF files are recognised by their magic bytes, not by their name.
 """
 
 from __future__ import annotations
@@ -11,36 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ktransformers.adapters.names import KT, factor
+from ktransformers.adapters.gguf_file import is_gguf, read_gguf
+from ktransformers.adapters.names import KT_KERNEL_KEY, parse_factor
+from ktransformers.adapters.stored_tensor import LORA_DTYPES, StoredTensor
 from ktransformers.checkpoint import Shards
 from ktransformers.errors import InputError
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SPELLED = {dtype: name for name, dtype in DTYPES.items()}
-# Beyond these a checkpoint may hold tensors that are copied and never computed with.
-SPELLED |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8"}
-SPELLED |= {torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor in a file."""
-
-    name: str
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Content:
     path: Path
     tensors: Mapping[str, StoredTensor]
-    fields: Mapping[str, Any] | None = None  # the key-value part of a GGUF file, None for safetensors
+    metadata: Mapping[str, Any] | None = None  # key-value pairs of a GGUF file, None for safetensors
     release: Callable[[], None] = lambda: None
 
     @property
@@ -57,22 +39,23 @@ def open_content(path: str | Path) -> Content:
     if not path.exists():
         raise InputError(str(path), "no such file or directory", "an adapter")
     candidates = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-    ggufs = [file for file in candidates if _magic(file) == b"GGUF"]
+    ggufs = [file for file in candidates if is_gguf(file)]
     files = [file for file in candidates if file.suffix == ".safetensors"]
     loras = {file: shards for file in files if _has_lora(shards := Shards([file]))}
     if (ggufs and loras) or len(ggufs) > 1:
         names = ", ".join(file.name for file in [*ggufs, *loras])
         raise InputError(str(path), f"several adapters, {names}", "one", "name the file or move the others away")
     if ggufs:
-        return _gguf(path, ggufs[0])
+        metadata, gguf_tensors = read_gguf(ggufs[0])
+        return Content(path, gguf_tensors, metadata)
     if not loras:
         raise InputError(str(path), "no LoRA tensors", "a .safetensors or GGUF file with lora_A and lora_B in it")
     tensors: dict[str, StoredTensor] = {}
     for file, shards in loras.items():
         for name in shards.names:
             if name in tensors:
-                raise InputError(name, f"it in {tensors[name].file} and in {file.name}", "it in one file")
-            tensors[name] = _stored(shards, name, file.name)
+                raise InputError(name, f"stored in {tensors[name].file} and in {file.name}", "stored in one file")
+            tensors[name] = _stored_tensor(shards, name, file.name)
 
     def release() -> None:
         for shards in loras.values():
@@ -81,24 +64,12 @@ def open_content(path: str | Path) -> Content:
     return Content(path, tensors, None, release)
 
 
-def _stored(shards: Shards, name: str, file: str) -> StoredTensor:
-    spelled = shards.dtype(name)
-    if spelled not in DTYPES:
-        raise InputError(name, f"dtype {spelled}", "one of " + ", ".join(DTYPES))
-    return StoredTensor(name, file, shards.shape(name), DTYPES[spelled], lambda: shards.read(name))
+def _stored_tensor(shards: Shards, name: str, file: str) -> StoredTensor:
+    dtype_name = shards.dtype(name)
+    if dtype_name not in LORA_DTYPES:
+        raise InputError(name, f"dtype {dtype_name}", "one of " + ", ".join(LORA_DTYPES))
+    return StoredTensor(name, file, shards.shape(name), LORA_DTYPES[dtype_name], lambda: shards.read(name))
 
 
 def _has_lora(shards: Shards) -> bool:
-    return any(factor(name) or KT.fullmatch(name) for name in shards.names)
-
-
-def _magic(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(4)
-
-
-def _gguf(path: Path, file: Path) -> Content:
-    from ktransformers.adapters.dialects.gguf import read_gguf
-
-    fields, tensors = read_gguf(file)
-    return Content(path, tensors, fields)
+    return any(parse_factor(name) or KT_KERNEL_KEY.fullmatch(name) for name in shards.names)

@@ -1,7 +1,7 @@
-"""An adapter from one dialect into another: read and checked whole, written whole, counted on both sides.
+"""Converts an adapter from one dialect into another, with the number of tensors checked on both sides.
 
-Reading goes over every tensor before anything is written: names, shapes, finite numbers, the manifest's sums where
-there is one, and the model's sizes where its config.json is known. Outputs appear together at the end or not at all.
+Every tensor is checked before anything is written: names, shapes, finite numbers, the manifest's checksums if there is
+a manifest, and the model's sizes if its config.json is available. All outputs appear together or none does.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from ktransformers.adapters.canonical import canonical
-from ktransformers.adapters.config import FILE as CONFIG
+from ktransformers.adapters.canonical import canonicalize
+from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.config import parse_config
 from ktransformers.adapters.content import Content, open_content
-from ktransformers.adapters.dialects import detect, dialect
+from ktransformers.adapters.dialects import detect_dialect, find_dialect
 from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
-from ktransformers.adapters.manifest import FILE as MANIFEST
-from ktransformers.adapters.manifest import check_manifest, describe, read_manifest, write_manifest
+from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
+from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
 from ktransformers.adapters.model import ModelFacts, find_facts
-from ktransformers.adapters.parse import ReadContext, complete
-from ktransformers.adapters.write import check_apart, check_target, checked_squares, fresh_directory
+from ktransformers.adapters.parse import ReadContext, check_complete
+from ktransformers.adapters.write import check_disjoint, check_target, finite_sum_of_squares, fresh_directory
 from ktransformers.errors import InputError
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done, for people and for programs."""
+    """Summary of a conversion; `to_json` is what the command prints."""
 
     source: str  # dialect
     dialect: str
     read: int  # tensors
     layers: int  # with experts
     experts: int  # in each
-    shared: bool  # gate and up have one A
-    model: str | None  # the family that the adapter was compared with, None where no config.json was found
+    shared: bool  # gate and up use the same A
+    model: str | None  # family that the adapter was checked against, None without config.json
     merged: Output
     expert_only: Output | None = None
     nonexpert_only: Output | None = None
@@ -58,7 +58,8 @@ class Conversion:
 def read_adapter(
     path: str | Path, *, model: str | None = None, lora_alpha: float | None = None, verify: bool = True
 ) -> Adapter:
-    """Any dialect, checked, in its least form. `model` is where the base model's config.json lies."""
+    """Reads and checks an adapter of any dialect and returns its canonical form; `model` locates the base model's
+    config.json."""
     return _read(open_content(path), model, lora_alpha, verify)[0]
 
 
@@ -66,46 +67,46 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
     document = read_manifest(content.directory)
     if (
         document is not None and content.path.is_file()
-    ):  # a file that lies beside another adapter is not in its manifest
-        listed = {one["file"] for one in document["tensors"].values()}
+    ):  # the manifest may describe another adapter in the same directory
+        listed = {tensor["file"] for tensor in document["tensors"].values()}
         document = document if content.path.name in listed else None
     if verify:
         if document is not None:
             check_manifest(content, document)
         else:
             for name, stored in content.tensors.items():
-                checked_squares(name, stored.read())
-    known = ReadContext(_facts(content, model, document), lora_alpha, document)
-    source = detect(content)
-    raw = source.read(content, known)
-    if document is not None and "lora_dropout" in document:  # PEFT's file says 0, because it knows none on experts
+                finite_sum_of_squares(name, stored.read())
+    context = ReadContext(_find_facts(content, model, document), lora_alpha, document)
+    source = detect_dialect(content)
+    raw = source.read(content, context)
+    if document is not None and "lora_dropout" in document:  # PEFT's file says 0: it has no dropout on experts
         raw = replace(raw, config={**raw.config, "lora_dropout": document["lora_dropout"]})
     partial = parse_config({"r": 1, "lora_alpha": 1, **raw.config}, CONFIG).partial
-    complete(raw.experts, raw.modules, known.facts, partial)
-    adapter = canonical(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
+    check_complete(raw.experts, raw.modules, context.facts, partial)
+    adapter = canonicalize(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
     content.release()
     return adapter, source.name
 
 
-def _facts(content: Content, model: str | None, document: dict[str, Any] | None) -> ModelFacts | None:
-    """Of the model that was given, else that of the manifest, else the one that adapter_config.json names."""
+def _find_facts(content: Content, model: str | None, document: dict[str, Any] | None) -> ModelFacts | None:
+    """Facts of the given model, else of the manifest's, else of the model that adapter_config.json names."""
     if model is not None and (facts := find_facts(model)) is not None:
         return facts
     if document is not None and isinstance(document.get("model"), dict):
-        return ModelFacts.of_json(document["model"])
+        return ModelFacts.from_json(document["model"])
     file = content.directory / CONFIG
-    if content.fields is not None or not file.is_file():
+    if content.metadata is not None or not file.is_file():
         return None
     import json
 
     try:
         return find_facts(json.loads(file.read_text()).get("base_model_name_or_path"))
-    except (ValueError, AttributeError):  # read_config words that error; a path of another machine is none
+    except (ValueError, AttributeError):  # read_config reports invalid JSON; a path of another machine has no facts
         return None
 
 
 def write_adapter(adapter: Adapter, target: str | Path, to: str, *, overwrite: bool = False) -> Output:
-    """One directory in one dialect, with its manifest."""
+    """Writes one directory in one dialect, with its manifest."""
     with fresh_directory(Path(target), overwrite) as directory:
         return _write(adapter, directory, Path(target), to)
 
@@ -113,8 +114,8 @@ def write_adapter(adapter: Adapter, target: str | Path, to: str, *, overwrite: b
 def _write(adapter: Adapter, directory: Path, target: Path, to: str) -> Output:
     if not (adapter.experts or adapter.modules or adapter.extras):
         raise InputError(str(target), "nothing to write", "an adapter with tensors for this output")
-    records = dialect(to).write(adapter, directory)
-    pairs = sum(dialect(to).pairs(layer) for layer in adapter.experts) + len(adapter.modules)
+    records = find_dialect(to).write(adapter, directory)
+    pairs = sum(find_dialect(to).pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
     expected = 2 * pairs + len(adapter.extras)
     if len(records) != expected:
         raise InputError(str(target), f"{len(records)} tensors written", f"{expected}", "please report this")
@@ -128,14 +129,16 @@ def _write(adapter: Adapter, directory: Path, target: Path, to: str) -> Output:
         model=adapter.model.to_json() if adapter.model else None,
         lora_dropout=adapter.config.get("lora_dropout", 0.0),
     )
-    return Output(str(target), len(records), _targets(adapter))
+    return Output(str(target), len(records), _target_names(adapter))
 
 
-def _targets(adapter: Adapter) -> tuple[str, ...]:
-    from ktransformers.adapters.names import ordered
+def _target_names(adapter: Adapter) -> tuple[str, ...]:
+    from ktransformers.adapters.names import order_targets
 
     leaves = {module.name.rpartition(".")[2] for module in adapter.modules}
-    return tuple(ordered(leaves | {adapter.words.matrix(role) for one in adapter.experts[:1] for role in one.forms}))
+    return tuple(
+        order_targets(leaves | {adapter.naming.matrix(role) for layer in adapter.experts[:1] for role in layer.forms})
+    )
 
 
 def convert(
@@ -150,28 +153,30 @@ def convert(
     dtype: str = "keep",
     overwrite: bool = False,
 ) -> Conversion:
-    dialect(to)
-    if dtype != "keep" and dtype not in DTYPES:
-        raise InputError("dtype", repr(dtype), "keep, " + ", ".join(DTYPES), "quantised adapters do not exist here")
+    find_dialect(to)
+    if dtype != "keep" and dtype not in OUTPUT_DTYPES:
+        raise InputError(
+            "dtype", repr(dtype), "keep, " + ", ".join(OUTPUT_DTYPES), "quantised adapters are not supported"
+        )
     outputs = {"merged": target, "expert_only": expert_output_dir, "nonexpert_only": nonexpert_output_dir}
-    places = {name: Path(place) for name, place in outputs.items() if place is not None}
-    check_apart([Path(source), *places.values()])
-    for place in places.values():
-        check_target(place, overwrite)
+    targets = {name: Path(path) for name, path in outputs.items() if path is not None}
+    check_disjoint([Path(source), *targets.values()])
+    for path in targets.values():
+        check_target(path, overwrite)
     content = open_content(source)
-    adapter, found = _read(content, base_model_name_or_path, lora_alpha, verify=True)
+    adapter, source_dialect = _read(content, base_model_name_or_path, lora_alpha, verify=True)
     if base_model_name_or_path is not None:
         adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": base_model_name_or_path})
     if dtype != "keep":
-        adapter = _cast(adapter, DTYPES[dtype])
+        adapter = _cast(adapter, OUTPUT_DTYPES[dtype])
     parts = {"merged": adapter, "expert_only": adapter.only_experts(), "nonexpert_only": adapter.without_experts()}
     with contextlib.ExitStack() as stack:
         written = {
-            name: _write(parts[name], stack.enter_context(fresh_directory(place, overwrite)), place, to)
-            for name, place in places.items()
+            name: _write(parts[name], stack.enter_context(fresh_directory(path, overwrite)), path, to)
+            for name, path in targets.items()
         }
     return Conversion(
-        source=found,
+        source=source_dialect,
         dialect=to,
         read=len(content.tensors),
         layers=len(adapter.experts),
@@ -183,21 +188,21 @@ def convert(
 
 
 def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
-    def form(one: PairForm) -> PairForm:
-        return replace(one, dtype=dtype)
+    def form(value: PairForm) -> PairForm:
+        return replace(value, dtype=dtype)
 
-    def pair(one: LoraPair) -> LoraPair:
-        return LoraPair(one.a.to(dtype), one.b.to(dtype), one.scaling)
+    def pair(value: LoraPair) -> LoraPair:
+        return LoraPair(value.a.to(dtype), value.b.to(dtype), value.scaling)
 
-    def layer(one: Experts) -> Experts:
-        forms = {role: form(known) for role, known in one.forms.items()}
-        return replace(one, forms=forms, read=lambda: {role: pair(read) for role, read in one.read().items()})
+    def layer(value: Experts) -> Experts:
+        forms = {role: form(form_) for role, form_ in value.forms.items()}
+        return replace(value, forms=forms, read=lambda: {role: pair(read) for role, read in value.read().items()})
 
-    def module(one: Module) -> Module:
-        return replace(one, form=form(one.form), read=lambda: pair(one.read()))
+    def module(value: Module) -> Module:
+        return replace(value, form=form(value.form), read=lambda: pair(value.read()))
 
-    def extra(one: Extra) -> Extra:
-        return replace(one, dtype=dtype, read=lambda: one.read().to(dtype))
+    def extra(value: Extra) -> Extra:
+        return replace(value, dtype=dtype, read=lambda: value.read().to(dtype))
 
     return replace(
         adapter,
@@ -208,14 +213,14 @@ def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
 
 
 def describe_adapter(path: str | Path, *, model: str | None = None) -> None:
-    """Writes kt_manifest.json for an adapter that somebody else has saved, after reading it with every check."""
+    """Writes kt_manifest.json for an adapter saved by other software, after reading it with every check."""
     content = open_content(path)
     stale = content.directory / MANIFEST
     stale.unlink(missing_ok=True)
-    adapter, found = _read(content, model, None, verify=True)
-    describe(
+    adapter, dialect_name = _read(content, model, None, verify=True)
+    write_manifest_of(
         content,
-        dialect=found,
+        dialect=dialect_name,
         tensor_count=len(content.tensors),
         gate_up="shared" if adapter.shared else "split",
         roots=[layer.root for layer in adapter.experts],

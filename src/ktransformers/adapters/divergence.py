@@ -1,8 +1,9 @@
-"""What a merged model lost on the way: how far its distributions are from those of the base with the adapter on it.
+"""Measures what a merge loses: the KL divergence of the merged model from the base model with the adapter.
 
-A text is read in windows of 512 tokens, by the base with the adapter, by the base alone (the adapter's own effect, to
-compare with), and by the merged model. Divergences are KL(base + adapter || other) in nats a token. The two models are
-opened one after the other; between them the log-probabilities wait in a file, so memory is that of one model.
+A text is read in windows of 512 tokens by the base with the adapter, by the base alone (the adapter's own effect, for
+scale), and by the merged model. Divergences are KL(base + adapter || other) in nats per token. The two models are
+loaded one after the other and the log-probabilities are kept in a file between them, so peak memory is that of one
+model.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from torch import Tensor
 
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
-from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.errors import InputError
-from ktransformers.quant.receipt import Calibration, read_text, windows
+from ktransformers.quant.receipt import Calibration, read_text, split_windows
 from ktransformers.system import bf16_is_fast, memory
 
-TEXT = "calibration.txt"  # carried along: prose, a dialogue, a recipe, figures and code
-TOKENS = 4096  # of a text, at most
-RESERVE = 2 << 30  # bytes beside the base's own
-MAX_KL = 0.1  # nats a token; costs about a tenth of perplexity
+CALIBRATION_FILE = "calibration.txt"  # in the package: prose, a dialogue, a recipe, figures and code
+CALIBRATION_TOKENS = 4096  # at most, of a text
+RESERVE_BYTES = 2 << 30  # beyond the size of the base model
+MAX_KL = 0.1  # nats per token; raises perplexity by about a tenth
 
 
 @dataclass(frozen=True)
 class Divergence:
     text: str  # the file's name
-    tokens: int  # that were predicted
-    kl: float  # of the merged model, nats a token
-    effect: float  # of the base alone: what the adapter changes
-    same_top: float  # share of tokens with the same first choice
+    tokens: int  # predicted
+    kl: float  # of the merged model, nats per token
+    effect: float  # KL of the base alone: the adapter's own effect
+    same_top: float  # share of tokens with the same argmax
     perplexity: float  # of the merged model
     reference_perplexity: float  # of the base with the adapter
     base_perplexity: float
 
     def calibration(self) -> Calibration:
-        """In the receipt's words, where the source is the base with the adapter."""
+        """The same numbers as a receipt's calibration, with the base plus adapter as the source."""
         return Calibration(self.text, self.tokens, self.perplexity, self.reference_perplexity, self.kl, self.same_top)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,32 +53,32 @@ class Divergence:
 
 
 @contextmanager
-def calibration_text(given: Path | None) -> Iterator[Path]:
-    """The file to read: the caller's, or ours."""
-    if given is not None:
-        yield given
+def calibration_text(path: Path | None) -> Iterator[Path]:
+    """The text to read: the caller's, or the packaged one."""
+    if path is not None:
+        yield path
         return
-    with resources.as_file(resources.files("ktransformers.adapters") / "data" / TEXT) as own:
-        yield own
+    with resources.as_file(resources.files("ktransformers.adapters") / "data" / CALIBRATION_FILE) as packaged:
+        yield packaged
 
 
 def measure_divergence(
-    base: Path, adapter: Path, merged: Path, text: Path, *, tokens: int = TOKENS, base_bytes: int = 0
+    base: Path, adapter: Path, merged: Path, text: Path, *, tokens: int = CALIBRATION_TOKENS, base_bytes: int = 0
 ) -> Divergence:
-    """InputError where the base cannot be loaded here."""
+    """Raises InputError if the base does not fit in memory or has no tokenizer."""
     from transformers import AutoTokenizer
 
     free = memory().available
-    if base_bytes + RESERVE > free:
-        given = f"{free / 1e9:.1f} GB of free memory"
-        raise InputError("calib", given, f"about {(base_bytes + RESERVE) / 1e9:.1f} GB to load the base")
+    if base_bytes + RESERVE_BYTES > free:
+        available = f"{free / 1e9:.1f} GB of free memory"
+        raise InputError("calib", available, f"about {(base_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the base")
     try:
         tokenizer = AutoTokenizer.from_pretrained(merged)
     except (OSError, ValueError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError("calib", f"no tokenizer in {base} ({said})", "one beside the model") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError("calib", f"no tokenizer in {base} ({reason})", "one beside the model") from error
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
-    pieces = windows(ids, tokens)
+    pieces = split_windows(ids, tokens)
     if not pieces:
         raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
     with tempfile.TemporaryDirectory(prefix=".kt-merge-", dir=merged.parent) as scratch:
@@ -85,21 +86,21 @@ def measure_divergence(
         return _compare(base, folder, merged, text.name, pieces, Path(scratch))
 
 
-def check_divergence(found: Divergence, limit: float) -> None:
-    if found.kl <= limit:
+def check_divergence(divergence: Divergence, limit: float) -> None:
+    if divergence.kl <= limit:
         return
-    given = (
-        f"KL {found.kl:.4g} nats a token from the base with the adapter ({found.tokens} tokens of {found.text}; "
-        f"the adapter itself makes {found.effect:.4g})"
+    measured = (
+        f"KL {divergence.kl:.4g} nats per token from the base with the adapter ({divergence.tokens} tokens of "
+        f"{divergence.text}; the adapter itself makes {divergence.effect:.4g})"
     )
-    remedy = "a wider --format (int8), or a larger --max-kl; nothing was written"
-    raise InputError("merge", given, f"at most {limit:g}", remedy)
+    remedy = "use a wider --format (int8) or a larger --max-kl; nothing was written"
+    raise InputError("merge", measured, f"at most {limit:g}", remedy)
 
 
 def _as_peft(adapter: Path, merged: Path, scratch: Path) -> Path:
-    """The adapter where PEFT can read it."""
+    """A directory with the adapter in PEFT's dialect, converted if necessary."""
     content = open_content(adapter)
-    if detect(content).name == "peft" and content.path.is_dir():
+    if detect_dialect(content).name == "peft" and content.path.is_dir():
         return content.path
     write_adapter(read_adapter(adapter, model=str(merged)), scratch / "peft", "peft")
     return scratch / "peft"
@@ -111,30 +112,32 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
     count = sum(piece.shape[1] - 1 for piece in pieces)
     effect = kl = same = 0.0
     losses = [0.0, 0.0, 0.0]  # merged, reference, base
-    model: Any = PeftModel.from_pretrained(_open(base), str(folder)).eval()
+    model: Any = PeftModel.from_pretrained(_load(base), str(folder)).eval()
     for number, piece in enumerate(pieces):
-        reference = _distribution(model, piece)
+        reference = _logprobs(model, piece)
         with model.disable_adapter():
-            alone = _distribution(model, piece)
-        effect += _kl(reference, alone)
+            base_logprobs = _logprobs(model, piece)
+        effect += _kl(reference, base_logprobs)
         losses[1] += _loss(reference, piece)
-        losses[2] += _loss(alone, piece)
+        losses[2] += _loss(base_logprobs, piece)
         reference.numpy().tofile(scratch / f"{number}")
-        del reference, alone
+        del reference, base_logprobs
     del model
-    model = _open(merged)
+    model = _load(merged)
     for number, piece in enumerate(pieces):
-        found = _distribution(model, piece)
-        waited = torch.from_file(str(scratch / f"{number}"), size=found.numel(), dtype=torch.float32).view_as(found)
-        kl += _kl(waited, found)
-        same += float((waited.argmax(-1) == found.argmax(-1)).sum())
-        losses[0] += _loss(found, piece)
+        logprobs = _logprobs(model, piece)
+        stored = torch.from_file(str(scratch / f"{number}"), size=logprobs.numel(), dtype=torch.float32).view_as(
+            logprobs
+        )
+        kl += _kl(stored, logprobs)
+        same += float((stored.argmax(-1) == logprobs.argmax(-1)).sum())
+        losses[0] += _loss(logprobs, piece)
         (scratch / f"{number}").unlink()
     perplexities = [math.exp(min(loss / count, 700.0)) for loss in losses]
     return Divergence(name, count, kl / count, effect / count, same / count, *perplexities)
 
 
-def _open(path: Path) -> Any:
+def _load(path: Path) -> Any:
     from ktransformers.nn.load import load_model
 
     model: Any = load_model(path, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
@@ -142,14 +145,14 @@ def _open(path: Path) -> Any:
 
 
 @torch.no_grad()
-def _distribution(model: Any, piece: Tensor) -> Tensor:
-    """Log-probabilities `[tokens - 1, vocabulary]` of what comes next."""
+def _logprobs(model: Any, piece: Tensor) -> Tensor:
+    """Next-token log-probabilities `[tokens - 1, vocabulary]`."""
     logits: Tensor = model(input_ids=piece, use_cache=False).logits[0, :-1]
     return logits.float().log_softmax(-1).contiguous()
 
 
 def _kl(reference: Tensor, other: Tensor) -> float:
-    """Summed over tokens; rounding can make it a little less than nothing."""
+    """Summed over tokens; clamped at 0, below which only rounding can take it."""
     return max(0.0, float((reference.exp() * (reference - other)).double().sum()))
 
 

@@ -1,7 +1,7 @@
-"""Ranks and scalings as a dialect wants them, with the delta unchanged.
+"""Changes ranks and scalings to what a dialect supports, with the delta unchanged.
 
-A rank grows by zeros. A scaling is changed by its inverse in B: exact by powers of two, otherwise in f32, whose
-rounding (one part in 2^24) is the only one that any conversion makes.
+A rank grows by zero padding. A change of scaling is compensated in B: exact for powers of two, otherwise in f32, whose
+rounding (one part in 2^24) is the only one that a conversion makes.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from torch import Tensor
 from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm
 
 
-def power_of_two(ratio: float) -> bool:
+def is_power_of_two(ratio: float) -> bool:
     return math.frexp(ratio)[0] == 0.5
 
 
-def refitted(form: PairForm, rank: int, scaling: float) -> PairForm:
-    exact = scaling == form.scaling or power_of_two(form.scaling / scaling)
+def refit_form(form: PairForm, rank: int, scaling: float) -> PairForm:
+    exact = scaling == form.scaling or is_power_of_two(form.scaling / scaling)
     dtype = form.dtype if exact else torch.promote_types(form.dtype, torch.float32)
     return replace(form, rank=rank, scaling=scaling, dtype=dtype)
 
 
-def refit(pair: LoraPair, form: PairForm) -> LoraPair:
-    """The pair as `form` says: rank padded, scaling folded into B."""
+def refit_pair(pair: LoraPair, form: PairForm) -> LoraPair:
+    """The pair in the given form: rank padded, scaling folded into B."""
     a, b = pair.a, pair.b
     if pair.scaling != form.scaling:
         b = (b.double() * (pair.scaling / form.scaling)).to(form.dtype)
-    lack = form.rank - pair.rank
-    if lack:
-        a = torch.cat([a, a.new_zeros(*a.shape[:-2], lack, a.shape[-1])], dim=-2)
-        b = torch.cat([b, b.new_zeros(*b.shape[:-1], lack)], dim=-1)
+    padding = form.rank - pair.rank
+    if padding:
+        a = torch.cat([a, a.new_zeros(*a.shape[:-2], padding, a.shape[-1])], dim=-2)
+        b = torch.cat([b, b.new_zeros(*b.shape[:-1], padding)], dim=-1)
     return LoraPair(a, b, form.scaling)
 
 
-def fitted(adapter: Adapter, wanted: Callable[[str, PairForm], PairForm]) -> Adapter:
-    """Every pair as `wanted(role, form)` says; the role of a module that is no expert is ""."""
-    experts = tuple(_experts(layer, wanted) for layer in adapter.experts)
-    return replace(adapter, experts=experts, modules=tuple(_module(module, wanted) for module in adapter.modules))
+def refit_adapter(adapter: Adapter, target_form: Callable[[str, PairForm], PairForm]) -> Adapter:
+    """Every pair in the form `target_form(role, form)`; the role of a module that is not an expert is ""."""
+    experts = tuple(_experts(layer, target_form) for layer in adapter.experts)
+    return replace(adapter, experts=experts, modules=tuple(_module(module, target_form) for module in adapter.modules))
 
 
-def _experts(layer: Experts, wanted: Callable[[str, PairForm], PairForm]) -> Experts:
-    forms = {role: wanted(role, form) for role, form in layer.forms.items()}
+def _experts(layer: Experts, target_form: Callable[[str, PairForm], PairForm]) -> Experts:
+    forms = {role: target_form(role, form) for role, form in layer.forms.items()}
 
     def read() -> Mapping[str, LoraPair]:
-        return {role: refit(pair, forms[role]) for role, pair in layer.read().items()}
+        return {role: refit_pair(pair, forms[role]) for role, pair in layer.read().items()}
 
     return replace(layer, forms=forms, read=read)
 
 
-def _module(module: Module, wanted: Callable[[str, PairForm], PairForm]) -> Module:
-    form = wanted("", module.form)
-    return replace(module, form=form, read=lambda: refit(module.read(), form))
+def _module(module: Module, target_form: Callable[[str, PairForm], PairForm]) -> Module:
+    form = target_form("", module.form)
+    return replace(module, form=form, read=lambda: refit_pair(module.read(), form))
 
 
-def usual_scaling(adapter: Adapter) -> float:
-    """The scaling that most expert matrices have, or most modules where there are no experts."""
+def most_common_scaling(adapter: Adapter) -> float:
+    """The most common scaling of the expert matrices, or of the modules if there are no experts."""
     experts = [form.scaling for layer in adapter.experts for form in layer.forms.values()]
-    found = Counter(experts or [module.form.scaling for module in adapter.modules])
-    return found.most_common(1)[0][0] if found else 1.0
+    counts = Counter(experts or [module.form.scaling for module in adapter.modules])
+    return counts.most_common(1)[0][0] if counts else 1.0
 
 
-def uniform(adapter: Adapter) -> Adapter:
-    """One rank and one scaling for everything, for readers that know no patterns."""
+def make_uniform(adapter: Adapter) -> Adapter:
+    """One rank and one scaling for everything, for readers without rank patterns."""
     rank = max((form.rank for form in adapter.forms()), default=1)
-    scaling = usual_scaling(adapter)
-    return fitted(adapter, lambda _, form: refitted(form, rank, scaling))
+    scaling = most_common_scaling(adapter)
+    return refit_adapter(adapter, lambda _, form: refit_form(form, rank, scaling))
 
 
-def exactly(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the numbers survive the dtype."""
+def survives_dtype(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast to `dtype` loses nothing."""
     return tensor.dtype == dtype or bool(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor))

@@ -1,9 +1,9 @@
-"""One adapter in memory, whatever files it came from.
+"""One LoRA adapter in memory, independent of the dialect that it was read from.
 
-A Pair holds the two LoRA factors of a matrix, delta = scaling * b @ a: a `[r, in]`, b `[out, r]`; of the experts of a
-layer all are stacked, a `[E, r, in]`, b `[E, out, r]`. An Adapter lists what there is with its sizes and reads the
-numbers only when asked, one layer at a time, because an adapter of 48 layers by 128 experts is gigabytes. Where gate
-and up share their A (`Adapter.shared`), both pairs hold the same tensor; otherwise each has its own.
+A LoraPair holds the two factors of a matrix, delta = scaling * b @ a: a `[r, in]`, b `[out, r]`; the experts of a layer
+are stacked, a `[E, r, in]`, b `[E, out, r]`. An Adapter lists its pairs with their sizes and reads the numbers on
+demand, one layer at a time, because an adapter of 48 layers by 128 experts takes gigabytes. If gate and up share A
+(`Adapter.shared`), both pairs refer to the same tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ, ExpertNaming
+from ktransformers.adapters.names import PROJ_NAMING, ExpertNaming
 
 ROLES = ("gate", "up", "down")
 
@@ -39,7 +39,7 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class PairForm:
-    """What is known of a pair before it is read."""
+    """Rank, sizes, dtype and scaling of a pair, available before its tensors are read."""
 
     rank: int
     inputs: int
@@ -49,14 +49,14 @@ class PairForm:
 
     @property
     def alpha(self) -> float:
-        """scaling * rank, whole where only rounding kept it from being so."""
+        """scaling * rank, rounded to an integer where it differs from one only by floating-point error."""
         alpha = self.scaling * self.rank
         return float(round(alpha)) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
 @dataclass(frozen=True)
 class Module:
-    """LoRA on one linear layer (attention, router, shared expert ...), named as in the model, without prefixes."""
+    """LoRA on one linear layer (attention, router, shared expert, ...), with the model's own name, without prefixes."""
 
     name: str
     form: PairForm
@@ -65,18 +65,18 @@ class Module:
 
 @dataclass(frozen=True)
 class Experts:
-    """LoRA on the routed experts of one layer; `root` is what stands before ".experts" in the model's names."""
+    """LoRA on the routed experts of one layer; `root` is the part before ".experts" in the model's names."""
 
     root: str
     layer: int
     experts: int
-    forms: Mapping[str, PairForm]  # gate, up, down: those that there are
+    forms: Mapping[str, PairForm]  # keys: the adapted ones of gate, up, down
     read: Callable[[], Mapping[str, LoraPair]]
 
 
 @dataclass(frozen=True)
 class Extra:
-    """A tensor that is no LoRA factor (modules_to_save, biases): carried along as it is."""
+    """A tensor that is not a LoRA factor (modules_to_save, biases), copied unchanged."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,8 +89,8 @@ class Adapter:
     experts: tuple[Experts, ...]
     modules: tuple[Module, ...]
     extras: tuple[Extra, ...] = ()
-    shared: bool = False  # gate and up have one A
-    words: ExpertNaming = PROJ  # how per-expert files call this model's expert matrices
+    shared: bool = False  # gate and up use the same A
+    naming: ExpertNaming = PROJ_NAMING  # names of the expert matrices in per-expert files of this model
     config: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json as it was read
     model: ModelFacts | None = None
 
@@ -107,6 +107,6 @@ class Adapter:
         return replace(self, experts=())
 
 
-def form_of(pair: LoraPair) -> PairForm:
+def form_of_pair(pair: LoraPair) -> PairForm:
     dtype = torch.promote_types(pair.a.dtype, pair.b.dtype)
     return PairForm(pair.rank, pair.a.shape[-1], pair.b.shape[-2], dtype, pair.scaling)

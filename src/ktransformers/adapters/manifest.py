@@ -1,8 +1,8 @@
-"""kt_manifest.json: every tensor beside it with shape, dtype, norm and sha256.
+"""kt_manifest.json: every tensor of the directory with shape, dtype, norm and SHA-256.
 
-What lies in the directory is compared with it whenever an adapter is read, so a tensor that was dropped, changed, or
-swapped with another of the same shape is found, by name. A directory without a manifest is read too; then only what the
-names and shapes tell can be checked.
+Reading an adapter compares its files with the manifest, so a tensor that was dropped, changed, or exchanged with
+another of the same shape is reported by name. A directory without a manifest can be read too; then only names and
+shapes are checked.
 """
 
 from __future__ import annotations
@@ -12,50 +12,63 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters.content import SPELLED, Content
-from ktransformers.adapters.write import WrittenTensor, record
+from ktransformers.adapters.content import Content
+from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
+from ktransformers.adapters.write import WrittenTensor, record_tensor
 from ktransformers.errors import InputError
 from ktransformers.files import write_text
 
-FILE = "kt_manifest.json"
-FORMAT = "ktransformers-tensors"
-VERSION = 1
-STALE = "restore the file, or delete kt_manifest.json if the change was meant"
+MANIFEST_FILE = "kt_manifest.json"
+MANIFEST_FORMAT = "ktransformers-tensors"
+MANIFEST_VERSION = 1
+STALE_REMEDY = "restore the file, or delete kt_manifest.json if the change was meant"
 
 
-def write_manifest(directory: Path, records: Iterable[WrittenTensor], **about: Any) -> None:
-    """`about` says what the tensors are: dialect, counts, the model."""
+def write_manifest(directory: Path, records: Iterable[WrittenTensor], **fields: Any) -> None:
+    """`fields` describe the tensors: dialect, counts, the model."""
     lines = [
-        f"{json.dumps(one.name)}: "
-        + json.dumps({"file": one.file, "shape": one.shape, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256})
-        for one in sorted(records, key=lambda one: one.name)
+        f"{json.dumps(tensor.name)}: "
+        + json.dumps(
+            {
+                "file": tensor.file,
+                "shape": tensor.shape,
+                "dtype": tensor.dtype,
+                "norm": tensor.norm,
+                "sha256": tensor.sha256,
+            }
+        )
+        for tensor in sorted(records, key=lambda tensor: tensor.name)
     ]
-    head = json.dumps({"format": FORMAT, "version": VERSION, **about}, ensure_ascii=False)
-    # a line for each tensor: an adapter has up to 60,000, and people look for one of them
-    write_text(directory / FILE, head[:-1] + ', "tensors": {\n' + ",\n".join(lines) + "\n}}\n")
+    head = json.dumps({"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **fields}, ensure_ascii=False)
+    # one line per tensor: an adapter has up to 60,000, and a line is easy to search
+    write_text(directory / MANIFEST_FILE, head[:-1] + ', "tensors": {\n' + ",\n".join(lines) + "\n}}\n")
 
 
-def describe(content: Content, **about: Any) -> None:
-    """A manifest for tensors that lie there already, such as what PEFT has saved."""
-    records = [record(name, stored.file, stored.read()) for name, stored in content.tensors.items()]
-    write_manifest(content.directory, records, **about)
+def write_manifest_of(content: Content, **fields: Any) -> None:
+    """Writes a manifest for existing files, such as what PEFT saved."""
+    records = [record_tensor(name, stored.file, stored.read()) for name, stored in content.tensors.items()]
+    write_manifest(content.directory, records, **fields)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    file = directory / FILE
+    file = directory / MANIFEST_FILE
     if not file.is_file():
         return None
     try:
         document: dict[str, Any] = json.loads(file.read_text())
-        if document["format"] != FORMAT or document["version"] != VERSION:
+        if document["format"] != MANIFEST_FORMAT or document["version"] != MANIFEST_VERSION:
             raise InputError(
-                str(file), f"{document['format']} version {document['version']}", f"{FORMAT} version {VERSION}"
+                str(file),
+                f"{document['format']} version {document['version']}",
+                f"{MANIFEST_FORMAT} version {MANIFEST_VERSION}",
             )
         dict(document["tensors"])
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(str(file), f"a manifest that does not parse ({error!r})", "what was written", STALE) from error
+        raise InputError(
+            str(file), f"a manifest that does not parse ({error!r})", "what was written", STALE_REMEDY
+        ) from error
     return document
 
 
@@ -64,23 +77,30 @@ def check_manifest(content: Content, document: dict[str, Any]) -> int:
     tensors = document["tensors"]
     missing = sorted(set(tensors) - set(content.tensors))
     if missing:
-        raise InputError(missing[0], f"no such tensor ({len(missing)} missing in all)", f"what {FILE} lists", STALE)
+        raise InputError(
+            missing[0], f"no such tensor ({len(missing)} missing in all)", f"what {MANIFEST_FILE} lists", STALE_REMEDY
+        )
     extra = sorted(set(content.tensors) - set(tensors))
     if extra:
-        raise InputError(extra[0], f"a tensor that {FILE} does not list ({len(extra)} in all)", "none", STALE)
+        raise InputError(
+            extra[0], f"a tensor that {MANIFEST_FILE} does not list ({len(extra)} in all)", "none", STALE_REMEDY
+        )
     for name, stored in content.tensors.items():
         expected = tensors[name]
-        found = (list(stored.shape), SPELLED[stored.dtype])
-        if found != (expected["shape"], expected["dtype"]):
-            raise InputError(
-                name, f"{found[1]} {found[0]}", f"{expected['dtype']} {expected['shape']}, as {FILE} says", STALE
-            )
-        now = record(name, stored.file, stored.read())
-        if now.sha256 != expected["sha256"]:
+        stored_form = (list(stored.shape), SAFETENSORS_DTYPES[stored.dtype])
+        if stored_form != (expected["shape"], expected["dtype"]):
             raise InputError(
                 name,
-                f"other numbers (norm {now.norm:.6g})",
-                f"those of {FILE} (norm {expected['norm']:.6g})",
-                STALE,
+                f"{stored_form[1]} {stored_form[0]}",
+                f"{expected['dtype']} {expected['shape']}, as {MANIFEST_FILE} says",
+                STALE_REMEDY,
+            )
+        actual = record_tensor(name, stored.file, stored.read())
+        if actual.sha256 != expected["sha256"]:
+            raise InputError(
+                name,
+                f"other numbers (norm {actual.norm:.6g})",
+                f"those of {MANIFEST_FILE} (norm {expected['norm']:.6g})",
+                STALE_REMEDY,
             )
     return len(tensors)

@@ -1,11 +1,10 @@
-"""Folds an adapter into a checkpoint: one shard at a time, in it one expert or a few thousand rows at a time.
+"""Merges an adapter into a checkpoint, one shard at a time, within it one expert or a few thousand rows at a time.
 
-W + scaling * B A is computed in f32 and rounded once. The new model grows in a hidden directory beside its place;
-shards that are finished stay there, so a run that was killed goes on where it stopped, and a run with another adapter
-starts anew. Before the directory takes its name, rows of every changed tensor are read back and compared with the sum
-in float64; `compare` may measure the whole model as well, and refuse it. How much of the delta survives the rounding is
-reported: an adapter that is small against bf16's steps is partly lost in any merged model, and `--dtype float32` keeps
-it.
+W + scaling * B A is computed in f32 and rounded once. The new model is written to a hidden directory beside its target;
+finished shards stay there, so a killed run resumes, and a run with another adapter starts over. Before the directory is
+renamed, rows of every changed tensor are read back and compared with the sum in float64; `compare` may measure the
+whole model and reject it. The share of the delta that survives rounding is reported: an adapter that is small relative
+to bf16's steps is partly lost in any merged model, and `--dtype float32` keeps it.
 """
 
 from __future__ import annotations
@@ -24,42 +23,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.content import SPELLED, open_content
+from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.divergence import MAX_KL, Divergence, check_divergence
-from ktransformers.adapters.fold import FLOATS, Fold, folds
+from ktransformers.adapters.fold import FLOATS, Fold, plan_folds
 from ktransformers.adapters.manifest import write_manifest
+from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
 from ktransformers.adapters.write import (
     TensorSpec,
     WrittenTensor,
-    check_apart,
+    build_header,
+    check_disjoint,
     check_target,
-    checked_squares,
-    layout,
+    finite_sum_of_squares,
     raw_bytes,
     replace_directory,
-    squares,
+    sum_of_squares,
     write_at,
 )
 from ktransformers.checkpoint import Shards
-from ktransformers.checkpoint.shards import INDEX
+from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-TORCH = {spelled: dtype for dtype, spelled in SPELLED.items()}
-ROWS = 4096  # of a matrix at a time
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the distance of neighbours, relative
+MERGE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+TORCH_DTYPES = {spelled: dtype for dtype, spelled in SAFETENSORS_DTYPES.items()}
+CHUNK_ROWS = 4096  # processed at a time
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+HALF_STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the spacing of adjacent numbers, relative
 
 
 @dataclass(frozen=True)
 class MergeCheck:
-    """What reading back has shown."""
+    """Result of reading rows back."""
 
     rows: int
     worst: float  # largest difference from the float64 sum, in halves of a rounding step
-    kept: float  # share of the delta that rounding has left
+    kept: float  # share of the delta that survives rounding
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Merge:
     shards: int
     resumed: int  # shards that an earlier run had finished
     check: MergeCheck
-    divergence: Divergence | None = None  # from the base with the adapter, where that was measured
-    skipped: str | None = None  # why it was not, although it was asked for
+    divergence: Divergence | None = None  # from the base with the adapter, if measured
+    skipped: str | None = None  # why a requested measurement did not take place
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,11 +81,11 @@ class Merge:
 class _Plan:
     shards: Shards
     folds: dict[str, Fold]
-    dtypes: dict[str, str]  # of every tensor as it will be written
+    dtypes: dict[str, str]  # output dtype of every tensor
 
     def entries(self, file: Path) -> list[TensorSpec]:
         names = [name for name in self.shards.names if self.shards.file(name) == file]
-        return [TensorSpec(name, self.shards.shape(name), TORCH[self.dtypes[name]]) for name in names]
+        return [TensorSpec(name, self.shards.shape(name), TORCH_DTYPES[self.dtypes[name]]) for name in names]
 
 
 def merge(
@@ -99,15 +99,15 @@ def merge(
     compare: Callable[[Path, int], Divergence] | None = None,
     max_kl: float = MAX_KL,
 ) -> Merge:
-    """`compare` gets the finished model before it has its name, and the bytes of the base."""
+    """`compare` receives the finished model before it is renamed, and the size of the base in bytes."""
     model, out = Path(model), Path(out)
-    if dtype != "keep" and dtype not in DTYPES:
+    if dtype != "keep" and dtype not in MERGE_DTYPES:
         raise InputError(
             "dtype", repr(dtype), "bfloat16, float16, float32 or keep",
             "`kt merge --format` (merge_packed) writes experts in few bits",
         )  # fmt: skip
-    check_apart([model, out])
-    check_apart([Path(adapter), out])
+    check_disjoint([model, out])
+    check_disjoint([Path(adapter), out])
     check_target(out, overwrite)
     config = _model_config(model)
     plan = _plan(model, adapter, dtype)
@@ -120,25 +120,25 @@ def merge(
             _write_shard(plan, file, partial)
         plan.shards.release()
         progress(done + 1, len(files))
-    _copy_rest(model, partial, config, dtype, plan)
+    _copy_other_files(model, partial, config, dtype, plan)
     check = _verify(plan, partial)
     _finish(plan, partial, files)
     plan.shards.release()
-    found = skipped = None
+    divergence = skipped = None
     if compare is not None:
         try:
-            found = compare(partial, sum(file.stat().st_size for file in files))
-        except InputError as error:  # too large for this memory, without a tokenizer: rows were read back all the same
+            divergence = compare(partial, sum(file.stat().st_size for file in files))
+        except InputError as error:  # too large for memory or no tokenizer; rows were still read back
             skipped = str(error)
-    if found is not None:
+    if divergence is not None:
         try:
-            check_divergence(found, max_kl)
+            check_divergence(divergence, max_kl)
         except InputError:
             shutil.rmtree(partial)
             raise
     replace_directory(partial, out)
     counts = (len(plan.shards.names), len(plan.folds), len(files), len(resumed))
-    return Merge(str(out), *counts, check, found, skipped)
+    return Merge(str(out), *counts, check, divergence, skipped)
 
 
 def _model_config(model: Path) -> dict[str, Any]:
@@ -157,31 +157,36 @@ def _model_config(model: Path) -> dict[str, Any]:
 
 def _plan(model: Path, adapter: str | Path, dtype: str) -> _Plan:
     shards = Shards.of_directory(model)
-    found = folds(read_adapter(adapter, model=str(model)), shards)
-    if not found:
+    folds = plan_folds(read_adapter(adapter, model=str(model)), shards)
+    if not folds:
         raise InputError(str(adapter), "no deltas", "an adapter with LoRA in it")
-    spelled = {name: shards.dtype(name) for name in shards.names}
-    for name, word in spelled.items():
-        if word not in TORCH:
+    dtype_names = {name: shards.dtype(name) for name in shards.names}
+    for name, dtype_name in dtype_names.items():
+        if dtype_name not in TORCH_DTYPES:
             raise InputError(
-                name, f"dtype {word}", ", ".join(TORCH), "without --dtype it is merged into a packed directory"
+                name,
+                f"dtype {dtype_name}",
+                ", ".join(TORCH_DTYPES),
+                "without --dtype it is merged into a packed directory",
             )
-    matrices = [word for name, word in spelled.items() if word in FLOATS and len(shards.shape(name)) > 1]
-    main = Counter(matrices).most_common(1)[0][0]
-    if dtype != "keep":  # a tensor in another dtype than most (a router in f32) is so on purpose
-        spelled = {
-            name: DTYPES[dtype] if word == main and len(shards.shape(name)) > 1 else word
-            for name, word in spelled.items()
+    matrices = [
+        dtype_name for name, dtype_name in dtype_names.items() if dtype_name in FLOATS and len(shards.shape(name)) > 1
+    ]
+    main_dtype = Counter(matrices).most_common(1)[0][0]
+    if dtype != "keep":  # a tensor whose dtype differs from most (a router in f32) keeps it
+        dtype_names = {
+            name: MERGE_DTYPES[dtype] if dtype_name == main_dtype and len(shards.shape(name)) > 1 else dtype_name
+            for name, dtype_name in dtype_names.items()
         }
-    return _Plan(shards, found, spelled)
+    return _Plan(shards, folds, dtype_names)
 
 
 def _fingerprint(files: list[Path], adapter: str | Path, dtype: str) -> str:
-    """Changes when any input does: sizes and times of the model's files, the adapter's bytes, the dtype."""
+    """Changes if any input does: sizes and times of the model's files, the adapter's bytes, the dtype."""
     digest = hashlib.sha256(dtype.encode())
     for file in files:
-        about = file.stat()
-        digest.update(f"{file.resolve()} {about.st_size} {about.st_mtime_ns}\n".encode())
+        status = file.stat()
+        digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
     content = open_content(adapter)
     config = content.directory / "adapter_config.json"
     for path in [*(content.directory / name for name in content.files), *([config] if config.is_file() else [])]:
@@ -191,7 +196,7 @@ def _fingerprint(files: list[Path], adapter: str | Path, dtype: str) -> str:
 
 
 def _resume(partial: Path, fingerprint: str, files: list[str]) -> set[str]:
-    """Shards that are finished already; what another run has left is removed."""
+    """Names of finished shards; what a different run left behind is removed."""
     journal = partial / "merge.json"
     if journal.is_file() and json.loads(journal.read_text()).get("fingerprint") == fingerprint:
         return {file for file in files if (partial / file).is_file() and (partial / f"{file}.records.json").is_file()}
@@ -203,7 +208,7 @@ def _resume(partial: Path, fingerprint: str, files: list[str]) -> set[str]:
 
 def _write_shard(plan: _Plan, file: Path, partial: Path) -> None:
     entries = plan.entries(file)
-    offsets, header = layout(entries)
+    offsets, header = build_header(entries)
     temporary = partial / f".{file.name}.partial"
     records = []
     with temporary.open("wb") as stream:
@@ -219,61 +224,64 @@ def _write_shard(plan: _Plan, file: Path, partial: Path) -> None:
 
 def _write_tensor(plan: _Plan, entry: TensorSpec, file: str, descriptor: int, offset: int) -> WrittenTensor:
     digest, total = hashlib.sha256(), 0.0
-    for piece in _pieces(plan, entry):
+    for piece in _merged_chunks(plan, entry):
         data = raw_bytes(piece)
         write_at(descriptor, data, offset)
         offset += data.nbytes
         digest.update(data)
-        total += checked_squares(entry.name, piece) if entry.name in plan.folds else squares(piece)
-    return WrittenTensor(entry.name, file, entry.shape, SPELLED[entry.dtype], math.sqrt(total), digest.hexdigest())
+        total += finite_sum_of_squares(entry.name, piece) if entry.name in plan.folds else sum_of_squares(piece)
+    return WrittenTensor(
+        entry.name, file, entry.shape, SAFETENSORS_DTYPES[entry.dtype], math.sqrt(total), digest.hexdigest()
+    )
 
 
-def _pieces(plan: _Plan, entry: TensorSpec) -> Iterator[Tensor]:
-    """The tensor as it will be, from its beginning to its end."""
+def _merged_chunks(plan: _Plan, entry: TensorSpec) -> Iterator[Tensor]:
+    """The merged tensor in chunks, from first to last row."""
     fold, weight = plan.folds.get(entry.name), plan.shards.read(entry.name)
     if weight.ndim == 0:
         yield weight.to(entry.dtype)
         return
     matrices = list(weight) if weight.ndim == 3 else [weight]
     for expert, matrix in enumerate(matrices):
-        for first in range(0, len(matrix), ROWS):
-            rows = slice(first, min(first + ROWS, len(matrix)))
+        for first in range(0, len(matrix), CHUNK_ROWS):
+            rows = slice(first, min(first + CHUNK_ROWS, len(matrix)))
             if fold is None:
                 yield matrix[rows].to(entry.dtype)
             else:
-                yield _folded(fold, matrix, expert, rows, torch.float32).to(entry.dtype)
+                yield _fold_rows(fold, matrix, expert, rows, torch.float32).to(entry.dtype)
 
 
-def _folded(fold: Fold, matrix: Tensor, expert: int, rows: slice, dtype: torch.dtype) -> Tensor:
+def _fold_rows(fold: Fold, matrix: Tensor, expert: int, rows: slice, dtype: torch.dtype) -> Tensor:
     delta = fold.delta(expert, rows, dtype)
     return delta if fold.replaces else matrix[rows].to(dtype) + delta
 
 
-def _copy_rest(model: Path, partial: Path, config: dict[str, Any], dtype: str, plan: _Plan) -> None:
-    """Everything but weights: configuration, tokenizer, templates. Copied, not linked: the two models part here."""
+def _copy_other_files(model: Path, partial: Path, config: dict[str, Any], dtype: str, plan: _Plan) -> None:
+    """Copies everything but weights: configuration, tokenizer, templates. Not linked, so the models stay
+    independent."""
     for file in model.iterdir():
         if (
             file.is_file()
-            and file.suffix not in WEIGHTS
+            and file.suffix not in WEIGHT_SUFFIXES
             and not file.name.endswith((".index.json", "kt_manifest.json"))
         ):
             shutil.copyfile(file, partial / file.name)
     if dtype != "keep":
-        word = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
-        write_json(partial / "config.json", {**config, word: dtype})
-    if (model / INDEX).is_file():
-        index = json.loads((model / INDEX).read_text())
-        sizes = (TensorSpec(n, plan.shards.shape(n), TORCH[plan.dtypes[n]]).size for n in plan.shards.names)
+        key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
+        write_json(partial / "config.json", {**config, key: dtype})
+    if (model / INDEX_FILE).is_file():
+        index = json.loads((model / INDEX_FILE).read_text())
+        sizes = (TensorSpec(n, plan.shards.shape(n), TORCH_DTYPES[plan.dtypes[n]]).size for n in plan.shards.names)
         index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
-        write_json(partial / INDEX, index)
+        write_json(partial / INDEX_FILE, index)
 
 
 def _verify(plan: _Plan, partial: Path) -> MergeCheck:
-    """Some rows of every changed tensor (of a few experts where they are stacked) against the sum in float64."""
+    """Compares sampled rows of every changed tensor (of a few experts if stacked) with the sum in float64."""
     written = Shards.of_directory(partial)
     if set(written.names) != set(plan.shards.names):
         raise InputError(str(partial), "other tensors than the model has", "the same names", "start again")
-    count, worst, along, whole = 0, 0.0, 0.0, 0.0
+    count, worst, projected, delta_norm = 0, 0.0, 0.0, 0.0
     for number, (name, fold) in enumerate(plan.folds.items()):
         old, new = plan.shards.read(name), written.read(name)
         experts = sorted({0, number % len(old), len(old) - 1}) if fold.stacked else [0]
@@ -281,33 +289,36 @@ def _verify(plan: _Plan, partial: Path) -> MergeCheck:
             before, after = (old[expert], new[expert]) if fold.stacked else (old, new)
             for first in sorted({0, (number * 37) % len(before), len(before) - 1}):
                 rows = slice(first, first + 1)
-                exact = _folded(fold, before, expert, rows, torch.float64)
-                got = after[rows].double()
-                step = STEP[plan.dtypes[name]]
-                # f32 rounds at the size of the largest term, which the sum may be far below
+                exact = _fold_rows(fold, before, expert, rows, torch.float64)
+                merged_rows = after[rows].double()
+                step = HALF_STEP[plan.dtypes[name]]
+                # f32 rounds relative to the largest term, which may be far above the sum
                 slack = 2.0**-20 * float(exact.abs().max().clamp_min(before[rows].double().abs().max()))
-                off = float(((got - exact).abs() / (exact.abs() * step + slack + 1e-30)).max())
-                if not off <= 1.0:
+                error = float(((merged_rows - exact).abs() / (exact.abs() * step + slack + 1e-30)).max())
+                if not error <= 1.0:
                     raise InputError(
-                        f"{name}, row {first}", f"a merged row that is off by {off:.3g} rounding steps", "at most 1",
+                        f"{name}, row {first}", f"a merged row that is off by {error:.3g} rounding steps", "at most 1",
                         "the disk or the checkpoint changed while merging; start again",
                     )  # fmt: skip
                 if not fold.replaces:
                     delta = exact - before[rows].double()
-                    along += float(((got - before[rows].double()) * delta).sum())
-                    whole += float(delta.square().sum())
-                count, worst = count + 1, max(worst, off)
+                    projected += float(((merged_rows - before[rows].double()) * delta).sum())
+                    delta_norm += float(delta.square().sum())
+                count, worst = count + 1, max(worst, error)
         if number % 256 == 0:
             written.release()
             plan.shards.release()
-    return MergeCheck(count, worst, along / whole if whole else 1.0)
+    return MergeCheck(count, worst, projected / delta_norm if delta_norm else 1.0)
 
 
 def _finish(plan: _Plan, partial: Path, files: list[Path]) -> None:
     records = []
     for file in files:
-        notes = partial / f"{file.name}.records.json"
-        records += [WrittenTensor(**{**one, "shape": tuple(one["shape"])}) for one in json.loads(notes.read_text())]
+        records_file = partial / f"{file.name}.records.json"
+        records += [
+            WrittenTensor(**{**stored, "shape": tuple(stored["shape"])})
+            for stored in json.loads(records_file.read_text())
+        ]
     if len(records) != len(plan.shards.names):
         raise InputError(str(partial), f"{len(records)} tensors written", f"{len(plan.shards.names)}", "start again")
     write_manifest(partial, records, dialect="model", tensor_count=len(records), changed=sorted(plan.folds))

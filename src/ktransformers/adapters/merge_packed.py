@@ -1,11 +1,12 @@
-"""Folds an adapter into a model whose experts have few bits, or shall have: out comes a packed directory, as of `kt
-quant`, whose experts were encoded once from the sum in float32.
+"""Merges an adapter into a model with quantised experts, or quantises while merging: the output is a packed directory
+like that of `kt quant`, its experts encoded once from the float32 sum.
 
-Layers pass one by one (`quant/convert.py`): memory is that of one layer's factors and of an expert for each thread, and
-a run that was killed goes on. The result grows in a hidden directory beside its place. Before it gets its name, its
-distributions are compared with those of the base with the adapter (`divergence.py`); where they are further apart than
-the limit, it is removed and nothing is left. The limit, 0.1 nats a token, is what costs about a tenth of perplexity: of
-a model of 135 million parameters int8 makes 0.0017 and passes, int4 in groups of 32 makes 0.17 and does not."""
+Layers are processed one by one (`quant/convert.py`): memory is that of one layer's factors and one expert per thread,
+and a killed run resumes. The output is written to a hidden directory beside its target. Before the rename, its
+distributions are compared with those of the base with the adapter (`divergence.py`); above the limit it is removed. The
+limit of 0.1 nats per token corresponds to about a tenth of perplexity: for a model of 135 million parameters int8
+measures 0.0017 and passes, int4 in groups of 32 measures 0.17 and does not.
+"""
 
 from __future__ import annotations
 
@@ -17,56 +18,56 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters.config import FILE as CONFIG
+from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.divergence import (
+    CALIBRATION_TOKENS,
     MAX_KL,
-    TOKENS,
     Divergence,
     calibration_text,
     check_divergence,
     measure_divergence,
 )
 from ktransformers.adapters.lora import Adapter
-from ktransformers.adapters.manifest import FILE as MANIFEST
+from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.origin import FoldedLayer, FoldedOrigin, open_origin
-from ktransformers.adapters.write import check_apart, check_target, replace_directory
+from ktransformers.adapters.write import check_disjoint, check_target, replace_directory
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.checkpoint.recode import check_target as check_format
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
-from ktransformers.nn.load import read_told
+from ktransformers.nn.load import read_checkpoint_facts
 from ktransformers.quant.convert import Progress, convert
 from ktransformers.quant.origin import Origin
-from ktransformers.quant.plan import ConversionPlan, plan_of, wanted
+from ktransformers.quant.plan import ConversionPlan, parse_formats, plan_conversion
 from ktransformers.quant.receipt import Receipt, write_receipt
 
-RECORD = "kt_merge.json"
+RECORD_FILE = "kt_merge.json"
 
 
 @dataclass(frozen=True)
 class PackedMerge:
     out: str
-    changed: int  # matrices with a delta, those of all experts of a layer as one
-    kept_layers: int  # that an earlier run had finished
+    changed: int  # matrices with a delta, counting all experts of a layer as one
+    kept_layers: int  # finished by an earlier run
     seconds: float
     receipt: Receipt
     max_kl: float
-    divergence: Divergence | None  # None: it was not asked for
+    divergence: Divergence | None  # None if not requested
 
     def to_json(self) -> dict[str, Any]:
-        words = asdict(self) | {"receipt": self.receipt.to_json()}
-        return words | {"divergence": None if self.divergence is None else self.divergence.to_json()}
+        fields = asdict(self) | {"receipt": self.receipt.to_json()}
+        return fields | {"divergence": None if self.divergence is None else self.divergence.to_json()}
 
 
 def wants_packing(model: Path) -> bool:
-    """A base that is packed or quantised, or no safetensors: merged, it is a packed directory, too."""
+    """Whether the base is packed, quantised, or not safetensors; then the merged model is a packed directory too."""
     if not model.is_dir() or is_packed(model):
         return True
-    told = read_told(model)
+    told = read_checkpoint_facts(model)
     return told.experts is not None or open_source(model, told.rest).quantised
 
 
@@ -78,41 +79,46 @@ def merge_packed(
     formats: dict[str, str] | None = None,
     threads: int | None = None,
     calib: Path | None = None,
-    tokens: int = TOKENS,
+    tokens: int = CALIBRATION_TOKENS,
     max_kl: float = MAX_KL,
     unchecked: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> PackedMerge:
-    """`formats` are those of `convertplan.wanted`; None keeps the base's own."""
+    """`formats` are those of `quant.plan.wanted`; None keeps the formats of the base."""
     model, adapter, out = Path(model), Path(adapter), Path(out).absolute()
     if not max_kl > 0:
         raise InputError("max-kl", max_kl, "more than 0")
     if calib is not None and not calib.is_file():
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
-    check_apart([model, out])
-    check_apart([adapter, out])
+    check_disjoint([model, out])
+    check_disjoint([adapter, out])
     check_target(out, overwrite)
-    plan = _plan(model, adapter, formats or wanted(KEEP), threads)
+    plan = _plan(model, adapter, formats or parse_formats(KEEP), threads)
     out.parent.mkdir(parents=True, exist_ok=True)
-    growing = out.with_name(f".{out.name}.merging")
-    if growing.exists():  # finished by a run that was killed while it compared, perhaps with another adapter
-        shutil.rmtree(growing)
-    done = convert(plan, growing, progress=progress)
+    partial = out.with_name(f".{out.name}.merging")
+    if partial.exists():  # left by a run that was killed while comparing, perhaps with another adapter
+        shutil.rmtree(partial)
+    conversion = convert(plan, partial, progress=progress)
     plan.origin.release()
-    receipt, divergence = done.receipt, None
+    receipt, divergence = conversion.receipt, None
     if not unchecked:
-        divergence = _judge(model, adapter, growing, calib, tokens, max_kl, plan)
+        divergence = _check_quality(model, adapter, partial, calib, tokens, max_kl, plan)
         receipt = replace(receipt, calibration=divergence.calibration())
-        write_receipt(growing, receipt)
-    for stale in (MANIFEST, CONFIG):  # of an adapter or of an earlier merge in the base's folder
-        (growing / stale).unlink(missing_ok=True)
+        write_receipt(partial, receipt)
+    for stale in (MANIFEST, CONFIG):  # copied from an adapter or an earlier merge in the base's directory
+        (partial / stale).unlink(missing_ok=True)
     assert isinstance(plan.origin, FoldedOrigin)
-    result = PackedMerge(str(out), plan.origin.changed, done.kept_layers, done.seconds, receipt, max_kl, divergence)
-    said = None if divergence is None else divergence.to_json()
+    result = PackedMerge(
+        str(out), plan.origin.changed, conversion.kept_layers, conversion.seconds, receipt, max_kl, divergence
+    )
+    divergence_fields = None if divergence is None else divergence.to_json()
     limit = max_kl if math.isfinite(max_kl) else None
-    write_json(growing / RECORD, {"base": model.name, "adapter": adapter.name, "max_kl": limit, "divergence": said})
-    replace_directory(growing, out)
+    write_json(
+        partial / RECORD_FILE,
+        {"base": model.name, "adapter": adapter.name, "max_kl": limit, "divergence": divergence_fields},
+    )
+    replace_directory(partial, out)
     return result
 
 
@@ -122,20 +128,22 @@ def _plan(model: Path, adapter: Path, formats: dict[str, str], threads: int | No
     files = [content.directory / name for name in content.files]
     config = content.directory / CONFIG
     folded = FoldedOrigin(base, _read(adapter, base), [*files, *([config] if config.is_file() else [])])
-    plan = plan_of(folded, formats, threads)
+    plan = plan_conversion(folded, formats, threads)
     for layer in plan.layers:
         assert isinstance(layer.origin, FoldedLayer)
         for role in layer.origin.lora.forms if layer.origin.lora is not None else ():
             try:
                 check_format("format", layer.formats[role])
             except InputError as error:
-                given = f"{role} in {layer.formats[role]}, which an adapter changes"
-                raise InputError(layer.origin.module, given, "a format that can be written", "--format int8") from error
+                problem = f"{role} in {layer.formats[role]}, which an adapter changes"
+                raise InputError(
+                    layer.origin.module, problem, "a format that can be written", "--format int8"
+                ) from error
     return plan
 
 
 def _read(adapter: Path, base: Origin) -> Adapter:
-    """Checked against the base; of a GGUF file that stands alone, against what its header says."""
+    """The adapter, checked against the base; a standalone GGUF model is represented by the config from its header."""
     if (base.directory / "config.json").is_file():
         return read_adapter(adapter, model=str(base.directory))
     with tempfile.TemporaryDirectory() as folder:
@@ -143,21 +151,21 @@ def _read(adapter: Path, base: Origin) -> Adapter:
         return read_adapter(adapter, model=folder)
 
 
-def _judge(
+def _check_quality(
     model: Path, adapter: Path, merged: Path, calib: Path | None, tokens: int, limit: float, plan: ConversionPlan
 ) -> Divergence:
-    """The divergence; above the limit, or where it cannot be measured, nothing is left of what was written."""
+    """The divergence; above the limit, or if it cannot be measured, the output is removed."""
     try:
         gc.collect()
         with calibration_text(calib) as text:
-            found = measure_divergence(model, adapter, merged, text, tokens=tokens, base_bytes=plan.source_bytes)
+            divergence = measure_divergence(model, adapter, merged, text, tokens=tokens, base_bytes=plan.source_bytes)
     except InputError as error:
         shutil.rmtree(merged)
         remedy = "--unchecked writes it without"
         raise InputError("merge", f"a model that could not be compared ({error})", "a comparison", remedy) from error
     try:
-        check_divergence(found, limit)
+        check_divergence(divergence, limit)
     except InputError:
         shutil.rmtree(merged)
         raise
-    return found
+    return divergence

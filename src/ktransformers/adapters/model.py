@@ -1,5 +1,5 @@
-"""What an adapter has to know of its model, from config.json alone: sizes, which layers have experts, and the two
-things that no adapter file tells, the model's family and whether gate and up lie interleaved in its fused tensors.
+"""Facts about the base model that an adapter needs, from config.json alone: sizes, which layers have experts, the model
+family, and whether gate and up are interleaved in its fused tensors (no adapter file says that).
 """
 
 from __future__ import annotations
@@ -13,17 +13,35 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ktransformers import model_registry
-from ktransformers.adapters.names import PROJ, W123, W123_FAMILIES, ExpertNaming, place
+from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
 from ktransformers.checkpoint import find_experts
-from ktransformers.checkpoint.shards import INDEX
+from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.errors import InputError
 
-INTERLEAVED = {"gpt_oss"}
-# Families whose config.json says by the fields read here which layers have experts and which have self_attn. Others
-# have fields of their own; for them the checkpoint's index is asked, or nothing is claimed.
-PLAIN = {"qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "mixtral", "gpt_oss", "olmoe"}
-PLAIN |= {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "dots1", "minimax_m2"}
-NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")  # words of layer_types for layers without self_attn
+INTERLEAVED_FAMILIES = {"gpt_oss"}
+# Families for which the fields read here decide which layers have experts and which have self_attn. For the others
+# the checkpoint's index decides, and without an index the layers are unknown.
+PLAIN_FAMILIES = {
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "gpt_oss",
+    "olmoe",
+}
+PLAIN_FAMILIES |= {
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "dots1",
+    "minimax_m2",
+}
+NON_ATTENTION_WORDS = ("linear", "mamba", "conv", "recurrent")  # substrings of layer_types entries without self_attn
 
 
 class _Config(BaseModel):
@@ -51,35 +69,35 @@ class _Config(BaseModel):
 class ModelFacts:
     model_type: str
     hidden: int | None
-    intermediates: tuple[int, ...]  # what a routed expert's size may be: families read it from one of two fields
+    intermediates: tuple[int, ...]  # candidates for the size of a routed expert: families use one of two fields
     layers: int | None
     experts: int | None
     heads: int | None = None
     kv_heads: int | None = None
-    sparse_layers: tuple[int, ...] | None = None  # those with routed experts, None where config.json does not say
+    sparse_layers: tuple[int, ...] | None = None  # layers with routed experts, None if config.json does not say
     layer_types: tuple[str, ...] = ()
 
     @property
     def interleaved(self) -> bool:
-        return self.model_type in INTERLEAVED
+        return self.model_type in INTERLEAVED_FAMILIES
 
     @property
-    def words(self) -> ExpertNaming:
-        return W123 if self.model_type in W123_FAMILIES else PROJ
+    def naming(self) -> ExpertNaming:
+        return W123_NAMING if self.model_type in W123_FAMILIES else PROJ_NAMING
 
     def attention_layers(self, block: str) -> tuple[int, ...] | None:
-        """Layers that have `self_attn` or `linear_attn`; None where that cannot be told."""
-        if self.layers is None or self.model_type not in PLAIN or block not in ("self_attn", "linear_attn"):
+        """Layers that have `self_attn` or `linear_attn`; None if unknown."""
+        if self.layers is None or self.model_type not in PLAIN_FAMILIES or block not in ("self_attn", "linear_attn"):
             return None
-        kinds = self.layer_types or ("full_attention",) * self.layers
-        plain = [not any(word in kind for word in NO_ATTENTION) for kind in kinds]
-        return tuple(i for i, full in enumerate(plain) if full == (block == "self_attn"))
+        layer_types = self.layer_types or ("full_attention",) * self.layers
+        has_self_attn = [not any(word in layer_type for word in NON_ATTENTION_WORDS) for layer_type in layer_types]
+        return tuple(i for i, softmax in enumerate(has_self_attn) if softmax == (block == "self_attn"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, stored: Mapping[str, Any]) -> ModelFacts:
+    def from_json(cls, stored: Mapping[str, Any]) -> ModelFacts:
         sparse = stored.get("sparse_layers")
         return cls(
             **{
@@ -91,41 +109,45 @@ class ModelFacts:
         )
 
 
-def facts_of(config: Mapping[str, Any]) -> ModelFacts:
-    """From the parsed config.json; of a model with several parts the text part counts."""
+def facts_from_config(config: Mapping[str, Any]) -> ModelFacts:
+    """Facts from a parsed config.json; a multimodal model's text_config takes precedence."""
     text = config.get("text_config")
     merged = {**config, **(text if isinstance(text, dict) else {})}
     try:
-        known = _Config.model_validate(merged)
+        parsed = _Config.model_validate(merged)
     except ValidationError as error:
         raise InputError("config.json", str(error.errors()[0]["msg"]), "the configuration of a model") from error
-    experts = known.num_experts or known.num_local_experts or known.n_routed_experts or known.moe_num_experts
-    wide = [size for size in (known.moe_intermediate_size, known.intermediate_size) if isinstance(size, int)]
+    experts = parsed.num_experts or parsed.num_local_experts or parsed.n_routed_experts or parsed.moe_num_experts
+    intermediates = [size for size in (parsed.moe_intermediate_size, parsed.intermediate_size) if isinstance(size, int)]
     return ModelFacts(
-        model_type=known.model_type,
-        hidden=known.hidden_size,
-        intermediates=tuple(wide),
-        layers=known.num_hidden_layers,
+        model_type=parsed.model_type,
+        hidden=parsed.hidden_size,
+        intermediates=tuple(intermediates),
+        layers=parsed.num_hidden_layers,
         experts=experts,
-        heads=known.num_attention_heads,
-        kv_heads=known.num_key_value_heads,
-        sparse_layers=_sparse(known) if experts else (),
-        layer_types=tuple(known.layer_types or ()),
+        heads=parsed.num_attention_heads,
+        kv_heads=parsed.num_key_value_heads,
+        sparse_layers=_sparse_layers(parsed) if experts else (),
+        layer_types=tuple(parsed.layer_types or ()),
     )
 
 
-def _sparse(known: _Config) -> tuple[int, ...] | None:
-    if known.num_hidden_layers is None or known.model_type not in PLAIN:
+def _sparse_layers(config: _Config) -> tuple[int, ...] | None:
+    if config.num_hidden_layers is None or config.model_type not in PLAIN_FAMILIES:
         return None
-    layers = range(known.num_hidden_layers)
-    if known.mlp_layer_types:
-        return tuple(i for i in layers if known.mlp_layer_types[i] == "sparse")
-    first, step, dense = known.first_k_dense_replace or 0, known.decoder_sparse_step or 1, known.mlp_only_layers or []
+    layers = range(config.num_hidden_layers)
+    if config.mlp_layer_types:
+        return tuple(i for i in layers if config.mlp_layer_types[i] == "sparse")
+    first, step, dense = (
+        config.first_k_dense_replace or 0,
+        config.decoder_sparse_step or 1,
+        config.mlp_only_layers or [],
+    )
     return tuple(i for i in layers if i >= first and i not in dense and (i + 1) % step == 0)
 
 
 def find_facts(name: str | None) -> ModelFacts | None:
-    """Of a local directory, or of a hub name whose config.json is in the cache; None where there is neither."""
+    """Facts of a local directory, or of a hub name whose config.json is in the cache; None if neither exists."""
     if not name:
         return None
     name = model_registry.resolve(name)
@@ -148,19 +170,19 @@ def find_facts(name: str | None) -> ModelFacts | None:
         parsed = json.loads(Path(file).read_text())
     except ValueError as error:
         raise InputError(str(file), f"a file that is not JSON ({error})", "the model's config.json") from error
-    facts = facts_of(parsed)
-    sparse = _sparse_in_files(Path(file).parent)
+    facts = facts_from_config(parsed)
+    sparse = _sparse_layers_in_index(Path(file).parent)
     return facts if sparse is None else replace(facts, sparse_layers=sparse)
 
 
-def _sparse_in_files(directory: Path) -> tuple[int, ...] | None:
-    """Layers with experts by the names in the checkpoint's index, which is right for every family."""
-    index = directory / INDEX
+def _sparse_layers_in_index(directory: Path) -> tuple[int, ...] | None:
+    """Layers with experts according to the tensor names in the checkpoint's index, correct for every family."""
+    index = directory / INDEX_FILE
     if not index.is_file():
         return None
     try:
         names = list(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):
-        return None  # who reads the weights words that error
-    places = [place(tensors.root) for tensors in find_experts(names)]
-    return tuple(sorted(layer for outer, layer, _ in places if not outer and layer >= 0)) or None
+        return None  # the reader of the weights reports this error
+    positions = [split_layer_name(tensors.root) for tensors in find_experts(names)]
+    return tuple(sorted(layer for outer, layer, _ in positions if not outer and layer >= 0)) or None

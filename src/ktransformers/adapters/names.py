@@ -1,9 +1,9 @@
-"""Names of LoRA tensors: taken apart, and put together.
+"""Parses and builds names of LoRA tensors.
 
-Files write one module in many ways: with PEFT's prefix `base_model.model.`, with the adapter's name before `.weight`,
-with `.orig_module` where a trainer had wrapped it, with Mixtral's `block_sparse_moe` where the model itself says `mlp`.
-Inside there is one name, the model's own: `model.layers.3.self_attn.q_proj`, and `model.layers.3.mlp` for the block
-whose experts are meant.
+Files spell one module in several ways: with PEFT's prefix `base_model.model.`, with the adapter's name before
+`.weight`, with `.orig_module` where a trainer wrapped the module, with Mixtral's `block_sparse_moe` where the model in
+transformers says `mlp`. The code uses one spelling, that of the model: `model.layers.3.self_attn.q_proj`, and
+`model.layers.3.mlp` for the block that contains the experts.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from ktransformers.checkpoint.layout import MATRICES, PLACE, WRAPPERS
 
 PREFIX = "base_model.model."
-FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?!weight$)[\w-]+)?(?:\.weight)?")
-SINGLE = re.compile(r"(?P<root>.+)\.experts\.(?P<expert>\d+)\.(?P<matrix>" + "|".join(MATRICES) + ")")
-FUSED = re.compile(r"(?P<root>.+)\.experts(?P<inner>\.base_layer)?")
-KT = re.compile(r"layers\.(?P<layer>\d+)\.experts\.(?P<role>gate|up|down)_lora_(?P<factor>[ab])")
-ORDER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ORDER += ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "embed_tokens", "lm_head"]
+FACTOR_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?!weight$)[\w-]+)?(?:\.weight)?")
+EXPERT_MODULE = re.compile(r"(?P<root>.+)\.experts\.(?P<expert>\d+)\.(?P<matrix>" + "|".join(MATRICES) + ")")
+FUSED_EXPERTS = re.compile(r"(?P<root>.+)\.experts(?P<inner>\.base_layer)?")
+KT_KERNEL_KEY = re.compile(r"layers\.(?P<layer>\d+)\.experts\.(?P<role>gate|up|down)_lora_(?P<factor>[ab])")
+TARGET_ORDER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGET_ORDER += ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "embed_tokens", "lm_head"]
 
 
 @dataclass(frozen=True)
 class ExpertNaming:
-    """How per-expert files call the block of the experts and their matrices."""
+    """Names of the MoE block and of the expert matrices in per-expert files."""
 
     block: str
     gate: str
@@ -35,14 +35,14 @@ class ExpertNaming:
         return {"gate": self.gate, "up": self.up, "down": self.down}[role]
 
 
-PROJ = ExpertNaming("mlp", "gate_proj", "up_proj", "down_proj")
-W123 = ExpertNaming("block_sparse_moe", "w1", "w3", "w2")
+PROJ_NAMING = ExpertNaming("mlp", "gate_proj", "up_proj", "down_proj")
+W123_NAMING = ExpertNaming("block_sparse_moe", "w1", "w3", "w2")
 # Families whose released files use W123 while the model in transformers says `mlp`.
 W123_FAMILIES = {"mixtral", "minimax", "minimax_m2", "phimoe"}
 
 
-def bare(key: str) -> str:
-    """A key without what PEFT, SGLang and wrapping trainers put around the model's own name."""
+def strip_prefixes(key: str) -> str:
+    """The key without what PEFT, SGLang and wrapping trainers add around the model's name."""
     if key.startswith(PREFIX):
         key = key.removeprefix(PREFIX)
     elif key.startswith("base_model."):
@@ -50,44 +50,44 @@ def bare(key: str) -> str:
     return key.replace(".orig_module", "")
 
 
-def factor(key: str) -> tuple[str, str] | None:
+def parse_factor(key: str) -> tuple[str, str] | None:
     """(module, "A" or "B") of a LoRA key, None for anything else."""
-    found = FACTOR.fullmatch(bare(key))
-    return (found["module"], found["factor"]) if found else None
+    match = FACTOR_KEY.fullmatch(strip_prefixes(key))
+    return (match["module"], match["factor"]) if match else None
 
 
-def in_model(name: str, words: ExpertNaming = W123) -> str:
-    """The model's own spelling of a module, where its files are known to spell the block of experts differently."""
-    if words.block == "mlp":
+def name_in_model(name: str, naming: ExpertNaming = W123_NAMING) -> str:
+    """The model's spelling of a module whose files spell the MoE block differently."""
+    if naming.block == "mlp":
         return name
-    return name.replace(f".{W123.block}.", ".mlp.").removesuffix(f".{W123.block}") + (
-        ".mlp" if name.endswith(f".{W123.block}") else ""
+    return name.replace(f".{W123_NAMING.block}.", ".mlp.").removesuffix(f".{W123_NAMING.block}") + (
+        ".mlp" if name.endswith(f".{W123_NAMING.block}") else ""
     )
 
 
-def in_files(name: str, words: ExpertNaming) -> str:
-    """And back: only the block of the experts is renamed, a dense `mlp` has no experts or router in it."""
-    if words.block == "mlp":
+def name_in_checkpoint(name: str, naming: ExpertNaming) -> str:
+    """The checkpoint's spelling. Only the MoE block is renamed: a dense `mlp` has no experts and no router."""
+    if naming.block == "mlp":
         return name
-    return re.sub(r"\.mlp(?=$|\.gate\b|\.experts\b)", f".{words.block}", name)
+    return re.sub(r"\.mlp(?=$|\.gate\b|\.experts\b)", f".{naming.block}", name)
 
 
-def place(name: str) -> tuple[str, int, str]:
-    """(what stands before the layers apart from the usual wrappers, layer or -1, path within the layer)."""
-    found = PLACE.fullmatch(name)
-    if not found:
-        words = [word for word in name.split(".") if word not in WRAPPERS]
-        return "", -1, ".".join(words)
-    outer = [word for word in (found["outer"] or "").split(".") if word and word not in WRAPPERS]
-    return ".".join(outer), int(found["layer"]), found["block"] or ""
+def split_layer_name(name: str) -> tuple[str, int, str]:
+    """(prefix before the layers without the usual wrappers, layer number or -1, path within the layer)."""
+    match = PLACE.fullmatch(name)
+    if not match:
+        parts = [part for part in name.split(".") if part not in WRAPPERS]
+        return "", -1, ".".join(parts)
+    outer = [part for part in (match["outer"] or "").split(".") if part and part not in WRAPPERS]
+    return ".".join(outer), int(match["layer"]), match["block"] or ""
 
 
-def stem(name: str) -> str | None:
-    """What stands before the layers' number, wrappers included: "model.language_model.layers"."""
-    found = PLACE.fullmatch(name)
-    return None if not found else f"{found['outer']}.layers" if found["outer"] else "layers"
+def layers_prefix(name: str) -> str | None:
+    """What precedes the layer number, wrappers included: "model.language_model.layers"."""
+    match = PLACE.fullmatch(name)
+    return None if not match else f"{match['outer']}.layers" if match["outer"] else "layers"
 
 
-def ordered(leaves: set[str]) -> list[str]:
+def order_targets(leaves: set[str]) -> list[str]:
     """target_modules in the order that kt-kernel's converter writes."""
-    return [name for name in ORDER if name in leaves] + sorted(leaves - set(ORDER))
+    return [name for name in TARGET_ORDER if name in leaves] + sorted(leaves - set(TARGET_ORDER))

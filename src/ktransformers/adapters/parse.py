@@ -1,7 +1,7 @@
-"""From tensors by name to pairs by module: what the readers of all safetensors dialects share.
+"""Groups LoRA tensors by module; shared by the readers of all safetensors dialects.
 
-Every factor must have its partner and fit it; a name that belongs nowhere is an error and says which one it is, because
-a tensor that is skipped in silence is the most common way to lose a fine-tuning.
+Every factor must have a partner of matching shape, and a name that belongs to no module is an error that names the
+tensor: a silently skipped tensor is the most common way to lose a fine-tuned adapter.
 """
 
 from __future__ import annotations
@@ -14,26 +14,38 @@ from typing import Any
 import torch
 
 from ktransformers.adapters.config import AdapterConfig
-from ktransformers.adapters.content import StoredTensor
 from ktransformers.adapters.lora import Experts, Extra, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PREFIX, PROJ, ExpertNaming, bare, factor, in_model, place, stem
+from ktransformers.adapters.names import (
+    PREFIX,
+    PROJ_NAMING,
+    ExpertNaming,
+    layers_prefix,
+    name_in_model,
+    parse_factor,
+    split_layer_name,
+    strip_prefixes,
+)
+from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.errors import InputError
 
-AUTOMATIC = ("embed_tokens.weight", "lm_head.weight")  # PEFT saves them unasked when the vocabulary has grown
+SAVED_WITH_NEW_TOKENS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+)  # PEFT adds them if the vocabulary was resized
 
 
 @dataclass(frozen=True)
 class ReadContext:
-    """What the caller knows besides the files."""
+    """What the caller provides besides the adapter's files."""
 
     facts: ModelFacts | None = None
     lora_alpha: float | None = None
     manifest: Mapping[str, Any] | None = None
 
     @property
-    def words(self) -> ExpertNaming:
-        return self.facts.words if self.facts else PROJ
+    def naming(self) -> ExpertNaming:
+        return self.facts.naming if self.facts else PROJ_NAMING
 
 
 @dataclass(frozen=True)
@@ -46,37 +58,39 @@ class LoraTensors:
         return torch.promote_types(self.a.dtype, self.b.dtype)
 
 
-def collect(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
-    """(module -> its two factors, tensors that are no factors). A factor without its partner is an error."""
+def pair_factors(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
+    """(module -> its two factors, tensors that are not LoRA factors). A factor without its partner is an error."""
     halves: dict[str, dict[str, StoredTensor]] = {}
-    others: list[StoredTensor] = []
+    non_lora: list[StoredTensor] = []
     for stored in tensors:
-        found = factor(stored.name)
-        if found is None:
-            others.append(stored)
+        parsed = parse_factor(stored.name)
+        if parsed is None:
+            non_lora.append(stored)
             continue
-        half = halves.setdefault(found[0], {})
-        if found[1] in half:
-            raise InputError(stored.name, f"it and {half[found[1]].name}", "one of them: they name the same matrix")
-        half[found[1]] = stored
+        half = halves.setdefault(parsed[0], {})
+        if parsed[1] in half:
+            raise InputError(
+                stored.name, f"given together with {half[parsed[1]].name}", "one of them: they name the same matrix"
+            )
+        half[parsed[1]] = stored
     for half in halves.values():
-        for have, lack in (("A", "B"), ("B", "A")):
-            if lack not in half:
-                partner = half[have].name.replace(f"lora_{have}", f"lora_{lack}")
-                raise InputError(partner, "no such tensor", f"the partner of {half[have].name}", "it was dropped")
-    return {module: LoraTensors(half["A"], half["B"]) for module, half in halves.items()}, others
+        for present, missing in (("A", "B"), ("B", "A")):
+            if missing not in half:
+                partner = half[present].name.replace(f"lora_{present}", f"lora_{missing}")
+                raise InputError(partner, "no such tensor", f"the partner of {half[present].name}", "it was dropped")
+    return {module: LoraTensors(half["A"], half["B"]) for module, half in halves.items()}, non_lora
 
 
-def linear(factors: LoraTensors) -> tuple[int, int, int]:
-    """(rank, inputs, outputs) of an ordinary pair."""
+def linear_sizes(factors: LoraTensors) -> tuple[int, int, int]:
+    """(rank, inputs, outputs) of a 2-D pair."""
     a, b = factors.a.shape, factors.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise InputError(factors.b.name, f"shape {list(b)} beside A {list(a)}", "B [out, r] and A [r, in]")
     return a[0], a[1], b[0]
 
 
-def module_of(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
-    rank, inputs, outputs = linear(factors)
+def build_module(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
+    rank, inputs, outputs = linear_sizes(factors)
     expected = config.rank(name, f"{name}.weight")
     if rank != expected:
         raise InputError(factors.a.name, f"rank {rank}", f"{expected}, as adapter_config.json says")
@@ -88,17 +102,19 @@ def module_of(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
     )
 
 
-def modules_of(found: Mapping[str, LoraTensors], config: AdapterConfig, words: ExpertNaming) -> tuple[Module, ...]:
-    """What is left after the experts were taken out; a name that says experts must not be among them."""
+def build_modules(
+    factors_by_module: Mapping[str, LoraTensors], config: AdapterConfig, naming: ExpertNaming
+) -> tuple[Module, ...]:
+    """Modules from the tensors that remain after the experts were removed; expert names must not be among them."""
     modules = []
-    for name, factors in found.items():
+    for name, factors in factors_by_module.items():
         if ".experts." in f"{name}." or ".base_layer" in name:
             raise InputError(factors.a.name, "a name that no dialect has", "...experts.0.gate_proj, or ...experts")
-        if not (_targeted(name, config) or _targeted(in_model(name), config)):
+        if not (_targeted(name, config) or _targeted(name_in_model(name), config)):
             raise InputError(
                 factors.a.name, "LoRA on a module that target_modules does not name", f"{config.target_modules}"
             )
-        modules.append(module_of(in_model(name, words), factors, config))
+        modules.append(build_module(name_in_model(name, naming), factors, config))
     return tuple(modules)
 
 
@@ -110,56 +126,62 @@ def _targeted(name: str, config: AdapterConfig) -> bool:
     return not named or any(name == target or name.endswith(f".{target}") for target in named)
 
 
-def extras_of(others: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Extra, ...]:
-    saved = config.modules_to_save or []
+def build_extras(tensors: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Extra, ...]:
+    saved_modules = config.modules_to_save or []
     extras = []
-    for stored in others:
-        name = bare(stored.name)
-        wanted = any(f".{module}." in f".{name}" for module in saved) or name.endswith(AUTOMATIC)
+    for stored in tensors:
+        name = strip_prefixes(stored.name)
+        saved_module = any(f".{module}." in f".{name}" for module in saved_modules) or name.endswith(
+            SAVED_WITH_NEW_TOKENS
+        )
         bias = name.endswith(".bias") and (config.model_extra or {}).get("bias", "none") != "none"
         if ".lora_embedding_" in name:
             raise InputError(stored.name, "LoRA on an embedding", "on linear layers and experts", "it is not converted")
-        if not (wanted or bias):
+        if not (saved_module or bias):
             raise InputError(stored.name, "a tensor that is no LoRA factor", "one that modules_to_save names")
         extras.append(Extra(name, stored.shape, stored.dtype, stored.read))
     return tuple(extras)
 
 
-def adopt_stem(root: str, modules: Iterable[str]) -> str:
-    """Files for SGLang always say `model.layers`; where the other modules tell the model's real prefix, take that."""
-    stems = {found for name in modules if (found := stem(name)) and place(name)[0] == place(root)[0]}
-    if len(stems) != 1:
+def adopt_prefix(root: str, modules: Iterable[str]) -> str:
+    """The root under the model's prefix as the other modules show it: files for SGLang always say `model.layers`."""
+    prefixes = {
+        prefix
+        for name in modules
+        if (prefix := layers_prefix(name)) and split_layer_name(name)[0] == split_layer_name(root)[0]
+    }
+    if len(prefixes) != 1:
         return root
-    return f"{stems.pop()}.{place(root)[1]}.{place(root)[2]}"
+    return f"{prefixes.pop()}.{split_layer_name(root)[1]}.{split_layer_name(root)[2]}"
 
 
-def complete(
+def check_complete(
     experts: tuple[Experts, ...], modules: tuple[Module, ...], facts: ModelFacts | None, partial: bool
 ) -> None:
-    """One set of matrices and one size over all layers, and nothing missing where the model is known."""
+    """Checks that all layers have the same matrices and sizes, and that no layer is missing if the model is known."""
     if experts:
-        _alike(experts)
+        _check_layers_alike(experts)
     if facts is None:
         return
     for layer in experts:
-        _fits(layer, facts)
+        _check_model_sizes(layer, facts)
     if partial:
         return
     if experts and facts.sparse_layers is not None:
-        have = {layer.layer for layer in experts if not place(layer.root)[0]}
-        _same_layers(f"{experts[0].root}.experts", have, set(facts.sparse_layers))
+        layers_with_lora = {layer.layer for layer in experts if not split_layer_name(layer.root)[0]}
+        _check_layer_set(f"{experts[0].root}.experts", layers_with_lora, set(facts.sparse_layers))
     blocks: dict[str, set[int]] = {}
     for module in modules:
-        outer, number, path = place(module.name)
+        outer, number, path = split_layer_name(module.name)
         if number >= 0 and not outer:
             blocks.setdefault(path, set()).add(number)
     for path, layers in blocks.items():
         expected = facts.attention_layers(path.partition(".")[0])
         if expected is not None:
-            _same_layers(path, layers, set(expected))
+            _check_layer_set(path, layers, set(expected))
 
 
-def _alike(experts: tuple[Experts, ...]) -> None:
+def _check_layers_alike(experts: tuple[Experts, ...]) -> None:
     first = experts[0]
     sizes = {role: (form.inputs, form.outputs) for role, form in first.forms.items()}
     for layer in experts:
@@ -169,8 +191,8 @@ def _alike(experts: tuple[Experts, ...]) -> None:
             )
         for role in {*sizes, *layer.forms}:
             if role not in layer.forms or role not in sizes:
-                lacking, having = (layer, first) if role in sizes else (first, layer)
-                raise InputError(f"{lacking.root}.experts", f"no LoRA on {role}", f"one, as {having.root} has")
+                lacking, complete = (layer, first) if role in sizes else (first, layer)
+                raise InputError(f"{lacking.root}.experts", f"no LoRA on {role}", f"one, as {complete.root} has")
         for role, form in layer.forms.items():
             if (form.inputs, form.outputs) != sizes[role]:
                 raise InputError(
@@ -180,7 +202,7 @@ def _alike(experts: tuple[Experts, ...]) -> None:
                 )
 
 
-def _fits(layer: Experts, facts: ModelFacts) -> None:
+def _check_model_sizes(layer: Experts, facts: ModelFacts) -> None:
     if facts.experts is not None and layer.experts != facts.experts:
         raise InputError(f"{layer.root}.experts", f"{layer.experts} experts", f"{facts.experts}, as config.json says")
     if facts.hidden is None or not facts.intermediates:
@@ -196,18 +218,20 @@ def _fits(layer: Experts, facts: ModelFacts) -> None:
             )
 
 
-def _same_layers(what: str, have: set[int], expected: set[int]) -> None:
-    if have - expected:
-        raise InputError(what, f"LoRA in layer {min(have - expected)}", "no such layer of this kind, says config.json")
-    if expected - have:
-        lacking = sorted(expected - have)
+def _check_layer_set(name: str, layers: set[int], expected: set[int]) -> None:
+    if layers - expected:
         raise InputError(
-            what,
-            f"no LoRA in layer {lacking[0]} ({len(lacking)} layers lack it)",
+            name, f"LoRA in layer {min(layers - expected)}", "no such layer of this kind, says config.json"
+        )
+    if expected - layers:
+        missing = sorted(expected - layers)
+        raise InputError(
+            name,
+            f"no LoRA in layer {missing[0]} ({len(missing)} layers lack it)",
             f"it in {len(expected)} layers, as config.json says",
             "tensors were dropped; where that was meant, adapter_config.json has layers_to_transform",
         )
 
 
-def with_prefix(name: str) -> str:
+def add_prefix(name: str) -> str:
     return PREFIX + name

@@ -1,9 +1,9 @@
-"""Tensors into a safetensors file as they come, and directories that appear whole or not at all.
+"""Writes safetensors files tensor by tensor, and directories that appear complete or not at all.
 
-The header of a safetensors file comes first and names every offset, so a writer must know all shapes before the first
-number. A Batch says what it will bring and brings it when its turn comes; no more than one batch is in memory. Tensors
-lie by size of their dtype (a reader maps them and wants them aligned), so data is written where it belongs rather than
-one after another.
+The header of a safetensors file precedes the data and contains every offset, so all shapes must be known before the
+first tensor is written. A TensorBatch lists its tensors and reads them when they are due; at most one batch is in
+memory. Tensors are sorted by dtype size, because readers map them and need alignment, so data is written at its offset
+rather than sequentially.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.content import SPELLED
+from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
 from ktransformers.errors import InputError
 from ktransformers.files import sync
 
-PIECE = 1 << 22  # numbers
+CHUNK_NUMEL = 1 << 22  # elements converted to float64 at a time
 NOT_FINITE = ("NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")
 
 
@@ -51,7 +51,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """What was written, for the manifest."""
+    """Name, file, shape, dtype, norm and SHA-256 of a written tensor, for the manifest."""
 
     name: str
     file: str
@@ -61,28 +61,28 @@ class WrittenTensor:
     sha256: str
 
 
-def record(name: str, file: str, tensor: Tensor) -> WrittenTensor:
-    """Norm and sum of a tensor; numbers that are none are an error."""
+def record_tensor(name: str, file: str, tensor: Tensor) -> WrittenTensor:
+    """Norm and SHA-256 of a tensor; NaN or infinity is an error."""
     digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
-    norm = math.sqrt(checked_squares(name, tensor))
-    return WrittenTensor(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
+    norm = math.sqrt(finite_sum_of_squares(name, tensor))
+    return WrittenTensor(name, file, tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype], norm, digest)
 
 
-def squares(tensor: Tensor) -> float:
-    """Sum of squares in float64, in pieces that keep the copies small."""
+def sum_of_squares(tensor: Tensor) -> float:
+    """Sum of squares in float64, in chunks to keep the copies small."""
     flat, total = tensor.reshape(-1), 0.0
-    if flat.shape[0] <= PIECE:
-        whole = flat.double()
-        return float(whole.dot(whole))
-    for first in range(0, flat.shape[0], PIECE):
-        piece = flat[first : first + PIECE].double()
-        total += float(piece.dot(piece))
+    if flat.shape[0] <= CHUNK_NUMEL:
+        values = flat.double()
+        return float(values.dot(values))
+    for first in range(0, flat.shape[0], CHUNK_NUMEL):
+        chunk = flat[first : first + CHUNK_NUMEL].double()
+        total += float(chunk.dot(chunk))
     return total
 
 
-def checked_squares(name: str, tensor: Tensor) -> float:
-    """One pass for both: the sum of squares is finite exactly when every number is."""
-    total = squares(tensor)
+def finite_sum_of_squares(name: str, tensor: Tensor) -> float:
+    """One pass for both: the sum of squares is finite exactly if every element is."""
+    total = sum_of_squares(tensor)
     if not math.isfinite(total):
         raise InputError(name, *NOT_FINITE)
     return total
@@ -93,37 +93,37 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def write_safetensors(path: Path, batches: Sequence[TensorBatch]) -> list[WrittenTensor]:
-    """The file is complete and on disk when this returns; the name is the caller's (a temporary directory)."""
+    """The file is complete and synced when this returns; `path` lies in the caller's temporary directory."""
     entries = [entry for batch in batches for entry in batch.entries]
-    offsets, header = layout(entries)
+    offsets, header = build_header(entries)
     records: list[WrittenTensor] = []
     with path.open("wb") as stream:
         stream.write(header)
         stream.flush()
         for batch in batches:
-            for entry, data, total in _contents(batch):
+            for entry, data, total in _read_batch(batch):
                 if not math.isfinite(total):
                     raise InputError(entry.name, *NOT_FINITE)
                 write_at(stream.fileno(), data, len(header) + offsets[entry.name])
                 digest = hashlib.sha256(data).hexdigest()
-                spelled = SPELLED[entry.dtype]
-                records.append(WrittenTensor(entry.name, path.name, entry.shape, spelled, math.sqrt(total), digest))
+                dtype_name = SAFETENSORS_DTYPES[entry.dtype]
+                records.append(WrittenTensor(entry.name, path.name, entry.shape, dtype_name, math.sqrt(total), digest))
         os.fsync(stream.fileno())
     return records
 
 
-def _contents(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, float]]:
-    """(entry, bytes, sum of squares) of every tensor; thousands of small ones are taken together, for their number."""
+def _read_batch(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, float]]:
+    """(spec, bytes, sum of squares) of every tensor; many small tensors are reduced together to save calls."""
     tensors = batch.read()
     for entry, tensor in zip(batch.entries, tensors, strict=True):
         if tuple(tensor.shape) != entry.shape:
             raise InputError(entry.name, f"shape {list(tensor.shape)}", f"{list(entry.shape)}")
     dtypes = {(entry.dtype, tensor.dtype) for entry, tensor in zip(batch.entries, tensors, strict=True)}
     sizes = [tensor.numel() for tensor in tensors]
-    if len(dtypes) > 1 or len(tensors) < 16 or sum(sizes) > 2 * PIECE:
+    if len(dtypes) > 1 or len(tensors) < 16 or sum(sizes) > 2 * CHUNK_NUMEL:
         for entry, tensor in zip(batch.entries, tensors, strict=True):
             tensor = tensor.to(entry.dtype).contiguous()
-            yield entry, raw_bytes(tensor), squares(tensor)
+            yield entry, raw_bytes(tensor), sum_of_squares(tensor)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(batch.entries[0].dtype)
     totals = torch.segment_reduce(flat.double().square_(), "sum", lengths=torch.tensor(sizes)).tolist()
@@ -133,8 +133,8 @@ def _contents(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, floa
         end += entry.size
 
 
-def layout(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
-    """Offset of every tensor in the data, and the header with its length."""
+def build_header(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
+    """Offset of every tensor in the data section, and the header with its length prefix."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets: dict[str, int] = {}
     end = 0
@@ -143,7 +143,7 @@ def layout(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None
             raise InputError(entry.name, "two tensors of this name", "one")
         offsets[entry.name], end = end, end + entry.size
         fields[entry.name] = {
-            "dtype": SPELLED[entry.dtype],
+            "dtype": SAFETENSORS_DTYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offsets[entry.name], end],
         }
@@ -165,21 +165,23 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise InputError(str(target), "a directory that is not empty", "a new one", "--overwrite replaces it")
 
 
-def check_apart(paths: Sequence[Path]) -> None:
+def check_disjoint(paths: Sequence[Path]) -> None:
     """No output inside an input, around it, or inside another output: --overwrite removes whole directories."""
-    for i, one in enumerate(paths):
-        for other in paths[i + 1 :]:
-            a, b = one.resolve(), other.resolve()
+    for i, path in enumerate(paths):
+        for other_path in paths[i + 1 :]:
+            a, b = path.resolve(), other_path.resolve()
             if a == b or a in b.parents or b in a.parents:
-                raise InputError(str(other), f"it and {one}, one of which holds the other", "separate directories")
+                raise InputError(
+                    str(other_path), f"this path and {path}, one of which contains the other", "separate directories"
+                )
 
 
 @contextlib.contextmanager
 def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary directory beside `target` that takes its place when the block ends well, and vanishes otherwise."""
+    """A temporary directory beside `target` that replaces it if the block succeeds and is removed otherwise."""
     check_target(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
+    _remove_leftovers(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     temporary.mkdir()
     try:
@@ -190,12 +192,12 @@ def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
-def _sweep(target: Path) -> None:
-    """Removes what runs that were killed have left; one that still runs keeps its own."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        number = left.name.split(".")[-2]
-        if number.isdigit() and (int(number) == os.getpid() or not Path(f"/proc/{number}").exists()):
-            shutil.rmtree(left, ignore_errors=True)
+def _remove_leftovers(target: Path) -> None:
+    """Removes temporary directories of runs that were killed; those of live processes stay."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        pid = leftover.name.split(".")[-2]
+        if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def replace_directory(temporary: Path, target: Path) -> None:

@@ -41,8 +41,8 @@ def show(
     """Show every key with its value and meaning."""
     from ktransformers import settings
 
-    values = settings.flat() if key is None else {key: settings.value(key)}
-    given = {f"{section}.{name}" for section, names in settings.given().items() for name in names}
+    values = settings.effective_values() if key is None else {key: settings.value(key)}
+    given = {f"{section}.{name}" for section, names in settings.read_config_file().items() for name in names}
     if as_json:
         print(json.dumps({word: {"value": values[word], "set": word in given} for word in values}, indent=2))
         return
@@ -69,7 +69,7 @@ def set_key(
     """Set one key."""
     from ktransformers import settings
 
-    now = settings.change(key, value or None)
+    now = settings.set_value(key, value or None)
     print(json.dumps({key: now}) if as_json else f"{key} = {format_value(now)}")
 
 
@@ -110,7 +110,7 @@ def init(as_json: Json = False) -> None:
     written = not file.exists()
     if written:
         lines, section = [], ""
-        for key, value in settings.flat().items():
+        for key, value in settings.effective_values().items():
             if key.partition(".")[0] != section:
                 section = key.partition(".")[0]
                 lines.append(f"# {section}:")

@@ -109,7 +109,7 @@ def _download_from_hub(
     from ktransformers.checkpoint import hub
 
     endpoint = _endpoint()
-    listing = hub.select(hub.list_files(repo, revision, endpoint), include, exclude)
+    listing = hub.select_files(hub.list_files(repo, revision, endpoint), include, exclude)
     if not dry_run:
         with progress_bar(repo, quiet=as_json, in_bytes=True) as progress:
             return hub.download(listing, target, endpoint=endpoint, workers=workers, progress=progress)

@@ -71,12 +71,12 @@ def evaluate(
         raise InputError("MODEL|URL", targets or "nothing", "one directory or URL", "--compare takes several runs")
     if not task:
         raise InputError("task", "none", "--task FILE or NAME", "`kt eval --list` lists the names")
-    from ktransformers.evaluate.task import load
-    from ktransformers.openmp import rest_soon
+    from ktransformers.evaluate.task import load_tasks
+    from ktransformers.openmp import limit_spinning
 
-    rest_soon()
+    limit_spinning()
     _check_packages()
-    tasks = [loaded for name in task for loaded in load(name, limit, data)]
+    tasks = [loaded for name in task for loaded in load_tasks(name, limit, data)]
     names = [loaded.name for loaded in tasks]
     if len(set(names)) < len(names):
         raise InputError("task", ", ".join(names), "every task once")
@@ -198,11 +198,11 @@ def _run(
 
 def _compare(runs: list[str], out: Path) -> Comparison:
     from ktransformers.evaluate.compare import compare
-    from ktransformers.evaluate.report import write
+    from ktransformers.evaluate.report import write_report
 
     directories = [out / run if (out / run).is_dir() else Path(run) for run in runs]
     comparison = compare(directories)
-    write(comparison, out)
+    write_report(comparison, out)
     return comparison
 
 
@@ -229,15 +229,17 @@ def _print_results(results: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def _print_tasks(as_json: bool) -> None:
-    from ktransformers.evaluate.items import items
-    from ktransformers.evaluate.task import load, names
+    from ktransformers.evaluate.items import read_items
+    from ktransformers.evaluate.task import load_tasks, task_names
 
     rows = []
-    for name in names():
-        tasks = load(name)
+    for name in task_names():
+        tasks = load_tasks(name)
         suite = [task.name for task in tasks] if [task.name for task in tasks] != [name] else []
         title = f"suite of {', '.join(suite)}" if suite else tasks[0].title
-        rows.append({"name": name, "items": sum(len(items(task)) for task in tasks), "title": title, "suite": suite})
+        rows.append(
+            {"name": name, "items": sum(len(read_items(task)) for task in tasks), "title": title, "suite": suite}
+        )
     if as_json:
         print(json.dumps(rows, indent=2))
         return

@@ -62,7 +62,7 @@ def loop(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
 ) -> None:
     """Make or open a model, evaluate it, train it, prove it, evaluate it as it is served, and report."""
-    from ktransformers.loop.report import make_report, text
+    from ktransformers.loop.report import make_report, terminal_lines
     from ktransformers.loop.run import Runner
     from ktransformers.loop.settings import read_loop
 
@@ -85,7 +85,7 @@ def loop(
     if as_json:
         print(json.dumps(report.as_json() | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
     else:
-        print("\n".join(text(report)))
+        print("\n".join(terminal_lines(report)))
     if report.proven is False:
         print(f"kt: {report.proof}", file=sys.stderr)
         raise typer.Exit(1)

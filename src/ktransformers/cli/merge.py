@@ -59,13 +59,13 @@ def merge(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Merge an adapter into its model and write a complete model directory."""
-    from ktransformers.adapters.divergence import MAX_KL, TOKENS, calibration_text, measure_divergence
+    from ktransformers.adapters.divergence import CALIBRATION_TOKENS, MAX_KL, calibration_text, measure_divergence
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
     from ktransformers.model_registry import resolve
-    from ktransformers.quant.plan import wanted
+    from ktransformers.quant.plan import parse_formats
 
-    base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or TOKENS
+    base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or CALIBRATION_TOKENS
     if calib is not None and not calib.is_file():
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
     if word is None and (dtype is not None or not wants_packing(base)):
@@ -81,7 +81,7 @@ def merge(
         return
     if dtype is not None:
         raise InputError("dtype", dtype, "--dtype or --format", "a packed directory keeps what is not experts as it is")
-    formats = wanted(
+    formats = parse_formats(
         normalise_format(word or KEEP), group, None if down_format is None else normalise_format(down_format)
     )
     with conversion_progress(quiet=as_json) as progress:

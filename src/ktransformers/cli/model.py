@@ -42,11 +42,11 @@ def model_group() -> None:
 
 def entry_document(entry: Entry) -> dict[str, Any]:
     """An entry with facts about its files; their hashes stay in the registry."""
-    from ktransformers.model_registry import facts
+    from ktransformers.model_registry import read_facts
 
     fields = entry.to_json()
     fields["files"] = len(entry.files)
-    return fields | {"exists": entry.exists} | (dataclasses.asdict(facts(entry.path)) if entry.exists else {})
+    return fields | {"exists": entry.exists} | (dataclasses.asdict(read_facts(entry.path)) if entry.exists else {})
 
 
 def print_columns(rows: list[list[str]]) -> None:
@@ -237,7 +237,7 @@ def rm(
 
     entry = model_registry.get(name)
     if files and entry.exists:
-        size = gigabytes(model_registry.facts(entry.path).bytes)
+        size = gigabytes(model_registry.read_facts(entry.path).bytes)
         ask.for_consent(f"delete {entry.path} ({size})?", yes, quiet=as_json)
         _delete(entry.path)
     model_registry.remove(entry.name)
@@ -314,7 +314,7 @@ def path_add(
         raise InputError("folder", str(folder), "a folder that exists")
     folders = list(settings.read().paths.models)
     if str(directory) not in folders:
-        settings.change("paths.models", [*folders, str(directory)])
+        settings.set_value("paths.models", [*folders, str(directory)])
     print_paths(as_json)
 
 
@@ -328,7 +328,7 @@ def path_remove(
     folders, directory = list(settings.read().paths.models), str(folder.expanduser().absolute())
     if directory not in folders:
         raise InputError("folder", str(folder), "one of `kt model path-list`")
-    settings.change("paths.models", [other for other in folders if other != directory] or None)
+    settings.set_value("paths.models", [other for other in folders if other != directory] or None)
     print_paths(as_json)
 
 

@@ -114,16 +114,16 @@ def _train_plan(
     """The plan of a file of `kt train`, with the tokens per step that it would choose if all rows had full length."""
     from ktransformers.plan import make_plan
     from ktransformers.train.arguments import dtype_of
-    from ktransformers.train.forecast import PlanInputs, work_of
-    from ktransformers.train.grouping import decide, grouped
+    from ktransformers.train.forecast import PlanInputs, training_workload
+    from ktransformers.train.grouping import decide_grouping, with_tokens_per_batch
     from ktransformers.train.resolve import read_settings
 
     config = Path(model) / "config.json"
     settings = read_settings(file, [*words, f"model_name_or_path={model}"])
     config_fields = json.loads(config.read_text()) if config.is_file() else {}
     size = dtype_of(settings, config_fields).itemsize
-    grouping = decide(settings, None, PlanInputs(shape, machine, policies, size), None)
-    work = work_of(grouped(settings, grouping.tokens), size)
+    grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
+    work = training_workload(with_tokens_per_batch(settings, grouping.tokens), size)
     plan = make_plan(shape, work, machine, everything=everything, policies=policies)
     return plan if grouping.note is None else replace(plan, notes=(*plan.notes, grouping.note))
 
@@ -164,7 +164,7 @@ def plan(
     from ktransformers.model_registry import resolve
     from ktransformers.plan import Serving, Training, make_plan, open_shape, profiles
     from ktransformers.plan.document import plan_document
-    from ktransformers.plan.workload import POLICIES
+    from ktransformers.plan.workload import PLANNED
 
     if machine == "list":
         if as_json:
@@ -181,7 +181,7 @@ def plan(
     shape = open_shape(model)
     serving = {"serve": Serving(context, prompt, sequences)}
     target = _choose_machine(machine, gpu, ram, calibrate)
-    policies = POLICIES if place is None else (place,)
+    policies = PLANNED if place is None else (place,)
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:

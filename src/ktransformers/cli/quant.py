@@ -173,10 +173,10 @@ def run_quant(
     if calib is not None and not calib.is_file():
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
     from ktransformers.quant.convert import convert
-    from ktransformers.quant.plan import estimate, make_plan, wanted
-    from ktransformers.quant.receipt import TOKENS
+    from ktransformers.quant.plan import estimate, make_plan, parse_formats
+    from ktransformers.quant.receipt import MAX_TOKENS
 
-    formats = wanted(normalise_format(word), group, None if down is None else normalise_format(down))
+    formats = parse_formats(normalise_format(word), group, None if down is None else normalise_format(down))
     plan = make_plan(source, formats, threads, experts)
     for note in plan.origin.notes:
         log(note)
@@ -188,7 +188,7 @@ def run_quant(
         done = convert(plan, out, layers=selected, hash_source=hash_source, progress=progress)
     receipt = done.receipt
     if calib is not None and done.whole:
-        receipt = add_calibration(done, plan, calib, calib_tokens or TOKENS)
+        receipt = add_calibration(done, plan, calib, calib_tokens or MAX_TOKENS)
     if as_json:
         document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
         document |= {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}

@@ -47,10 +47,10 @@ def run(
     """Serve a model on this machine, or answer one prompt and exit."""
     model = ask.for_model(model, as_json)
     from ktransformers.cli.serve import show_plan
-    from ktransformers.openmp import rest_soon
+    from ktransformers.openmp import limit_spinning
     from ktransformers.serve.flags import Launch
 
-    rest_soon()  # before torch is imported, with what follows
+    limit_spinning()  # before torch is imported, with what follows
     from ktransformers.serve.launch import make_plan, open_service, serve
     from ktransformers.serve.target import resolve_target
 

@@ -21,10 +21,10 @@ SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help
 
 def serve(context: typer.Context) -> None:
     """Serve a model over the OpenAI API: base and adapters, chosen by each request."""
-    from ktransformers.openmp import rest_soon
+    from ktransformers.openmp import limit_spinning
     from ktransformers.serve.flags import parse
 
-    rest_soon()  # before torch is imported, with what follows
+    limit_spinning()  # before torch is imported, with what follows
     from ktransformers.serve.launch import serve as run_server
 
     run_server(parse(context.args), log, show_plan)

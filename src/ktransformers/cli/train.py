@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ktransformers.train.callbacks import Progress
     from ktransformers.train.plan import TrainPlan
-    from ktransformers.train.watch import Progress
 
 
 def plan_lines(plan: TrainPlan) -> list[str]:
@@ -53,7 +53,7 @@ def format_number(value: float) -> str:
 
 
 def step_line(progress: Progress) -> str:
-    from ktransformers.train.watch import clock_text
+    from ktransformers.train.callbacks import format_duration
 
     shown = [f"step {progress.step}/{progress.steps}", f"epoch {progress.epoch:.2f}"]
     names = ("loss", "eval_loss", "learning_rate", "grad_norm", "rewards/accuracies", "rewards/margins")
@@ -67,29 +67,29 @@ def step_line(progress: Progress) -> str:
     shown.append(f"{progress.memory / 2**30:.1f} GB")
     if progress.gpu_memory:
         shown.append(f"{progress.gpu_memory / 2**30:.1f} GB GPU")
-    shown.append(f"{clock_text(progress.remaining)} left")
+    shown.append(f"{format_duration(progress.remaining)} left")
     return "  ".join(shown)
 
 
 class StepLines:
     """Prints one line for each event of the run."""
 
-    def planned(self, plan: TrainPlan) -> None:
+    def on_plan(self, plan: TrainPlan) -> None:
         for line in plan_lines(plan):
             print(line)
 
-    def loading(self, done: int, layers: int) -> None:
+    def on_load(self, done: int, layers: int) -> None:
         if done == layers:
             print(f"experts of {layers} layers packed")
 
-    def referring(self, done: int, rows: int) -> None:
+    def on_reference(self, done: int, rows: int) -> None:
         if done == rows:
             print(f"reference: {rows} pairs computed once, and kept")
 
-    def noted(self, line: str) -> None:
+    def on_note(self, line: str) -> None:
         print(f"note       {line}")
 
-    def stepped(self, progress: Progress) -> None:
+    def on_step(self, progress: Progress) -> None:
         print(step_line(progress), flush=True)
 
     def close(self) -> None:
@@ -112,20 +112,20 @@ class StepScreen(StepLines):
             self._live.start()
         self._live.update(content)
 
-    def loading(self, done: int, layers: int) -> None:
+    def on_load(self, done: int, layers: int) -> None:
         self._show(f"packing experts: layer {done} of {layers}")
 
-    def referring(self, done: int, rows: int) -> None:
+    def on_reference(self, done: int, rows: int) -> None:
         self._show(f"reference: {done} of {rows} pairs")
 
-    def noted(self, line: str) -> None:
+    def on_note(self, line: str) -> None:
         self._console.print(f"note       {line}", markup=False, highlight=False)
 
-    def stepped(self, progress: Progress) -> None:
+    def on_step(self, progress: Progress) -> None:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        from ktransformers.train.watch import clock_text
+        from ktransformers.train.callbacks import format_duration
 
         table = Table.grid(padding=(0, 2))
         table.add_row("step", f"{progress.step} of {progress.steps}, epoch {progress.epoch:.2f}")
@@ -145,7 +145,7 @@ class StepScreen(StepLines):
             table.add_row("roof", f"{progress.roof_share:.0%} of what this machine's experts can do at best")
         gpu = f", {progress.gpu_memory / 2**30:.1f} GB GPU at most" if progress.gpu_memory else ""
         table.add_row("memory", f"{progress.memory / 2**30:.1f} GB{gpu}")
-        table.add_row("time left", f"{clock_text(progress.remaining)}, {clock_text(progress.elapsed)} so far")
+        table.add_row("time left", f"{format_duration(progress.remaining)}, {format_duration(progress.elapsed)} so far")
         self._console.print(step_line(progress), markup=False, highlight=False, soft_wrap=True)
         self._show(table)
 
@@ -167,19 +167,19 @@ def train(
     ] = False,
 ) -> None:
     """Fine-tune a model: LoRA by supervision or by preference."""
-    from ktransformers.openmp import rest_soon
+    from ktransformers.openmp import limit_spinning
     from ktransformers.train.resolve import read_settings
 
-    rest_soon()
+    limit_spinning()
     settings = read_settings(file, words or [])
     if dry_run:
-        from ktransformers.train.plan import as_dict, make_plan
+        from ktransformers.train.plan import make_plan, plan_document
 
         plan = make_plan(settings).plan
-        print(json.dumps(as_dict(plan), indent=2, ensure_ascii=False) if as_json else "\n".join(plan_lines(plan)))
+        print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False) if as_json else "\n".join(plan_lines(plan)))
         return
     from ktransformers.train import run
-    from ktransformers.train.watch import Interrupted
+    from ktransformers.train.callbacks import Interrupted
 
     _disable_progress_bars()
     first = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
@@ -209,19 +209,19 @@ def train(
 class SilentSteps(StepLines):
     """For --json: prints nothing but the document."""
 
-    def planned(self, plan: TrainPlan) -> None:
+    def on_plan(self, plan: TrainPlan) -> None:
         pass
 
-    def loading(self, done: int, layers: int) -> None:
+    def on_load(self, done: int, layers: int) -> None:
         pass
 
-    def referring(self, done: int, rows: int) -> None:
+    def on_reference(self, done: int, rows: int) -> None:
         pass
 
-    def noted(self, line: str) -> None:
+    def on_note(self, line: str) -> None:
         pass
 
-    def stepped(self, progress: Progress) -> None:
+    def on_step(self, progress: Progress) -> None:
         pass
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
-from ktransformers.evaluate.measure import Record, picked, primary, statistics
+from ktransformers.evaluate.measure import Record, chosen_option, primary_metric, statistics
 from ktransformers.evaluate.run import read_records
 from ktransformers.evaluate.statistic import Difference, Estimate, Statistic, difference, estimate
 from ktransformers.evaluate.task import Task
 
-SAMPLES = 3
+SAMPLES_PER_TASK = 3
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def compare(directories: Sequence[Path], names: Sequence[str] | None = None, see
     """Each directory holds one folder per task, as `kt eval` writes them."""
     if len(directories) < 2:
         raise InputError("compare", f"{len(directories)} run", "two or more")
-    found = [_tasks_of(directory) for directory in directories]
+    found = [_read_tasks(directory) for directory in directories]
     shared = [name for name in found[0] if all(name in others for others in found)]
     if not shared:
         raise InputError("compare", ", ".join(map(str, directories)), "runs that have a task in common")
@@ -90,7 +90,7 @@ def compare(directories: Sequence[Path], names: Sequence[str] | None = None, see
     return Comparison(tuple(names or [directory.name for directory in directories]), models, tasks)
 
 
-def _tasks_of(directory: Path) -> dict[str, tuple[Task, str, dict[str, Record]]]:
+def _read_tasks(directory: Path) -> dict[str, tuple[Task, str, dict[str, Record]]]:
     """Task name -> (task, model, records by id)."""
     heads = sorted(directory.glob("*/run.json"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
     if not heads:
@@ -117,14 +117,14 @@ def _compare_task(entries: Sequence[tuple[Task, str, dict[str, Record]]], seed: 
     ordered = [[table[name] for name in ids] for table in records]
     measured = [statistics(task, rows) for rows in ordered]
     metrics = [name for name in measured[0] if all(name in others for others in measured)]
-    lines = tuple(_line(name, "", [table[name] for table in measured], seed) for name in metrics)
-    main = primary(task)
+    lines = tuple(_compare_metric(name, "", [table[name] for table in measured], seed) for name in metrics)
+    main = primary_metric(task)
     if main not in metrics:
         raise InputError(f"{task.name}: primary", repr(main), f"one of {', '.join(metrics)}")
     slices = []
     for name in sorted({record["slice"] for record in ordered[0]} - {""}):
         places = [place for place, record in enumerate(ordered[0]) if record["slice"] == name]
-        slices.append(_line(main, name, [table[main].take(places) for table in measured], seed))
+        slices.append(_compare_metric(main, name, [table[main].take(places) for table in measured], seed))
     note = ""
     if task.copy_input:
         same = [{**record, "prediction": record["source"]} for record in ordered[0]]
@@ -132,11 +132,11 @@ def _compare_task(entries: Sequence[tuple[Task, str, dict[str, Record]]], seed: 
         copied = statistics(task.model_copy(update={"metrics": words}), same)
         if main in copied:
             note = f"copying the input scores {main} {copied[main].value():.1f}"
-    samples = _samples(ordered, seed)
+    samples = _draw_samples(ordered, seed)
     return TaskComparison(task.name, task.title, main, len(ids), lines, tuple(slices), samples, note, task.unrelated)
 
 
-def _line(metric: str, part: str, of_runs: Sequence[Statistic], seed: int) -> Line:
+def _compare_metric(metric: str, part: str, of_runs: Sequence[Statistic], seed: int) -> Line:
     first = of_runs[0]
     return Line(
         metric,
@@ -148,8 +148,8 @@ def _line(metric: str, part: str, of_runs: Sequence[Statistic], seed: int) -> Li
     )
 
 
-def _samples(ordered: Sequence[Sequence[Record]], seed: int) -> tuple[Sample, ...]:
-    places = random.Random(seed).sample(range(len(ordered[0])), min(SAMPLES, len(ordered[0])))
+def _draw_samples(ordered: Sequence[Sequence[Record]], seed: int) -> tuple[Sample, ...]:
+    places = random.Random(seed).sample(range(len(ordered[0])), min(SAMPLES_PER_TASK, len(ordered[0])))
     if not any(key in ordered[0][0] for key in ("prediction", "logprobs", "text_logprobs")):
         return ()
     return tuple(
@@ -157,13 +157,13 @@ def _samples(ordered: Sequence[Sequence[Record]], seed: int) -> tuple[Sample, ..
             ordered[0][place]["id"],
             ordered[0][place]["prompt"],
             ordered[0][place]["reference"],
-            tuple(_said(records[place]) for records in ordered),
+            tuple(_answer_text(records[place]) for records in ordered),
         )
         for place in sorted(places)
     )
 
 
-def _said(record: Record) -> str:
+def _answer_text(record: Record) -> str:
     if "prediction" in record:
         return str(record["prediction"])
-    return str(record["letters"][picked(record)])
+    return str(record["letters"][chosen_option(record)])

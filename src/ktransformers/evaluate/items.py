@@ -57,9 +57,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def items(task: Task) -> list[Item]:
+def read_items(task: Task) -> list[Item]:
     """In the order of the file; a sample keeps that order too."""
-    build = {"generate": _generated, "choice": _choice, "text": _text}[task.kind]
+    build = {"generate": _generate_item, "choice": _choice_item, "text": _text_item}[task.kind]
     found: list[Item] = []
     seen: set[str] = set()
     for number, row in enumerate(read_rows(task.data)):
@@ -68,7 +68,9 @@ def items(task: Task) -> list[Item]:
         try:
             item = build(task, row, str(row.get(task.columns.id or "", number)))
         except (KeyError, ValueError) as error:
-            raise InputError(f"{task.data}, row {number}", f"{type(error).__name__}: {error}", _wanted(task)) from error
+            raise InputError(
+                f"{task.data}, row {number}", f"{type(error).__name__}: {error}", _expected_columns(task)
+            ) from error
         if item.id in seen:
             raise InputError(f"{task.data}, row {number}", f"the id {item.id!r} again", "ids that differ")
         seen.add(item.id)
@@ -81,7 +83,7 @@ def items(task: Task) -> list[Item]:
     return found
 
 
-def _wanted(task: Task) -> str:
+def _expected_columns(task: Task) -> str:
     columns = task.columns
     wanted = {
         "generate": (columns.instruction, columns.input, columns.output),
@@ -95,7 +97,7 @@ def _slice(task: Task, row: dict[str, Any]) -> str:
     return "" if task.columns.slice is None else str(row.get(task.columns.slice) or "(none)")
 
 
-def _generated(task: Task, row: dict[str, Any], name: str) -> Item:
+def _generate_item(task: Task, row: dict[str, Any], name: str) -> Item:
     columns = task.columns
     parts = [str(row.get(key) or "") for key in (columns.instruction, columns.input)]
     prompt = "\n".join(part for part in parts if part)
@@ -104,7 +106,7 @@ def _generated(task: Task, row: dict[str, Any], name: str) -> Item:
     return Item(name, _slice(task, row), prompt, str(row[columns.output]), source=parts[1] or parts[0])
 
 
-def _choice(task: Task, row: dict[str, Any], name: str) -> Item:
+def _choice_item(task: Task, row: dict[str, Any], name: str) -> Item:
     columns = task.columns
     given = row[columns.choices]
     options = json.loads(given) if isinstance(given, str) else given
@@ -129,7 +131,7 @@ def _choice(task: Task, row: dict[str, Any], name: str) -> Item:
     return Item(name, _slice(task, row), prompt, reference, "", tuple(choices), answer, question)
 
 
-def _text(task: Task, row: dict[str, Any], name: str) -> Item:
+def _text_item(task: Task, row: dict[str, Any], name: str) -> Item:
     text = str(row[task.columns.text])
     if not text.strip():
         raise ValueError("an empty text")

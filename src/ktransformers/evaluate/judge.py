@@ -17,7 +17,7 @@ from typing import Any
 from ktransformers.evaluate.remote import Endpoint
 from ktransformers.evaluate.task import Rubric
 
-OBJECT = re.compile(r"\{.*?\}", re.DOTALL)
+JSON_OBJECT = re.compile(r"\{.*?\}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,20 @@ class Judge:
             return list(pool.map(lambda record: self._one(rubric, record), records))
 
     def _one(self, rubric: Rubric, record: dict[str, Any]) -> dict[str, int] | None:
-        messages = [{"role": "system", "content": rubric.role}, {"role": "user", "content": question(rubric, record)}]
+        messages = [
+            {"role": "system", "content": rubric.role},
+            {"role": "user", "content": judge_prompt(rubric, record)},
+        ]
         for seed in range(2):
             body = {"model": self.model, "messages": messages, "max_tokens": 256, "temperature": 0, "seed": seed}
             reply = self.endpoint.ask("/v1/chat/completions", body)
-            marks = parse(rubric, str(reply["choices"][0]["message"]["content"] or ""))
+            marks = parse_marks(rubric, str(reply["choices"][0]["message"]["content"] or ""))
             if marks is not None:
                 return marks
         return None
 
 
-def question(rubric: Rubric, record: dict[str, Any]) -> str:
+def judge_prompt(rubric: Rubric, record: dict[str, Any]) -> str:
     criteria = "\n".join(f"- {name}: {meaning}" for name, meaning in rubric.criteria.items())
     scale = ", ".join(f"{mark} = {meaning}" for mark, meaning in sorted(rubric.scale.items()))
     form = json.dumps(dict.fromkeys(rubric.criteria, 3))
@@ -52,9 +55,9 @@ def question(rubric: Rubric, record: dict[str, Any]) -> str:
     )
 
 
-def parse(rubric: Rubric, text: str) -> dict[str, int] | None:
+def parse_marks(rubric: Rubric, text: str) -> dict[str, int] | None:
     """The marks in an answer, None unless there is one within 1 to 5 for every criterion."""
-    for found in OBJECT.findall(text):
+    for found in JSON_OBJECT.findall(text):
         try:
             given = json.loads(found)
             marks = {name: int(given[name]) for name in rubric.criteria}

@@ -25,7 +25,7 @@ from ktransformers.system import bf16_is_fast
 
 ENGINES = ("auto", "kt", "transformers")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SCORED_TOKENS = 4096  # rows times width of one scoring batch: logits are wide
+MAX_SCORED_TOKENS = 4096  # rows times width of one scoring batch: logits are wide
 
 
 def trained_experts(adapters: Mapping[str, Path]) -> Path | None:
@@ -167,16 +167,16 @@ class LocalBackend:
             prefixes = {tuple(ids[:start]) for ids, start in splits}
             if len(prefixes) == 1 and all(len(ids) == start + 1 for ids, start in splits):
                 rows.append(list(prefixes.pop()))
-                wanted.append(_letters([ids[-1] for ids, _ in splits]))
+                wanted.append(_score_letters([ids[-1] for ids, _ in splits]))
                 owner.append(number)
                 continue
             for ids, start in splits:
                 rows.append(ids)
-                wanted.append(_continuation(ids, start))
+                wanted.append(_score_continuation(ids, start))
                 owner.append(number)
         found: list[list[Likelihood]] = [[] for _ in rows]
         with self._local.with_adapter(self._adapter) as model:
-            for places in _by_length(rows, self._local.batch_size, SCORED_TOKENS):
+            for places in _by_length(rows, self._local.batch_size, MAX_SCORED_TOKENS):
                 batch, mask = self._padded([rows[place] for place in places], left=False)
                 logits = model(input_ids=batch, attention_mask=mask, use_cache=False).logits
                 for place, row in zip(places, logits, strict=True):
@@ -207,7 +207,7 @@ def _digest(directory: Path, pattern: str) -> str:
     return found.hexdigest()[:12]
 
 
-def _letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
+def _score_letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
     def read(logits: Tensor) -> list[Likelihood]:
         last = logits[-1].float().log_softmax(-1)
         return [Likelihood(float(last[token]), 1) for token in ids]
@@ -215,7 +215,7 @@ def _letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
     return read
 
 
-def _continuation(ids: list[int], start: int) -> Callable[[Tensor], list[Likelihood]]:
+def _score_continuation(ids: list[int], start: int) -> Callable[[Tensor], list[Likelihood]]:
     def read(logits: Tensor) -> list[Likelihood]:
         scores = logits[start - 1 : len(ids) - 1].float().log_softmax(-1)
         chosen = scores.gather(-1, torch.tensor(ids[start:], device=scores.device)[:, None])

@@ -14,25 +14,25 @@ from typing import Any
 
 import numpy
 
-from ktransformers.evaluate import words
+from ktransformers.evaluate import text_metrics
 from ktransformers.evaluate.statistic import Statistic, bleu, chrf, mean, perplexity, ratio
 from ktransformers.evaluate.task import Task
 
 Record = dict[str, Any]
 # A letter at the start, in brackets or not, or after the word "answer"; the last such phrase counts.
-STATED = re.compile(r"(?:answer|option)(?:\s+is|\s*:)?\s*[:\-]?\s*\(?\**([A-Z])\b", re.IGNORECASE)
-LEADING = re.compile(r"^\W*([A-Z])\b")
+STATED_LETTER = re.compile(r"(?:answer|option)(?:\s+is|\s*:)?\s*[:\-]?\s*\(?\**([A-Z])\b", re.IGNORECASE)
+LEADING_LETTER = re.compile(r"^\W*([A-Z])\b")
 
 
 def statistics(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     """Name of the metric -> its counts over these records."""
     found: dict[str, Statistic] = {}
     for group in task.asked:
-        found |= GROUPS[group](task, records)
+        found |= METRIC_GROUPS[group](task, records)
     return found
 
 
-def primary(task: Task) -> str:
+def primary_metric(task: Task) -> str:
     """The metric that stands for the task."""
     if task.primary:
         return task.primary
@@ -44,43 +44,45 @@ def primary(task: Task) -> str:
     return {"rouge": "rouge-l", "bleu": "bleu-4", "loss": "perplexity"}.get(task.asked[0], task.asked[0])
 
 
-def picked(record: Record) -> int:
+def chosen_option(record: Record) -> int:
     """The option with the most likely letter, or, where letters were not asked for, text; the first of equals."""
     return int(numpy.argmax(record["logprobs"] if "logprobs" in record else record["text_logprobs"]))
 
 
-def stated(text: str, letters: str) -> str:
+def stated_letter(text: str, letters: str) -> str:
     """The letter that an answer in words gives, "" where it gives none."""
-    phrases = [letter.upper() for letter in STATED.findall(text) if letter.upper() in letters]
+    phrases = [letter.upper() for letter in STATED_LETTER.findall(text) if letter.upper() in letters]
     if phrases:
         return str(phrases[-1])
-    start = LEADING.match(text)
+    start = LEADING_LETTER.match(text)
     return start[1] if start and start[1] in letters else ""
 
 
-def _rows(values: list[list[float]]) -> Any:
+def _array(values: list[list[float]]) -> Any:
     return numpy.array(values, dtype=numpy.float64)
 
 
 def _mean_of(values: Sequence[float | None]) -> Statistic:
-    return Statistic(_rows([[0.0, 0.0] if value is None else [float(value), 1.0] for value in values]), mean)
+    return Statistic(_array([[0.0, 0.0] if value is None else [float(value), 1.0] for value in values]), mean)
 
 
 def _bleu(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    rows = _rows([[*words.bleu_counts(record["prediction"], record["reference"])] for record in records])
-    return {f"bleu-{order}": Statistic(rows, bleu(order)) for order in range(1, words.BLEU_ORDERS + 1)}
+    rows = _array([[*text_metrics.bleu_counts(record["prediction"], record["reference"])] for record in records])
+    return {f"bleu-{order}": Statistic(rows, bleu(order)) for order in range(1, text_metrics.BLEU_ORDERS + 1)}
 
 
 def _rouge(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    scores = [words.rouge(record["prediction"], record["reference"]) for record in records]
+    scores = [text_metrics.rouge(record["prediction"], record["reference"]) for record in records]
     return {f"rouge-{name}": _mean_of([score[place] for score in scores]) for place, name in enumerate("12l")}
 
 
 def _chrf(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    return {"chrf": Statistic(_rows([[*words.chrf_counts(r["prediction"], r["reference"])] for r in records]), chrf)}
+    return {
+        "chrf": Statistic(_array([[*text_metrics.chrf_counts(r["prediction"], r["reference"])] for r in records]), chrf)
+    }
 
 
-def _extracted(pattern: str | None, text: str) -> str:
+def _extract(pattern: str | None, text: str) -> str:
     if pattern is None:
         return text
     matches = list(re.finditer(pattern, text))
@@ -92,14 +94,18 @@ def _extracted(pattern: str | None, text: str) -> str:
 
 def _exact(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     def same(record: Record) -> bool:
-        wanted = words.normal(_extracted(task.extract, record["reference"]))
-        return bool(wanted) and words.normal(_extracted(task.extract, record["prediction"])) == wanted
+        wanted = text_metrics.normalise(_extract(task.extract, record["reference"]))
+        return bool(wanted) and text_metrics.normalise(_extract(task.extract, record["prediction"])) == wanted
 
     return {"exact": _mean_of([same(record) for record in records])}
 
 
 def _contains(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    return {"contains": _mean_of([words.normal(r["reference"]) in words.normal(r["prediction"]) for r in records])}
+    return {
+        "contains": _mean_of(
+            [text_metrics.normalise(r["reference"]) in text_metrics.normalise(r["prediction"]) for r in records]
+        )
+    }
 
 
 def _style(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
@@ -113,8 +119,8 @@ def _style(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
 
 
 def _loss(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    rows = _rows([[-record["logprob"], record["tokens"]] for record in records])
-    per_byte = _rows([[-r["logprob"] / numpy.log(2), len(r["reference"].encode())] for r in records])
+    rows = _array([[-record["logprob"], record["tokens"]] for record in records])
+    per_byte = _array([[-r["logprob"] / numpy.log(2), len(r["reference"].encode())] for r in records])
     common = partial(Statistic, more_is_better=False, per_cent=False)
     return {
         "loss": common(rows, ratio),
@@ -124,7 +130,7 @@ def _loss(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
 
 
 def _letter(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    return {"accuracy": _mean_of([picked(record) == record["answer"] for record in records])}
+    return {"accuracy": _mean_of([chosen_option(record) == record["answer"] for record in records])}
 
 
 def _text(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
@@ -133,7 +139,7 @@ def _text(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
 
 
 def _generation(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    said = [stated(record["prediction"], record["letters"]) for record in records]
+    said = [stated_letter(record["prediction"], record["letters"]) for record in records]
     return {
         "accuracy_generated": _mean_of([s == r["reference"] for s, r in zip(said, records, strict=True)]),
         "answered": _mean_of([bool(letter) for letter in said]),
@@ -147,13 +153,13 @@ def _judge(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     marks = [record.get("marks") or {} for record in records]
     found = {}
     for name in task.judge.criteria:
-        rows = _rows([[mark[name], 1.0] if name in mark else [0.0, 0.0] for mark in marks])
+        rows = _array([[mark[name], 1.0] if name in mark else [0.0, 0.0] for mark in marks])
         found[f"judge.{name}"] = Statistic(rows, ratio, per_cent=False)
-    whole = _rows([[sum(mark.values()) / len(mark), 1.0] if mark else [0.0, 0.0] for mark in marks])
+    whole = _array([[sum(mark.values()) / len(mark), 1.0] if mark else [0.0, 0.0] for mark in marks])
     return {"judge": Statistic(whole, ratio, per_cent=False), **found}
 
 
-GROUPS = {
+METRIC_GROUPS = {
     "bleu": _bleu,
     "rouge": _rouge,
     "chrf": _chrf,

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from html import escape
 
-from ktransformers.evaluate import plots, report
+from ktransformers.evaluate import plots
 from ktransformers.evaluate.compare import Comparison, Line, TaskComparison
+from ktransformers.evaluate.formatting import (
+    SIGNIFICANCE_NOTE,
+    change_text,
+    format_number,
+    metric_name,
+    shorten,
+    verdict,
+)
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1d2127; --soft: #5d646e; --rule: #e2e5e9; --card: #f7f8f9; --paper: #fff;
@@ -37,7 +45,7 @@ details > summary { cursor: pointer; color: var(--soft); margin: .6rem 0; }
 """
 
 
-def page(comparison: Comparison) -> str:
+def render_page(comparison: Comparison) -> str:
     runs = comparison.runs
     title = f"{runs[1]} against {runs[0]}" if len(runs) == 2 else "Runs compared"
     models = "".join(
@@ -45,10 +53,10 @@ def page(comparison: Comparison) -> str:
     )
     parts = [f"<h1>{escape(title)}</h1><p class='soft'>{_verdicts(comparison)}{models}</p>"]
     parts += [_summary(comparison)]
-    parts += [f"<figure>{plots.bars(comparison)}</figure>"]
+    parts += [f"<figure>{plots.bar_chart(comparison)}</figure>"]
     for number in range(1, len(runs)):
         rows = [(task.task, task.headline, False) for _, tasks in comparison.panels() for task in tasks]
-        parts.append(f"<figure>{plots.forest(rows, number, f'{runs[number]} − {runs[0]}')}</figure>")
+        parts.append(f"<figure>{plots.forest_plot(rows, number, f'{runs[number]} − {runs[0]}')}</figure>")
     parts += [_task(comparison, task) for task in comparison.tasks]
     body = "\n".join(parts)
     return (
@@ -61,7 +69,7 @@ def page(comparison: Comparison) -> str:
 def _verdicts(comparison: Comparison) -> str:
     said = []
     for number, run in enumerate(comparison.runs[1:]):
-        states = [report.verdict(task.headline.differences[number]) for task in comparison.tasks]
+        states = [verdict(task.headline.differences[number]) for task in comparison.tasks]
         counts = ", ".join(
             f"<span class='{state if states.count(state) else 'even'}'>{states.count(state)} {word}</span>"
             for state, word in (("gain", "better"), ("loss", "worse"), ("even", "not told apart"))
@@ -73,12 +81,12 @@ def _verdicts(comparison: Comparison) -> str:
 def _cells(line: Line, intervals: bool) -> str:
     cells = []
     for place, found in enumerate(line.runs):
-        text = report.number(found.value, line)
+        text = format_number(found.value, line)
         if intervals:
-            text += f" <small>[{report.number(found.low, line)}, {report.number(found.high, line)}]</small>"
+            text += f" <small>[{format_number(found.low, line)}, {format_number(found.high, line)}]</small>"
         if place:
             change = line.differences[place - 1]
-            text += f" <span class='{report.verdict(change)}'>{report.change_text(change, line)}</span>"
+            text += f" <span class='{verdict(change)}'>{change_text(change, line)}</span>"
         cells.append(f"<td>{text}</td>")
     return "".join(cells)
 
@@ -99,8 +107,8 @@ def _summary(comparison: Comparison) -> str:
     for heading, tasks in comparison.panels():
         if heading:
             rows.append(f"<tr class='panel'><td class='left' colspan='{2 + len(comparison.runs)}'>{heading}</td></tr>")
-        rows += [_row((task.title or task.task, report.metric_name(task.headline)), task.headline) for task in tasks]
-    note = report.MARKS.replace("\\", "").format(first=escape(comparison.runs[0]))
+        rows += [_row((task.title or task.task, metric_name(task.headline)), task.headline) for task in tasks]
+    note = SIGNIFICANCE_NOTE.replace("\\", "").format(first=escape(comparison.runs[0]))
     return _table(("task", "metric"), comparison, rows) + f"<p class='soft'>{note}</p>"
 
 
@@ -112,10 +120,7 @@ def _task(comparison: Comparison, task: TaskComparison) -> str:
         _table(
             ("metric",),
             comparison,
-            [
-                _row((report.metric_name(line),), line, intervals=True, main=line.metric == task.primary)
-                for line in task.lines
-            ],
+            [_row((metric_name(line),), line, intervals=True, main=line.metric == task.primary) for line in task.lines],
         ),
     ]
     if len(task.slices) > 1:
@@ -125,11 +130,11 @@ def _task(comparison: Comparison, task: TaskComparison) -> str:
         drawn = [(task.task, task.headline, False), *((line.slice, line, True) for line in task.slices)]
         for number in range(1, len(comparison.runs)):
             title = f"{comparison.runs[number]} − {comparison.runs[0]}, {task.primary}"
-            parts.append(f"<figure>{plots.forest(drawn, number, title)}</figure>")
+            parts.append(f"<figure>{plots.forest_plot(drawn, number, title)}</figure>")
         parts.append("</details>")
     for sample in task.samples:
         answers = [("reference", sample.reference), *zip(comparison.runs, sample.answers, strict=True)]
-        boxes = "".join(f"<div><b>{escape(who)}</b>{escape(report.shorten(text))}</div>" for who, text in answers)
-        asked = f"<p class='asked'>{escape(report.shorten(sample.prompt))}</p>"
+        boxes = "".join(f"<div><b>{escape(who)}</b>{escape(shorten(text))}</div>" for who, text in answers)
+        asked = f"<p class='asked'>{escape(shorten(sample.prompt))}</p>"
         parts.append(f"<div class='sample'>{asked}<div class='answers'>{boxes}</div></div>")
     return "\n".join(parts)

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ktransformers.evaluate.compare import Comparison, Line
+from ktransformers.evaluate.formatting import verdict
 from ktransformers.evaluate.statistic import Difference
 
 COLOURS = {"gain": "#1a7f4b", "loss": "#b3362b", "even": "#8a8f98"}
-RUNS = ("#8a8f98", "#2f6fb0", "#c77d1e", "#6d4ea3", "#1a7f4b", "#b3362b")
+RUN_COLOURS = ("#8a8f98", "#2f6fb0", "#c77d1e", "#6d4ea3", "#1a7f4b", "#b3362b")
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -31,11 +32,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def _state(change: Difference) -> str:
-    return "even" if not change.mark else "gain" if change.gain else "loss"
-
-
-def drawn(line: Line, change: Difference) -> tuple[float, float, float]:
+def plotted_values(line: Line, change: Difference) -> tuple[float, float, float]:
     """(value, low, high) with better to the right: points of a hundred, or per cent of the first run's value."""
     scale = 1.0 if line.per_cent else 100 / abs(line.runs[0].value or 1.0)
     values = [scale * value for value in (change.value, change.low, change.high)]
@@ -60,7 +57,7 @@ def _svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def forest(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) -> str:
+def forest_plot(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) -> str:
     """One line per (label, line, is a slice): the difference of run number `run` to the first."""
     import matplotlib
 
@@ -68,8 +65,8 @@ def forest(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) -> str:
         figure, axes = _figure(0.9 + 0.3 * len(rows))
         for place, (_, line, part) in enumerate(rows):
             change = line.differences[run - 1]
-            value, low, high = drawn(line, change)
-            colour = COLOURS[_state(change)]
+            value, low, high = plotted_values(line, change)
+            colour = COLOURS[verdict(change)]
             axes.plot([low, high], [place, place], color=colour, linewidth=1.4 if part else 2.4, solid_capstyle="round")
             axes.plot([value], [place], "o", color=colour, markersize=4 if part else 7)
             axes.annotate(
@@ -97,7 +94,7 @@ def forest(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) -> str:
         return _svg(figure)
 
 
-def bars(comparison: Comparison) -> str:
+def bar_chart(comparison: Comparison) -> str:
     """Tasks whose main metric is out of a hundred: all runs side by side, with intervals."""
     import matplotlib
 
@@ -116,7 +113,7 @@ def bars(comparison: Comparison) -> str:
                 [max(0.0, e.value - e.low) for e in found],
                 [max(0.0, e.high - e.value) for e in found],
             ]
-            axes.barh(places, values, thick * 0.9, xerr=spread, label=run, color=RUNS[number % len(RUNS)],
+            axes.barh(places, values, thick * 0.9, xerr=spread, label=run, color=RUN_COLOURS[number % len(RUN_COLOURS)],
                       error_kw={"ecolor": "#3b4048", "elinewidth": 0.9})  # fmt: skip
             for place, estimate in zip(places, found, strict=True):
                 axes.annotate(f"{estimate.value:.1f}", (max(estimate.high, estimate.value), place), xytext=(4, 0),

@@ -20,8 +20,8 @@ from typing import Any
 from ktransformers.errors import InputError, KTError
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
 
-TRIES, WAIT = 4, 1.0  # a busy server answers 429 or 503; each wait is twice the last
-BUSY = {408, 429, 500, 502, 503, 504}
+MAX_ATTEMPTS, FIRST_RETRY_SECONDS = 4, 1.0  # a busy server answers 429 or 503; each wait is twice the last
+RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
 
 
 class Endpoint:
@@ -34,21 +34,21 @@ class Endpoint:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         data = None if body is None else json.dumps(body).encode()
-        for attempt in range(TRIES):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
                 with urllib.request.urlopen(request, timeout=self._timeout) as reply:
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
-                if error.code not in BUSY or attempt == TRIES - 1:
+                if error.code not in RETRIED_STATUS or attempt == MAX_ATTEMPTS - 1:
                     said = error.read().decode(errors="replace")[:300]
                     raise KTError(f"{self.url}{path}: the server answered {error.code}: {said}") from error
             except (OSError, ValueError) as error:
-                if attempt == TRIES - 1:
+                if attempt == MAX_ATTEMPTS - 1:
                     raise InputError(
                         self.url + path, f"no answer ({error})", "an OpenAI-compatible server", "is it running?"
                     ) from error
-            time.sleep(WAIT * 2**attempt)
+            time.sleep(FIRST_RETRY_SECONDS * 2**attempt)
         raise AssertionError("every path above returns or raises")
 
     def models(self) -> list[str]:

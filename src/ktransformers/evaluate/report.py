@@ -11,41 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.evaluate.compare import Comparison, Line, TaskComparison
-from ktransformers.evaluate.statistic import Difference, Estimate
+from ktransformers.evaluate.formatting import (
+    SIGNIFICANCE_NOTE,
+    change_text,
+    format_number,
+    metric_name,
+    shorten,
+    value_text,
+    verdict,
+)
+from ktransformers.evaluate.page import render_page
+from ktransformers.evaluate.statistic import Estimate
 from ktransformers.files import write_json, write_text
 
-MARKS = "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap against {first}; intervals are 95 %."
-LONG = 700  # characters of a sample answer
 
-
-def write(comparison: Comparison, directory: Path) -> None:
-    from ktransformers.evaluate.page import page
-
+def write_report(comparison: Comparison, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "report.json", comparison.as_json())
     write_text(directory / "report.md", markdown(comparison))
-    write_text(directory / "report.html", page(comparison))
-
-
-def number(value: float, line: Line) -> str:
-    return f"{value:.1f}" if line.per_cent else f"{value:.2f}"
-
-
-def metric_name(line: Line) -> str:
-    return line.metric if line.more_is_better else f"{line.metric} ↓"
-
-
-def value_text(found: Estimate, line: Line) -> str:
-    return f"{number(found.value, line)} [{number(found.low, line)}, {number(found.high, line)}]"
-
-
-def change_text(found: Difference, line: Line) -> str:
-    return f"{'+' if found.value >= 0 else '−'}{number(abs(found.value), line)}{found.mark}"
-
-
-def verdict(found: Difference) -> str:
-    """gain, loss or even: even is everything that chance could do."""
-    return "even" if not found.mark else "gain" if found.gain else "loss"
+    write_text(directory / "report.html", render_page(comparison))
 
 
 def summary_table(comparison: Comparison) -> Any:
@@ -61,10 +45,10 @@ def summary_table(comparison: Comparison) -> Any:
             table.add_row(f"[dim]{heading}[/dim]")
         for task in tasks:
             line = task.headline
-            cells = [number(line.runs[0].value, line)]
+            cells = [format_number(line.runs[0].value, line)]
             for found, change in zip(line.runs[1:], line.differences, strict=True):
                 colour = colours[verdict(change)]
-                cells.append(f"{number(found.value, line)} [{colour}]({change_text(change, line)})[/{colour}]")
+                cells.append(f"{format_number(found.value, line)} [{colour}]({change_text(change, line)})[/{colour}]")
             table.add_row(task.task, metric_name(line), *cells)
     return table
 
@@ -78,7 +62,7 @@ def markdown(comparison: Comparison) -> str:
         if heading:
             parts.append(f"| *{heading}* |" + " |" * (1 + len(comparison.runs)))
         parts += [_row((task.title or task.task, metric_name(task.headline)), task.headline) for task in tasks]
-    parts += ["", MARKS.format(first=first)]
+    parts += ["", SIGNIFICANCE_NOTE.format(first=first)]
     for task in comparison.tasks:
         parts += ["", f"## {task.title or task.task}", "", f"`{task.task}`, {task.items} items."]
         parts += [f"For orientation: {task.note}."] if task.note else []
@@ -97,7 +81,7 @@ def _heading(left: tuple[str, ...], runs: tuple[str, ...]) -> list[str]:
 
 def _row(left: tuple[str, ...], line: Line, intervals: bool = False) -> str:
     def shown(found: Estimate) -> str:
-        return value_text(found, line) if intervals else number(found.value, line)
+        return value_text(found, line) if intervals else format_number(found.value, line)
 
     cells = [shown(line.runs[0])]
     for found, change in zip(line.runs[1:], line.differences, strict=True):
@@ -113,10 +97,6 @@ def _samples(comparison: Comparison, task: TaskComparison) -> list[str]:
         for run, answer in zip(comparison.runs, sample.answers, strict=True):
             parts += _quoted(run, answer)
     return parts
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= LONG else f"{text[:LONG]}…"
 
 
 def _quoted(who: str, text: str) -> list[str]:

@@ -20,17 +20,17 @@ from typing import Any
 import ktransformers
 from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import Backend, EvalPrompt, Question
-from ktransformers.evaluate.items import Item, items
+from ktransformers.evaluate.items import Item, read_items
 from ktransformers.evaluate.judge import Judge
-from ktransformers.evaluate.measure import Record, primary, statistics
+from ktransformers.evaluate.measure import Record, primary_metric, statistics
 from ktransformers.evaluate.statistic import Estimate, Statistic, estimate
 from ktransformers.evaluate.task import Task
 from ktransformers.files import write_json, write_text
 
-CHUNK = 32  # items between two lines of progress; backends cut it into batches
+CHUNK_ITEMS = 32  # items between two lines of progress; backends cut it into batches
 Progress = Callable[[int, int], None]
-UNSEEN = ("data", "title", "source", "licence", "primary", "unrelated")  # of a task: they change no answer
-GENERATED = {"bleu", "rouge", "chrf", "exact", "contains", "style", "judge", "generation"}
+IRRELEVANT_FIELDS = ("data", "title", "source", "licence", "primary", "unrelated")  # of a task: they change no answer
+GENERATED_METRICS = {"bleu", "rouge", "chrf", "exact", "contains", "style", "judge", "generation"}
 
 
 def evaluate(
@@ -42,8 +42,8 @@ def evaluate(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The result, as `result.json` has it."""
-    found = items(task)
-    asked = describe(backend, task, found, judge)
+    found = read_items(task)
+    asked = describe_run(backend, task, found, judge)
     directory.mkdir(parents=True, exist_ok=True)
     records = _resume(directory, asked)
     todo = [item for item in found if item.id not in records]
@@ -52,10 +52,10 @@ def evaluate(
     if progress is not None:
         progress(done, len(found))
     with (directory / "items.jsonl").open("a") as log:
-        for start in range(0, len(todo), CHUNK):
-            chunk = todo[start : start + CHUNK]
+        for start in range(0, len(todo), CHUNK_ITEMS):
+            chunk = todo[start : start + CHUNK_ITEMS]
             began = time.perf_counter()
-            answers = _answer(backend, task, chunk, judge)
+            answers = _answer_items(backend, task, chunk, judge)
             seconds += time.perf_counter() - began
             for record in answers:
                 log.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -66,19 +66,19 @@ def evaluate(
             if progress is not None:
                 progress(done, len(found))
     ordered = [records[item.id] for item in found]
-    result = summary(task, ordered) | {"model": asked["model"], "seconds": round(seconds, 3)}
+    result = summarise(task, ordered) | {"model": asked["model"], "seconds": round(seconds, 3)}
     write_json(directory / "result.json", result)
     _write_predictions(directory, task, ordered, result)
     return result
 
 
-def describe(backend: Backend, task: Task, found: Sequence[Item], judge: Judge | None) -> dict[str, Any]:
+def describe_run(backend: Backend, task: Task, found: Sequence[Item], judge: Judge | None) -> dict[str, Any]:
     """What the answers depend on."""
     words = json.loads(task.model_dump_json())
     content = json.dumps([dataclasses.asdict(item) for item in found], ensure_ascii=False).encode()
     asked = {"model": backend.name, "task": words, "items": hashlib.sha256(content).hexdigest()}
     asked["judge"] = None if judge is None else f"{judge.endpoint.url} {judge.model}"
-    relevant = {key: value for key, value in words.items() if key not in UNSEEN}
+    relevant = {key: value for key, value in words.items() if key not in IRRELEVANT_FIELDS}
     text = json.dumps({**asked, "task": relevant}, sort_keys=True)
     return {
         **asked,
@@ -116,13 +116,13 @@ def read_records(directory: Path, repair: bool = False) -> list[Record]:
     return [json.loads(line) for line in complete.decode().split("\n") if line]
 
 
-def _answer(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | None) -> list[Record]:
+def _answer_items(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | None) -> list[Record]:
     chat = task.format == "chat" and task.kind != "text"
     prompts = [EvalPrompt(item.prompt, task.system, chat) for item in chunk]
     records: list[Record] = [
         {"id": item.id, "slice": item.slice, "prompt": item.prompt, "reference": item.reference} for item in chunk
     ]
-    if GENERATED & set(task.asked):
+    if GENERATED_METRICS & set(task.asked):
         for record, text in zip(records, backend.generate(prompts, task.max_new_tokens), strict=True):
             record["prediction"] = text
     if task.kind == "choice":
@@ -158,20 +158,20 @@ def _answer(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | 
     return records
 
 
-def summary(task: Task, records: Sequence[Record]) -> dict[str, Any]:
+def summarise(task: Task, records: Sequence[Record]) -> dict[str, Any]:
     """Every metric with its 95 % interval, over all items and over each slice."""
     whole = statistics(task, records)
     names = sorted({record["slice"] for record in records} - {""})
     slices = {
-        name: _estimates(whole, [place for place, record in enumerate(records) if record["slice"] == name])
+        name: _estimate_all(whole, [place for place, record in enumerate(records) if record["slice"] == name])
         for name in names
     }
     result: dict[str, Any] = {
         "task": task.name,
         "title": task.title,
         "items": len(records),
-        "primary": primary(task),
-        "metrics": _estimates(whole, None),
+        "primary": primary_metric(task),
+        "metrics": _estimate_all(whole, None),
         "slices": slices,
     }
     if task.copy_input:
@@ -182,7 +182,7 @@ def summary(task: Task, records: Sequence[Record]) -> dict[str, Any]:
     return result
 
 
-def _estimates(whole: dict[str, Statistic], places: list[int] | None) -> dict[str, dict[str, float]]:
+def _estimate_all(whole: dict[str, Statistic], places: list[int] | None) -> dict[str, dict[str, float]]:
     def of(statistic: Statistic) -> Estimate:
         return estimate(statistic if places is None else statistic.take(places))
 

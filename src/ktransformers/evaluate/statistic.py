@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from ktransformers.evaluate.words import BLEU_ORDERS, CHRF_ORDERS
+from ktransformers.evaluate.text_metrics import BLEU_ORDERS, CHRF_ORDERS
 
 Array = NDArray[numpy.float64]
 Fold = Callable[[Array], Array]

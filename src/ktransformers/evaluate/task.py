@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ktransformers.errors import InputError
 
-TASKS = Path(__file__).with_name("tasks")
+TASK_DIR = Path(__file__).with_name("tasks")
 
 Kind = Literal["generate", "choice", "text"]
-METRICS: dict[str, tuple[str, ...]] = {
+METRICS_OF_KIND: dict[str, tuple[str, ...]] = {
     "generate": ("bleu", "rouge", "chrf", "exact", "contains", "style", "loss", "judge"),
     "choice": ("letter", "generation", "text"),
     "text": ("loss",),
@@ -89,7 +89,7 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Task:
-        known = METRICS[self.kind]
+        known = METRICS_OF_KIND[self.kind]
         unknown = [name for name in self.metrics if name not in known]
         if unknown:
             raise ValueError(f"metrics: {unknown[0]!r} is not for kind {self.kind}; there are {', '.join(known)}")
@@ -111,18 +111,18 @@ class Task(BaseModel):
         return self.format == "chat" and self.kind != "text" and bool({"letter", "text", "loss"} & set(self.asked))
 
 
-def names() -> list[str]:
+def task_names() -> list[str]:
     """The tasks and suites that come with the package."""
-    return sorted(file.stem for file in TASKS.glob("*.yaml"))
+    return sorted(file.stem for file in TASK_DIR.glob("*.yaml"))
 
 
-def load(name: str, limit: int | None = None, data: Path | None = None) -> list[Task]:
+def load_tasks(name: str, limit: int | None = None, data: Path | None = None) -> list[Task]:
     """The task, or the tasks of the suite, of a name or of a YAML file; `limit` and `data` replace what it says."""
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
-        file = TASKS / f"{name}.yaml"
+        file = TASK_DIR / f"{name}.yaml"
         if not file.is_file():
-            raise InputError("task", repr(name), f"a YAML file or one of {', '.join(names())}")
+            raise InputError("task", repr(name), f"a YAML file or one of {', '.join(task_names())}")
     if not file.is_file():
         raise InputError("task", f"{file}, which does not exist", "a YAML file")
     try:
@@ -134,7 +134,7 @@ def load(name: str, limit: int | None = None, data: Path | None = None) -> list[
     if set(words) == {"suite"}:
         if data is not None:
             raise InputError("data", f"{data} for the suite {name}", "one task", "name a task instead")
-        return [task for part in words["suite"] for task in load(str(part), limit)]
+        return [task for part in words["suite"] for task in load_tasks(str(part), limit)]
     words.setdefault("name", file.stem)
     try:
         task = Task.model_validate(words)

@@ -27,18 +27,18 @@ from ktransformers.errors import InputError, KTError
 
 PROGRAM = [sys.executable, "-c", "from ktransformers.cli.main import main; main()"]
 PR_SET_PDEATHSIG = 1
-PATIENCE = 90.0  # seconds for a child that was asked to end: a trainer finishes its step and saves
-START = 1800.0  # seconds for a server to load
-TAIL = 12  # lines of a failed stage's log that are shown
+TERMINATE_SECONDS = 90.0  # seconds for a child that was asked to end: a trainer finishes its step and saves
+SERVER_START_SECONDS = 1800.0  # seconds for a server to load
+LOG_TAIL_LINES = 12  # lines of a failed stage's log that are shown
 
-Line = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 class StageFailed(KTError):
     """A stage's command ended with an error."""
 
     def __init__(self, stage: str, code: int, log: Path) -> None:
-        lines = log.read_text(errors="replace").strip().splitlines()[-TAIL:]
+        lines = log.read_text(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
         super().__init__(f"stage {stage} ended with code {code}; {log} ends with:\n" + "\n".join(lines))
         self.code = code
 
@@ -60,7 +60,7 @@ def locked(run: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _end_with_parent() -> None:
+def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -68,7 +68,7 @@ def command_line(words: Sequence[str]) -> str:
     return shlex.join(["kt", *words])
 
 
-def run_command(words: Sequence[str], log: Path, lock: int, document: Path | None, shown: Line | None) -> int:
+def run_command(words: Sequence[str], log: Path, lock: int, document: Path | None, shown: PrintLine | None) -> int:
     """The exit code. What it prints goes to the log, but a JSON document into its own file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     partial = None if document is None else document.with_name(f".{document.name}.partial")
@@ -86,15 +86,15 @@ def run_command(words: Sequence[str], log: Path, lock: int, document: Path | Non
                         shown(line.decode(errors="replace").rstrip("\n"))
             code = child.wait()
         finally:
-            end(child)
+            terminate(child)
             if not isinstance(out, int):
                 out.close()
     if partial is not None and document is not None:
-        _keep(partial, document, log)
+        _store_document(partial, document, log)
     return code
 
 
-def _keep(partial: Path, document: Path, log: Path) -> None:
+def _store_document(partial: Path, document: Path, log: Path) -> None:
     """Printed JSON into its place; anything else belongs into the log."""
     text = partial.read_text(errors="replace")
     try:
@@ -115,18 +115,18 @@ def _start(words: Sequence[str], out: int | IO[bytes], errors: int, lock: int) -
         stderr=errors,
         pass_fds=(lock,),
         start_new_session=True,  # Ctrl-C comes to us alone; a trainer takes a second signal as "at once"
-        preexec_fn=_end_with_parent,
+        preexec_fn=_die_with_parent,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def terminate(child: subprocess.Popen[bytes]) -> None:
     """Ask, wait, then insist."""
     if child.poll() is not None:
         return
     child.terminate()
     try:
-        child.wait(PATIENCE)
+        child.wait(TERMINATE_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
@@ -158,18 +158,18 @@ def server(words: Sequence[str], port: int, log: Path, lock: int) -> Iterator[st
         try:
             url = f"http://127.0.0.1:{port}"
             began = time.monotonic()
-            while not _answers(url):
+            while not _is_ready(url):
                 if child.poll() is not None:
                     raise StageFailed("serve", child.returncode, log)
-                if time.monotonic() - began > START:
-                    raise KTError(f"{url}: no answer after {START:.0f} s; {log} says how far it came")
+                if time.monotonic() - began > SERVER_START_SECONDS:
+                    raise KTError(f"{url}: no answer after {SERVER_START_SECONDS:.0f} s; {log} says how far it came")
                 time.sleep(0.2)
             yield url
         finally:
-            end(child)
+            terminate(child)
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as reply:
             return bool(reply.status == 200)

@@ -16,14 +16,14 @@ from ktransformers.files import write_json
 from ktransformers.loop.settings import TrainSettings
 
 
-def words(steps: int, output: Path) -> tuple[str, ...]:
+def measurement_overrides(steps: int, output: Path) -> tuple[str, ...]:
     """Keys that turn a training run into a measurement."""
     given = {"max_steps": steps, "logging_steps": 1, "save_strategy": '"no"', "plot_loss": "false"}
     given |= {"eval_strategy": '"no"', "output_dir": output, "overwrite_output_dir": "true"}
     return tuple(f"{key}={value}" for key, value in given.items())
 
 
-def decide(train: TrainSettings, tokens_per_second: float, tokens_per_step: float, most: int) -> tuple[int, str]:
+def decide_steps(train: TrainSettings, tokens_per_second: float, tokens_per_step: float, most: int) -> tuple[int, str]:
     """(steps, the sentence that says why)."""
     assert train.minutes is not None
     seconds = tokens_per_step / tokens_per_second
@@ -39,16 +39,16 @@ def decide(train: TrainSettings, tokens_per_second: float, tokens_per_step: floa
     return steps, said
 
 
-def chosen(train: TrainSettings, run: Path) -> tuple[int, str] | None:
+def read_decision(train: TrainSettings, run: Path) -> tuple[int, str] | None:
     """The decision on what was measured; None where nothing was yet."""
     file = run / "pace.json"
     if not file.is_file():
         return None
     found = json.loads(file.read_text())
-    return decide(train, found["tokens_per_second"], found["tokens_per_step"], found["most"])
+    return decide_steps(train, found["tokens_per_second"], found["tokens_per_step"], found["most"])
 
 
-def measure(train: TrainSettings, run: Path) -> str:
+def write_pace(train: TrainSettings, run: Path) -> str:
     """Read the rate off the measurement's log, the sizes off the plan, write pace.json, and say what follows."""
     log = run / "pace" / "trainer_log.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -59,4 +59,4 @@ def measure(train: TrainSettings, run: Path) -> str:
     tokens = data["tokens"] / data["steps_per_epoch"]
     rate = statistics.median(rates)
     write_json(run / "pace.json", {"tokens_per_second": rate, "tokens_per_step": tokens, "most": int(data["steps"])})
-    return decide(train, rate, tokens, int(data["steps"]))[1]
+    return decide_steps(train, rate, tokens, int(data["steps"]))[1]

@@ -18,8 +18,8 @@ from typing import Any
 import ktransformers
 from ktransformers.files import write_json
 
-LARGE = 2**30
-EDGE = 2**20
+MAX_HASHED_BYTES = 2**30
+EDGE_BYTES = 2**20
 BEGUN, DONE = "begun", "done"
 
 
@@ -62,11 +62,11 @@ class Hashes:
         if known is not None and known[:2] == now:
             return str(known[2])
         with file.open("rb") as stream:
-            if state.st_size <= LARGE:
+            if state.st_size <= MAX_HASHED_BYTES:
                 found = hashlib.file_digest(stream, "sha256").hexdigest()
             else:
-                digest = hashlib.sha256(f"{now} ".encode() + stream.read(EDGE))
-                stream.seek(-EDGE, 2)
+                digest = hashlib.sha256(f"{now} ".encode() + stream.read(EDGE_BYTES))
+                stream.seek(-EDGE_BYTES, 2)
                 digest.update(stream.read())
                 found = digest.hexdigest()
         self._known[key] = [*now, found]
@@ -81,7 +81,7 @@ def fingerprint(words: Iterable[str], inputs: dict[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read(folder: Path, stage: str) -> StageRecord | None:
+def read_record(folder: Path, stage: str) -> StageRecord | None:
     file = folder / f"{stage}.json"
     if not file.is_file():
         return None
@@ -91,6 +91,6 @@ def read(folder: Path, stage: str) -> StageRecord | None:
         return None  # of another version: the stage runs again
 
 
-def write(folder: Path, record: StageRecord) -> None:
+def write_record(folder: Path, record: StageRecord) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{record.stage}.json", asdict(record))

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.files import write_json, write_text
-from ktransformers.loop.pace import chosen
+from ktransformers.loop.pace import read_decision
 from ktransformers.loop.run import FAILED, StageStatus
 from ktransformers.loop.settings import Loop
-from ktransformers.loop.stages import SERVED, places_of
+from ktransformers.loop.stages import BASE_NAME, run_paths
 
 # Metrics of a task that the table shows, where it has them; otherwise the one that stands for the task.
-SHOWN = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy_text", "accuracy")
-NAMES = {
+SHOWN_METRICS = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy_text", "accuracy")
+METRIC_LABELS = {
     "style": "style hits %",
     "bleu-1": "BLEU-1",
     "bleu-4": "BLEU-4",
@@ -28,7 +28,7 @@ NAMES = {
     "accuracy": "right by letter %",
     "accuracy_text": "right by text %",
 }
-LONG = 400  # characters of an answer
+MAX_ANSWER_CHARS = 400  # characters of an answer
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,22 @@ class LoopReport:
 
 
 def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
-    places = places_of(loop)
+    places = run_paths(loop)
     compared = _document(places.document("compare"))
     tasks = compared["tasks"] if compared else []
     rows = tuple(row for task in sorted(tasks, key=lambda task: bool(task["unrelated"])) for row in _rows(task))
-    samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _in_words(task)]
+    samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _has_text_answers(task)]
     answers = tuple(AnswerPair(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
-    proven, proof = _proof(_document(places.document("prove"))) if loop.prove else (None, "not asked for")
+    proven, proof = _describe_proof(_document(places.document("prove"))) if loop.prove else (None, "not asked for")
     if any(step.status == FAILED for step in steps) and proven is not False:
         proven, proof = False, "NOT proven: kt prove did not end well; logs/prove.log says why"
-    pace = chosen(loop.train, places.run) if loop.train.minutes is not None else None
+    pace = read_decision(loop.train, places.run) if loop.train.minutes is not None else None
     after = (
         f"kt serve {places.adapter}",
         f"kt chat --model {Path(places.model).name}:{loop.name}      (in another terminal)",
         f'kt run {places.adapter} "Why are cats important?"',
     )
-    training = _training(places.adapter, pace[1] if pace else "")
+    training = _summarise_training(places.adapter, pace[1] if pace else "")
     report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), after)
     write_json(places.run / "report.json", report.as_json())
     write_text(places.run / "report.md", markdown(report))
@@ -105,13 +105,13 @@ def _document(file: Path) -> Any:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def _in_words(task: dict[str, Any]) -> bool:
+def _has_text_answers(task: dict[str, Any]) -> bool:
     return any(line["metric"] in ("bleu-1", "rouge-l") for line in task["lines"])
 
 
 def _rows(task: dict[str, Any]) -> list[MetricRow]:
     lines = {line["metric"]: line for line in task["lines"]}
-    wanted = [metric for metric in SHOWN if metric in lines] or [task["primary"]]
+    wanted = [metric for metric in SHOWN_METRICS if metric in lines] or [task["primary"]]
     found = []
     for metric in wanted:
         line = lines[metric]
@@ -122,7 +122,7 @@ def _rows(task: dict[str, Any]) -> list[MetricRow]:
     return found
 
 
-def _proof(found: Any) -> tuple[bool | None, str]:
+def _describe_proof(found: Any) -> tuple[bool | None, str]:
     if not found:
         return None, "not there"
     if not found["passed"]:
@@ -135,7 +135,7 @@ def _proof(found: Any) -> tuple[bool | None, str]:
     )
 
 
-def _training(adapter: Path, said: str) -> TrainingSummary:
+def _summarise_training(adapter: Path, said: str) -> TrainingSummary:
     """The rate is the mean of what was logged after the first steps; of a run too short for that, the whole run's."""
     results = _document(adapter / "all_results.json") or {}
     steps = int((_document(adapter / "trainer_state.json") or {}).get("global_step", 0))
@@ -147,7 +147,7 @@ def _training(adapter: Path, said: str) -> TrainingSummary:
     return TrainingSummary(steps, seconds, rate, results.get("train_loss"), said)
 
 
-def table(report: LoopReport) -> list[str]:
+def format_table(report: LoopReport) -> list[str]:
     """Plain lines, as wide as they need to be."""
     width = max([len(row.task) for row in report.rows], default=4)
     lines = [f"{'':<{width}}  {'':<14} {'base':>8} {report.name:>10}  change"]
@@ -157,7 +157,7 @@ def table(report: LoopReport) -> list[str]:
             unrelated = True
             lines.append("unrelated: what it cost")
         task = row.task if before is None or before.task != row.task else ""
-        name = NAMES.get(row.metric, row.metric)
+        name = METRIC_LABELS.get(row.metric, row.metric)
         change = f"{row.adapter - row.base:+.1f}{row.mark}"
         lines.append(f"{task:<{width}}  {name:<14} {row.base:>8.1f} {row.adapter:>10.1f}  {change}")
     lines.append("* p < 0.05, ** p < 0.01, paired bootstrap; without a star it may be chance")
@@ -170,23 +170,23 @@ def training_line(training: TrainingSummary) -> str:
     return f"{training.steps} steps in {training.seconds / 60:.1f} min{rate}{loss}"
 
 
-def text(report: LoopReport) -> list[str]:
+def terminal_lines(report: LoopReport) -> list[str]:
     """What the terminal shows at the end."""
     lines: list[str] = []
     if report.rows:
-        lines += ["", *table(report)]
+        lines += ["", *format_table(report)]
     for answer in report.answers:
         lines += ["", f"asked  {shorten(answer.asked)}", f"base   {shorten(answer.base)}"]
         lines.append(f"{report.name:<6} {shorten(answer.adapter)}")
     lines += ["", f"training  {training_line(report.training)}"]
     lines += [f"pace      {report.training.said}"] if report.training.said else []
-    lines += [f"proof     {report.proof}", f"time      {times(report.stages)}"]
+    lines += [f"proof     {report.proof}", f"time      {format_times(report.stages)}"]
     whole = f", {report.run}/eval/report.html" if report.rows else ""
     lines += [f"report    {report.run}/report.md{whole}", "", "talk to it:", *(f"  {line}" for line in report.next)]
     return lines
 
 
-def times(stages: Sequence[StageStatus]) -> str:
+def format_times(stages: Sequence[StageStatus]) -> str:
     parts = [f"{step.name} {step.seconds:.0f} s" + (" (before)" if step.status == "skipped" else "") for step in stages]
     now = sum(step.seconds for step in stages if step.status != "skipped")
     return f"{now / 60:.1f} min: {', '.join(parts)}"
@@ -194,22 +194,24 @@ def times(stages: Sequence[StageStatus]) -> str:
 
 def shorten(answer: str) -> str:
     flat = " ".join(answer.split())
-    return flat if len(flat) <= LONG else f"{flat[:LONG]}…"
+    return flat if len(flat) <= MAX_ANSWER_CHARS else f"{flat[:MAX_ANSWER_CHARS]}…"
 
 
 def markdown(report: LoopReport) -> str:
     lines = [f"# {report.name}: {report.run}", ""]
     if report.rows:
-        lines += [f"| task | metric | {SERVED} | {report.name} |", "|---|---|---:|---:|"]
+        lines += [f"| task | metric | {BASE_NAME} | {report.name} |", "|---|---|---:|---:|"]
         for row in report.rows:
             mark = row.mark.replace("*", "\\*")
             task = f"{row.task} (unrelated)" if row.unrelated else row.task
-            lines.append(f"| {task} | {NAMES.get(row.metric, row.metric)} | {row.base:.1f} | {row.adapter:.1f}{mark} |")
+            lines.append(
+                f"| {task} | {METRIC_LABELS.get(row.metric, row.metric)} | {row.base:.1f} | {row.adapter:.1f}{mark} |"
+            )
         lines += ["", "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap. Every metric: `eval/report.html`.", ""]
     for answer in report.answers:
-        pairs = (("asked", answer.asked), (SERVED, answer.base), (report.name, answer.adapter))
+        pairs = (("asked", answer.asked), (BASE_NAME, answer.base), (report.name, answer.adapter))
         lines += [line for who, said in pairs for line in (f"**{who}**", "", f"> {shorten(said)}", "")]
     said = [f"- training: {training_line(report.training)}"]
     said += [f"- pace: {report.training.said}"] if report.training.said else []
-    lines += [*said, f"- proof: {report.proof}", f"- time: {times(report.stages)}", "", "```"]
+    lines += [*said, f"- proof: {report.proof}", f"- time: {format_times(report.stages)}", "", "```"]
     return "\n".join([*lines, *report.next, "```"]) + "\n"

@@ -27,7 +27,7 @@ from ktransformers.files import write_text
 from ktransformers.loop import child, record
 from ktransformers.loop.record import BEGUN, DONE, Hashes, StageRecord
 from ktransformers.loop.settings import Loop
-from ktransformers.loop.stages import SERVER, Stage, places_of, serve_words, stages_of
+from ktransformers.loop.stages import SERVER, Stage, build_stages, run_paths, serve_arguments
 
 FAILED = "failed"  # a verdict; anything else that fails ends the loop
 
@@ -51,23 +51,23 @@ class StageStatus:
 
 class Runner:
     def __init__(self, loop: Loop, listener: Listener) -> None:
-        self.loop, self.places, self._listener = loop, places_of(loop), listener
+        self.loop, self.places, self._listener = loop, run_paths(loop), listener
         self.run = self.places.run
         self._records = self.run / "stages"
         self._hashes = Hashes(self.run / ".hashes.json")
 
     def go(self) -> list[StageStatus]:
-        stages = stages_of(self.loop)
+        stages = build_stages(self.loop)
         self.run.mkdir(parents=True, exist_ok=True)
         steps: list[StageStatus] = []
-        with child.locked(self.run) as lock, ended_by_signal(), ExitStack() as serving:
+        with child.locked(self.run) as lock, sigterm_as_interrupt(), ExitStack() as serving:
             self._write_settings(stages, lock)
             address: str | None = None
             last = max((place for place, stage in enumerate(stages) if stage.served), default=-1)
             for place, stage in enumerate(stages):
                 if stage.before is not None:
                     stage.before(False)
-                known, current = record.read(self._records, stage.name), self._current(stage)
+                known, current = record.read_record(self._records, stage.name), self._current(stage)
                 if known is not None and self._is_done(stage, known, current):
                     self._listener.skipped(stage, known)
                     steps.append(StageStatus(stage.name, "skipped", known.seconds, child.command_line(stage.words)))
@@ -75,7 +75,9 @@ class Runner:
                     if stage.served and address is None:
                         began = time.perf_counter()
                         address = serving.enter_context(self._server(known, lock))
-                        words = child.command_line(serve_words(self.loop, self.places, int(address.rpartition(":")[2])))
+                        words = child.command_line(
+                            serve_arguments(self.loop, self.places, int(address.rpartition(":")[2]))
+                        )
                         steps.append(StageStatus("serve", "run", round(time.perf_counter() - began, 1), words))
                     steps.append(self._execute(stage, known, current, address, lock))
                 if place == last:
@@ -86,8 +88,8 @@ class Runner:
     def look(self) -> list[StageStatus]:
         """What `go` would do. A stage after one that would run would run too, unless that one changes nothing."""
         steps, stale = [], False
-        for stage in stages_of(self.loop):
-            known = record.read(self._records, stage.name)
+        for stage in build_stages(self.loop):
+            known = record.read_record(self._records, stage.name)
             stale = stale or (stage.before is not None and stage.before(True))
             stale = stale or known is None or not self._is_done(stage, known, self._current(stage))
             seconds = known.seconds if known is not None else 0.0
@@ -112,11 +114,11 @@ class Runner:
         port = int(address.rpartition(":")[2]) if stage.served and address else None
         same = known is not None and known.status == BEGUN and known.words == current.words and known.port == port
         goes_on = same and known is not None and stage.resumes is not None and stage.resumes()
-        goes_on = goes_on and known is not None and _unchanged(stage, known, current)
+        goes_on = goes_on and known is not None and _inputs_unchanged(stage, known, current)
         if not goes_on:
             self._clear(stage)
         self._listener.began(stage, goes_on)
-        record.write(self._records, replace(current, port=port))
+        record.write_record(self._records, replace(current, port=port))
         began = time.perf_counter()
         words = [address if word == SERVER and address else word for word in stage.words]
         log = self.run / "logs" / f"{stage.name}.log"
@@ -134,7 +136,7 @@ class Runner:
             seconds += known.seconds
         done = self._current(stage)  # again: some inputs are known only now
         ended = datetime.now(UTC).isoformat(timespec="seconds")
-        record.write(self._records, replace(done, status=DONE, seconds=seconds, port=port, ended=ended))
+        record.write_record(self._records, replace(done, status=DONE, seconds=seconds, port=port, ended=ended))
         self._hashes.save()
         self._listener.ended(stage, seconds, said)
         return StageStatus(stage.name, "resumed" if goes_on else "run", seconds, child.command_line(stage.words))
@@ -151,7 +153,7 @@ class Runner:
     @contextmanager
     def _server(self, known: StageRecord | None, lock: int) -> Iterator[str]:
         port = child.free_port(None if known is None else known.port)
-        words = serve_words(self.loop, self.places, port)
+        words = serve_arguments(self.loop, self.places, port)
         with child.server(words, port, self.run / "logs" / "serve.log", lock) as address:
             yield address
 
@@ -163,7 +165,7 @@ class Runner:
         lines = ["#!/bin/sh -e", "# What `kt loop` ran, stage by stage.", f"cd {shlex.quote(str(Path.cwd()))}"]
         for stage in stages:
             if stage.served and not any(line.startswith(f"{SERVER}=") for line in lines):
-                serve = child.command_line(serve_words(self.loop, self.places, 30000))
+                serve = child.command_line(serve_arguments(self.loop, self.places, 30000))
                 lines += [f"{serve} &", 'trap "kill $!" EXIT', f"{SERVER}=http://127.0.0.1:30000"]
                 lines.append(f"until kt chat ${SERVER} </dev/null; do sleep 1; done")
             line = child.command_line(stage.words)
@@ -173,14 +175,14 @@ class Runner:
         write_text(self.run / "commands.sh", "\n".join(lines) + "\n")
 
 
-def _unchanged(stage: Stage, known: StageRecord, current: StageRecord) -> bool:
+def _inputs_unchanged(stage: Stage, known: StageRecord, current: StageRecord) -> bool:
     """The inputs that were known when the stage began; those that it names itself came later."""
     firm = [str(path) for path in stage.inputs]
     return all(known.inputs.get(path) == current.inputs.get(path) for path in firm)
 
 
 @contextmanager
-def ended_by_signal() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """SIGTERM as Ctrl-C: the child is asked to end, and waited for."""
 
     def stop(number: int, frame: FrameType | None) -> None:

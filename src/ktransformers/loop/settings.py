@@ -72,16 +72,16 @@ class Loop(LoopSection):
     @field_validator("name")
     @classmethod
     def _free(cls, value: str) -> str:
-        if value in TAKEN:
-            raise ValueError(f"a name that is not one of {', '.join(sorted(TAKEN))}")
+        if value in RESERVED_NAMES:
+            raise ValueError(f"a name that is not one of {', '.join(sorted(RESERVED_NAMES))}")
         return value
 
 
 # Names that a run's directory, or the reports in it, have other uses for.
-TAKEN = {"base", "model", "quantised", "pace", "eval", "stages", "logs"}
+RESERVED_NAMES = {"base", "model", "quantised", "pace", "eval", "stages", "logs"}
 
 
-def read_words(words: Iterable[str]) -> dict[str, Any]:
+def read_overrides(words: Iterable[str]) -> dict[str, Any]:
     """`a.b=value` as nested mappings, the value as YAML."""
     found: dict[str, Any] = {}
     for word in words:
@@ -102,11 +102,11 @@ def read_words(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def merge_keys(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     both = dict(first)
     for key, value in second.items():
         if isinstance(value, dict) and isinstance(both.get(key), dict):
-            both[key] = merged(both[key], value)
+            both[key] = merge_keys(both[key], value)
         else:
             both[key] = value
     return both
@@ -125,7 +125,7 @@ def read_yaml(file: Path, what: str) -> dict[str, Any]:
 
 
 def read_loop(file: Path, words: Iterable[str] = ()) -> Loop:
-    raw = merged(read_yaml(file, "a YAML file of a loop"), read_words(words))
+    raw = merge_keys(read_yaml(file, "a YAML file of a loop"), read_overrides(words))
     try:
         return Loop.model_validate(raw)
     except ValidationError as error:

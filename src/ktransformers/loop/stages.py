@@ -21,10 +21,10 @@ from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.files import write_text
 from ktransformers.loop import pace
-from ktransformers.loop.settings import Loop, Options, merged, read_yaml
+from ktransformers.loop.settings import Loop, Options, merge_keys, read_yaml
 
 SERVER = "SERVER"
-SERVED = "base"  # what requests call the model itself
+BASE_NAME = "base"  # what requests call the model itself
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
@@ -72,7 +72,7 @@ class RunPaths:
         return self.run / f"{stage}.json"
 
 
-def flags(options: Options) -> list[str]:
+def to_flags(options: Options) -> list[str]:
     """`{"top_k": 4}` as `--top-k 4`; true and false as `--x` and `--no-x`, a list as the flag again for each."""
     words: list[str] = []
     for key, value in options.items():
@@ -85,7 +85,7 @@ def flags(options: Options) -> list[str]:
     return words
 
 
-def places_of(loop: Loop) -> RunPaths:
+def run_paths(loop: Loop) -> RunPaths:
     run = Path(loop.run)
     return RunPaths(run, loop.name, _source(loop, run) if loop.quantise is None else str(run / "quantised"))
 
@@ -95,10 +95,10 @@ def _source(loop: Loop, run: Path) -> str:
     return model_registry.resolve(loop.model.path) if loop.model.path else str(run / "model")
 
 
-def recipe_of(loop: Loop, places: RunPaths) -> dict[str, Any]:
+def build_recipe(loop: Loop, places: RunPaths) -> dict[str, Any]:
     """The keys of `kt train`: the file's, the loop's, and those that follow from the run."""
     file = read_yaml(Path(loop.train.file), "a YAML file of `kt train`") if loop.train.file else {}
-    keys = merged(file, loop.train.keys)
+    keys = merge_keys(file, loop.train.keys)
     for key, value in (("model_name_or_path", places.model), ("output_dir", str(places.adapter))):
         if loop.train.keys.get(key, value) != value:
             raise InputError(f"train.keys.{key}", loop.train.keys[key], "nothing", "it follows from the run")
@@ -106,15 +106,15 @@ def recipe_of(loop: Loop, places: RunPaths) -> dict[str, Any]:
     return keys
 
 
-def _experts(flag: str, loop: Loop, places: RunPaths) -> list[str]:
+def _expert_flags(flag: str, loop: Loop, places: RunPaths) -> list[str]:
     """What was trained is judged on the experts that it was trained on."""
-    keys = recipe_of(loop, places)
+    keys = build_recipe(loop, places)
     within = keys.get("kt_config")
     found = keys.get("kt_weight_path") or (within.get("kt_weight_path") if isinstance(within, dict) else None)
     return [flag, str(found)] if found else []
 
 
-def bring(file: Path, keys: dict[str, Any], look: bool) -> bool:
+def update_yaml(file: Path, keys: dict[str, Any], look: bool) -> bool:
     """Does the file say something else? Unless this is but a look, it says the same afterwards."""
     text = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
     differs = not file.is_file() or file.read_text() != text
@@ -123,22 +123,22 @@ def bring(file: Path, keys: dict[str, Any], look: bool) -> bool:
     return differs
 
 
-def bring_recipe(loop: Loop, places: RunPaths, look: bool) -> bool:
-    return bring(places.recipe, recipe_of(loop, places), look)
+def update_recipe(loop: Loop, places: RunPaths, look: bool) -> bool:
+    return update_yaml(places.recipe, build_recipe(loop, places), look)
 
 
-def bring_training(loop: Loop, places: RunPaths, look: bool) -> bool:
+def update_training_file(loop: Loop, places: RunPaths, look: bool) -> bool:
     """train.yaml: the recipe, with the steps that the pace allows."""
-    keys = recipe_of(loop, places)
+    keys = build_recipe(loop, places)
     if loop.train.minutes is not None:
-        found = pace.chosen(loop.train, places.run)
+        found = pace.read_decision(loop.train, places.run)
         if found is None:
             return True
         keys["max_steps"] = found[0]
-    return bring(places.train, keys, look)
+    return update_yaml(places.train, keys, look)
 
 
-def can_go_on(places: RunPaths) -> bool:
+def can_resume_training(places: RunPaths) -> bool:
     """A trainer goes on from its checkpoints; it refuses a folder that holds an adapter and none of them."""
     return any(places.adapter.glob("checkpoint-*")) or not (places.adapter / ADAPTER_FILES[0]).exists()
 
@@ -147,12 +147,12 @@ def always() -> bool:
     return True
 
 
-def datasets_of(loop: Loop, places: RunPaths) -> tuple[Path, ...]:
+def dataset_files(loop: Loop, places: RunPaths) -> tuple[Path, ...]:
     """The files that the plan found behind the names in `dataset`; without a plan, the names that are files."""
     if places.document("plan").is_file():
         found = json.loads(places.document("plan").read_text())
         return tuple(Path(part["file"]) for part in found["datasets"])
-    given = recipe_of(loop, places)
+    given = build_recipe(loop, places)
     names = [given.get(key) or () for key in ("dataset", "eval_dataset")]
     listed = [name for some in names for name in (some.split(",") if isinstance(some, str) else some)]
     return tuple(Path(name.strip()) for name in listed if Path(name.strip()).is_file())
@@ -164,9 +164,9 @@ def task_data(places: RunPaths, run: str) -> tuple[Path, ...]:
     return tuple(Path(json.loads(head.read_text())["task"]["data"]) for head in heads)
 
 
-def stages_of(loop: Loop) -> list[Stage]:
+def build_stages(loop: Loop) -> list[Stage]:
     _check_verbs(loop)
-    places = places_of(loop)
+    places = run_paths(loop)
     found = _models(loop, places)
     if loop.plan or loop.train.minutes is not None:
         found.append(_plan(loop, places))
@@ -187,20 +187,20 @@ def _plan(loop: Loop, places: RunPaths) -> Stage:
         "plan",
         ("train", str(places.recipe), f"output_dir={places.run / 'planned'}", "--dry-run", "--json"),
         inputs=(places.recipe, Path(places.model)),
-        named=functools.partial(datasets_of, loop, places),
+        named=functools.partial(dataset_files, loop, places),
         document=places.document("plan"),
-        before=functools.partial(bring_recipe, loop, places),
+        before=functools.partial(update_recipe, loop, places),
     )
 
 
 def _pace(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "pace",
-        ("train", str(places.recipe), *pace.words(loop.train.pace_steps, places.run / "pace")),
+        ("train", str(places.recipe), *pace.measurement_overrides(loop.train.pace_steps, places.run / "pace")),
         outputs=(places.run / "pace", places.document("pace")),
         inputs=(places.recipe, Path(places.model)),
-        named=functools.partial(datasets_of, loop, places),
-        after=functools.partial(pace.measure, loop.train, places.run),
+        named=functools.partial(dataset_files, loop, places),
+        after=functools.partial(pace.write_pace, loop.train, places.run),
     )
 
 
@@ -210,10 +210,10 @@ def _train(loop: Loop, places: RunPaths) -> Stage:
         ("train", str(places.train)),
         outputs=(places.adapter,),
         inputs=(places.train, Path(places.model)),
-        named=functools.partial(datasets_of, loop, places),
-        resumes=functools.partial(can_go_on, places),
+        named=functools.partial(dataset_files, loop, places),
+        resumes=functools.partial(can_resume_training, places),
         shown=True,
-        before=functools.partial(bring_training, loop, places),
+        before=functools.partial(update_training_file, loop, places),
     )
 
 
@@ -232,8 +232,8 @@ def _adapter_files(places: RunPaths) -> tuple[Path, ...]:
     return tuple(places.adapter / name for name in ADAPTER_FILES)
 
 
-def _task_words(loop: Loop, places: RunPaths) -> list[str]:
-    words = [word for name in loop.eval.tasks for word in ("--task", name)] + flags(loop.eval.options)
+def _eval_arguments(loop: Loop, places: RunPaths) -> list[str]:
+    words = [word for name in loop.eval.tasks for word in ("--task", name)] + to_flags(loop.eval.options)
     words += [] if loop.eval.limit is None else ["--limit", str(loop.eval.limit)]
     return [*words, "--out", str(places.eval), "--json"]
 
@@ -245,7 +245,7 @@ def _task_files(loop: Loop) -> tuple[Path, ...]:
 def _baseline(loop: Loop, places: RunPaths) -> Stage:
     return Stage(
         "baseline",
-        ("eval", places.model, *_experts("--experts", loop, places), *_task_words(loop, places)),
+        ("eval", places.model, *_expert_flags("--experts", loop, places), *_eval_arguments(loop, places)),
         outputs=(places.eval / "base",),
         inputs=(Path(places.model), *_task_files(loop)),
         named=functools.partial(task_data, places, "base"),
@@ -255,10 +255,10 @@ def _baseline(loop: Loop, places: RunPaths) -> Stage:
 
 
 def _eval(loop: Loop, places: RunPaths) -> Stage:
-    asked = ("eval", SERVER, "--no-base", "--adapter", f"{loop.name}={SERVED}:{loop.name}")
+    asked = ("eval", SERVER, "--no-base", "--adapter", f"{loop.name}={BASE_NAME}:{loop.name}")
     return Stage(
         "eval",
-        (*asked, "--tokenizer", places.model, *_task_words(loop, places)),
+        (*asked, "--tokenizer", places.model, *_eval_arguments(loop, places)),
         outputs=(places.eval / loop.name,),
         inputs=(*_adapter_files(places), Path(places.model), *_task_files(loop)),
         named=functools.partial(task_data, places, loop.name),
@@ -286,7 +286,7 @@ def _models(loop: Loop, places: RunPaths) -> list[Stage]:
         found.append(
             Stage(
                 "model",
-                ("model", verb, str(given), *flags(loop.model.options), "--out", source, "--json"),
+                ("model", verb, str(given), *to_flags(loop.model.options), "--out", source, "--json"),
                 outputs=(Path(source),),
                 inputs=(Path(str(given)),) if verb == "upcycle" else (),
                 document=places.document("model"),
@@ -296,7 +296,7 @@ def _models(loop: Loop, places: RunPaths) -> list[Stage]:
         found.append(
             Stage(
                 "quantise",
-                ("quant", source, "--out", places.model, *flags(loop.quantise), "--json"),
+                ("quant", source, "--out", places.model, *to_flags(loop.quantise), "--json"),
                 outputs=(Path(places.model),),
                 inputs=(Path(source),),
                 document=places.document("quantise"),
@@ -305,10 +305,10 @@ def _models(loop: Loop, places: RunPaths) -> list[Stage]:
     return found
 
 
-def serve_words(loop: Loop, places: RunPaths, port: int) -> list[str]:
-    words = ["serve", places.model, "--lora-paths", f"{loop.name}={places.adapter}", "--served-model-name", SERVED]
-    words += _experts("--kt-weight-path", loop, places)
-    return [*words, "--host", "127.0.0.1", "--port", str(port), *flags(loop.serve)]
+def serve_arguments(loop: Loop, places: RunPaths, port: int) -> list[str]:
+    words = ["serve", places.model, "--lora-paths", f"{loop.name}={places.adapter}", "--served-model-name", BASE_NAME]
+    words += _expert_flags("--kt-weight-path", loop, places)
+    return [*words, "--host", "127.0.0.1", "--port", str(port), *to_flags(loop.serve)]
 
 
 def _check_verbs(loop: Loop) -> None:

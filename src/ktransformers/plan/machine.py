@@ -93,7 +93,7 @@ class Machine:
     experts_seconds: float = EXPERTS_SECONDS
 
     def at_pace(self, python_seconds: float) -> Machine:
-        """With what Python launches at the pace that a loop has there (`system.python_seconds`)."""
+        """With what Python launches at the pace that a loop has there (`system.python_loop_seconds`)."""
         pace = python_seconds / PYTHON_SECONDS
         return replace(self, layer_seconds=pace * LAYER_SECONDS, experts_seconds=pace * EXPERTS_SECONDS)
 

@@ -25,18 +25,18 @@ from ktransformers.adapters.comparison import (
     NoiseFloor,
     adapted_modules,
     difference,
-    first_apart,
-    floor_of,
-    larger,
+    first_deviating_module,
+    larger_difference,
     measure,
+    measure_noise_floor,
 )
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.convert import read_adapter
-from ktransformers.adapters.dialects import detect
+from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.errors import InputError, KTError
-from ktransformers.nn.prepare import is_ours
+from ktransformers.nn.prepare import uses_kt_method
 from ktransformers.prove.server import bound_matrices, find_names, measure_served_layers, score_row, start_server
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
@@ -193,9 +193,11 @@ def _sample_rows(record: ProofRecord | None, target: Target) -> tuple[list[list[
 
 def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, int]]:
     """Check the files: every tensor agrees with the manifest and belongs to a module of this model."""
-    source, document = detect(content), read_manifest(content.directory)
+    source, document = detect_dialect(content), read_manifest(content.directory)
     if source.name != "peft":
-        raise InputError(str(content.path), f"an adapter in {source.about}", "PEFT's", "`kt convert --to peft` first")
+        raise InputError(
+            str(content.path), f"an adapter in {source.description}", "PEFT's", "`kt convert --to peft` first"
+        )
     try:
         if document is not None:
             check_manifest(content, document)
@@ -210,7 +212,7 @@ def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, i
             "tensors", None, f"no manifest: {len(content.tensors)} tensors cannot be compared with training"
         ), counts
     counts["trained"] = len(document["tensors"])
-    pairs = sum(source.pairs(layer) for layer in adapter.experts) + len(adapter.modules)
+    pairs = sum(source.pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
     placed = 2 * pairs + len(adapter.extras)
     detail = f"{counts['trained']} trained, {counts['saved']} saved, {placed} with a module in the model; hashes agree"
     return ProofCheck("tensors", counts["trained"] == counts["saved"] == placed, detail), counts
@@ -237,13 +239,13 @@ def run_trainer_model(
     consumed = _compare_loaded_tensors(model, content)
     modules = adapted_modules(model)
     adapter = measure(model, rows, modules)
-    floor = floor_of(model, rows, adapter)
+    floor = measure_noise_floor(model, rows, adapter)
     with model.disable_adapter():
-        disabled, disabled_floor = measure(model, rows), floor_of(model, rows, base)
-    if not difference(disabled, base).none:
+        disabled, disabled_floor = measure(model, rows), measure_noise_floor(model, rows, base)
+    if not difference(disabled, base).is_zero:
         detail = "the base computes other values while an adapter is attached and disabled"
         raise ProofFailed(ProofCheck("trainer's graph", False, detail, difference(disabled, base), "base"))
-    noise = NoiseFloor(larger(floor.logprobs, disabled_floor.logprobs), floor.marks)
+    noise = NoiseFloor(larger_difference(floor.logprobs, disabled_floor.logprobs), floor.projections)
     return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
@@ -283,7 +285,7 @@ def compare_outputs(
 ) -> ProofCheck:
     """`find_culprit` is called only if the outputs differ."""
     differences = difference(outputs, expected)
-    if differences.none:
+    if differences.is_zero:
         return ProofCheck(what, True, "the same to the bit", differences)
     detail = (
         f"max {differences.max:.2g}, mean {differences.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
@@ -297,10 +299,12 @@ def compare_outputs(
 def check_record(record: ProofRecord, trainer: TrainerRun) -> ProofCheck:
     """Compare with the outputs that training recorded before it saved, possibly on another machine."""
     control = difference(record.base, trainer.base)
-    floor = larger(trainer.floor.logprobs, control)
-    other_conditions = not control.none  # another machine, dtype or thread count: every layer differs a little
-    noise = {name: max(value, control.mean if other_conditions else 0.0) for name, value in trainer.floor.marks.items()}
-    layer = first_apart(trainer.adapter.marks, record.adapter.marks, noise)
+    floor = larger_difference(trainer.floor.logprobs, control)
+    other_conditions = not control.is_zero  # another machine, dtype or thread count: every layer differs a little
+    noise = {
+        name: max(value, control.mean if other_conditions else 0.0) for name, value in trainer.floor.projections.items()
+    }
+    layer = first_deviating_module(trainer.adapter.projections, record.adapter.projections, noise)
     check = compare_outputs("as trained", trainer.adapter, record.adapter, floor, lambda: layer or "the output")
     if check.passed and layer is not None and not other_conditions:
         detail = f"outputs differ from those of training; log-probabilities: {check.detail}"
@@ -323,8 +327,11 @@ def check_server(
     with start_server(launch, target, log) as (address, service):
 
         def find_culprit(name: str) -> str:
-            marks = measure_served_layers(Client(address, None), service, name, rows, trainer.modules)
-            return first_apart(marks, trainer.adapter.marks, trainer.floor.marks) or "the output"
+            projections = measure_served_layers(Client(address, None), service, name, rows, trainer.modules)
+            return (
+                first_deviating_module(projections, trainer.adapter.projections, trainer.floor.projections)
+                or "the output"
+            )
 
         return _check_served(Client(address, None), target, rows, trainer, matrices, find_culprit)
 
@@ -359,7 +366,7 @@ def _check_served(
         adapter_check = compare_outputs(
             "server, adapter", served_outputs[0], trainer.adapter, floor, lambda: find_culprit(adapter) or adapter
         )
-        if adapter_check.passed is False and difference(served_outputs[0], served_outputs[1]).none:
+        if adapter_check.passed is False and difference(served_outputs[0], served_outputs[1]).is_zero:
             adapter_check = replace(
                 adapter_check, detail=f"{adapter_check.detail}; it answers as the base does: the adapter is not applied"
             )
@@ -386,7 +393,7 @@ def check_stock(
 
     from ktransformers.checkpoint import Shards
 
-    packed = target.choose_experts(None) or (target.model if is_ours(target.model) else None)
+    packed = target.choose_experts(None) or (target.model if uses_kt_method(target.model) else None)
     if packed is not None:  # only our patches make transformers read them, so it would not be stock
         return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
     shards = Shards.of_directory(target.model)
@@ -405,11 +412,11 @@ def check_stock(
         _round_experts(model)
     rounded = measure(model, rows)
     control, rounding = difference(base, trainer.base), difference(rounded, adapter)
-    floor = larger(trainer.floor.logprobs, larger(control, rounding))
+    floor = larger_difference(trainer.floor.logprobs, larger_difference(control, rounding))
 
     def find_culprit() -> str:
         noise = dict.fromkeys(trainer.modules, max(floor.max, 1e-3))
-        return first_apart(trainer.adapter.marks, adapter.marks, noise) or "the output"
+        return first_deviating_module(trainer.adapter.projections, adapter.projections, noise) or "the output"
 
     check = compare_outputs("stock PEFT", trainer.adapter, adapter, floor, find_culprit)
     return replace(check, detail=f"{check.detail}; bases are {control.max:.2g} apart")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.comparison import Marks, marking
+from ktransformers.adapters.comparison import Projections, recording_projections
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
@@ -90,12 +90,12 @@ def score_row(client: Client, name: str, row: Sequence[int]) -> Tensor:
 
 def measure_served_layers(
     client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]
-) -> Marks:
+) -> Projections:
     """Norms of layer outputs for an adapter. Its KV slots are evicted before each row, so that it is computed again."""
     norms: dict[str, list[Tensor]] = {layer: [] for layer in names}
     for row in rows:
         service.engine.drop_adapter(service.find(name).owner)
-        with marking(service.engine.forward.model, names) as norms_of_row:
+        with recording_projections(service.engine.forward.model, names) as norms_of_row:
             score_row(client, name, row)
         for layer, parts in norms_of_row.items():
             norms[layer].append(torch.cat(parts))

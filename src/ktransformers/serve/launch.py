@@ -103,32 +103,43 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     """Load the model and assemble the service; its engine is not started yet."""
     from transformers import AutoTokenizer
 
+    from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import Limits, ServeEngine
     from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import Service
-    from ktransformers.serve.placement import cache_room, place_experts, spread_model, wants_several, wish_of
+    from ktransformers.serve.placement import (
+        attach_experts,
+        cache_tokens,
+        fill_gpus,
+        gpus_of,
+        options_of,
+        spreads_layers,
+    )
 
     device = choose_device(launch, plan)
     dtype = parse_dtype(launch.dtype, device)
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
-    options = wish_of(launch, target).as_planned(plan)
-    multi_gpu = device != "cpu" and wants_several(options, launch, plan)
-    uses_gpu_experts = device != "cpu" and options.policy != "cpu"
+    placement = ModelPlacement(options_of(launch, target).as_planned(plan))
+    multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
+    uses_gpu_experts = device != "cpu" and placement.options.policy != "cpu"
+    graphs = device != "cpu" and not launch.disable_cuda_graph
     model = _load_model(launch, target, dtype, "cpu" if multi_gpu else device, uses_gpu_experts, log)
-    device_map = spread_model(model, options, launch, plan, log) if multi_gpu else None
+    if multi_gpu:
+        log(placement.move_layers(model, gpus_of(launch, plan)))
     forward = make_forward(model)
     kv_bytes_per_token = forward.check_against_stock()
-    served_placement = place_experts(model, options, device_map, log, device != "cpu" and not launch.disable_cuda_graph)
+    attach_experts(model, placement, log, graphs)
     context = launch.context_length or _max_positions(model.config)
-    if device == "cpu":
-        cache_tokens = host_cache_tokens(launch, kv_bytes_per_token)
-    else:
-        cache_tokens = cache_room(model, launch, kv_bytes_per_token)
-    tokens = launch.max_total_tokens or max(256, min(cache_tokens, launch.max_running_requests * context))
+    capacity = (
+        host_cache_tokens(launch, kv_bytes_per_token)
+        if device == "cpu"
+        else cache_tokens(model, launch, kv_bytes_per_token)
+    )
+    tokens = launch.max_total_tokens or max(256, min(capacity, launch.max_running_requests * context))
     limits = Limits(
         launch.max_running_requests,
         launch.max_queued_requests,
@@ -151,10 +162,11 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
         template=template,
         kv_bytes_per_token=kv_bytes_per_token,
     )
-    service.approximations = served_placement.fill(tokens * kv_bytes_per_token, plan, log)
-    service.placement = served_placement
+    cache_bytes, prefill = tokens * kv_bytes_per_token, launch.chunked_prefill_size
+    service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
+    service.placement = placement
     if device != "cpu":
-        log(_attach_decode_graphs(forward, served_placement.placement, launch))
+        log(_attach_decode_graphs(forward, placement.placement, launch))
     return service
 
 
@@ -165,8 +177,8 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     reason = "--disable-cuda-graph" if launch.disable_cuda_graph else why_not(forward, placement)
     if reason:
         return f"decode without CUDA graphs: {reason}"
-    forward.graphs = DecodeGraphs(forward.model, placement, most=launch.cuda_graph_max_bs)
-    return f"decode in CUDA graphs, batches of up to {forward.graphs.most} sequences"
+    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=launch.cuda_graph_max_bs)
+    return f"decode in CUDA graphs, batches of up to {forward.graphs.max_rows} sequences"
 
 
 def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine) -> Any:
@@ -181,10 +193,10 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         return stock.to(device)
     from ktransformers.nn import load_model
-    from ktransformers.nn.pool import choose_pool
+    from ktransformers.nn.pool import set_default_pool
 
     pool_options = launch.threads or 0, launch.groups or 0, spare
-    pool = choose_pool(*pool_options) if any(pool_options) else None
+    pool = set_default_pool(*pool_options) if any(pool_options) else None
     experts = target.choose_experts(launch.experts)
     if experts is not None:
         log(f"experts from {experts}")
@@ -238,7 +250,8 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
     def ended() -> None:  # not after run(): uvicorn re-raises the signal when it is done
         if plan is not None:
             log(str(forecast.compare_at_end(plan, service)))
-        service.placement.record(log)
+        if (line := service.placement.save_counts()) is not None:
+            log(line)
 
     app = create_app(service, api_key=launch.api_key, training=training, ended=ended)
     config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
@@ -250,7 +263,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
         log(str(forecast.compare_at_start(plan, service)))
     log(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
-        with system.uncollected():
+        with system.frozen_gc():
             server.run(sockets=[listener])
     finally:
         if watch is not None:

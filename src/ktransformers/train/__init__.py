@@ -1,7 +1,7 @@
-"""`kt train`: LoRA fine-tuning and preference training from the YAML files that people already have.
+"""`kt train`: LoRA fine-tuning (SFT) and preference training (DPO) from LLaMA-Factory's YAML files.
 
-The road of a run: `resolve` (keys into settings) -> `plan` (data, template, targets, sizes; nothing heavy) -> `run`
-(the model, stock PEFT, TRL's trainers) -> the output directory. Nothing here is imported before it is asked for.
+The steps of a run: `resolve` (keys into settings) -> `plan` (data, template, targets, sizes; loads no weights) -> `run`
+(the model, stock PEFT, TRL's trainers) -> the output directory. Submodules are imported on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainPlan", "make_plan", "read_settings", "train"]
 
-_HOME = {
+_MODULE_OF = {
     "read_settings": "ktransformers.train.resolve",
     "TrainPlan": "ktransformers.train.plan",
     "make_plan": "ktransformers.train.plan",
@@ -25,6 +25,6 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ktransformers.train' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

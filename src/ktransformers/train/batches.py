@@ -1,10 +1,10 @@
-"""Token-budget batching: the rows of one optimiser step, cut into parts that hold at most so many tokens.
+"""Token-budget batching: splits the rows of an optimizer step into parts of at most a given number of tokens.
 
-Plain accumulation cuts a step into parts of `per_device_train_batch_size` rows, whatever their lengths; the experts
-then see few tokens at once. Here the whole step `[rows, L]`, right-padded, comes as one batch; its rows are sorted by
-length and cut where a part, padding included, would exceed the budget. Each part's loss is normalised by the step, so
-the gradient is the same sum in another order. Pairs have weights for it: accumulation averages batches, of which the
-last of an epoch may be short.
+Plain accumulation splits a step into batches of `per_device_train_batch_size` rows regardless of their lengths, so the
+experts get few tokens per call. Here the whole step `[rows, L]`, right-padded, arrives as one batch; its rows are
+sorted by length and split where a part, padding included, would exceed the budget. The loss of each part is normalised
+by the step, so the gradient is the same sum in another order. Preference pairs carry explicit weights, because
+accumulation averages over batches, of which the last of an epoch may be short.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 
-def budget_parts(lengths: list[int], budget: int) -> list[list[int]]:
-    """Row numbers of each part; a row longer than the budget has a part of its own."""
+def split_by_budget(lengths: list[int], budget: int) -> list[list[int]]:
+    """Row indices of each part; a row longer than the budget forms its own part."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     parts: list[list[int]] = []
     for row in order:
@@ -27,8 +27,8 @@ def budget_parts(lengths: list[int], budget: int) -> list[list[int]]:
     return parts
 
 
-def take_rows(inputs: dict[str, Any], rows: list[int], width: int) -> dict[str, Any]:
-    """These rows of every `[rows, L]` and `[rows]` tensor, cut to `width` columns."""
+def select_rows(inputs: dict[str, Any], rows: list[int], width: int) -> dict[str, Any]:
+    """These rows of every `[rows, L]` and `[rows]` tensor, truncated to `width` columns."""
     index = torch.tensor(rows)
 
     def take(value: Any) -> Any:
@@ -41,27 +41,30 @@ def take_rows(inputs: dict[str, Any], rows: list[int], width: int) -> dict[str, 
 
 
 def pair_weights(count: int, batch: int) -> Tensor:
-    """Of each pair `[count]` in the loss of a step that accumulation would cut into batches of so many."""
+    """Weight of each pair `[count]` in a step that accumulation would split into batches of `batch` pairs."""
     sizes = [min(batch, count - start) for start in range(0, count, batch)]
     return torch.tensor([1 / (len(sizes) * size) for size in sizes for _ in range(size)])
 
 
-def cut_step(inputs: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+def split_step(inputs: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+    """Splits a right-padded SFT step."""
     lengths = inputs["attention_mask"].sum(1).tolist()
-    return [take_rows(inputs, rows, max(lengths[row] for row in rows)) for rows in budget_parts(lengths, budget)]
+    return [select_rows(inputs, rows, max(lengths[row] for row in rows)) for rows in split_by_budget(lengths, budget)]
 
 
-def cut_pairs(inputs: dict[str, Any], budget: int, batch: int) -> list[dict[str, Any]]:
-    """The first half of the rows are chosen answers and the second half the rejected ones; the two of a pair stay
-    together. `batch`: pairs that accumulation would take at once, for `weights` in each part."""
+def split_pairs(inputs: dict[str, Any], budget: int, batch: int) -> list[dict[str, Any]]:
+    """Splits a step of pairs: rows of the first half are chosen answers, of the second half rejected ones, and the two
+    of a pair stay together. `batch` is the number of pairs per accumulated batch, for `weights` in each part."""
     lengths = inputs["attention_mask"].sum(1).tolist()
     half = len(lengths) // 2
     inputs = inputs | {"weights": pair_weights(half, batch).to(inputs["attention_mask"].device)}
-    both = [max(lengths[row], lengths[row + half]) for row in range(half)]
+    pair_lengths = [max(lengths[row], lengths[row + half]) for row in range(half)]
     parts = []
-    for rows in budget_parts([2 * length for length in both], budget):
-        width = max(both[row] for row in rows)
-        single = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.shape[0] == half}
-        double = {key: value for key, value in inputs.items() if key not in single}
-        parts.append(take_rows(double, [*rows, *(row + half for row in rows)], width) | take_rows(single, rows, width))
+    for rows in split_by_budget([2 * length for length in pair_lengths], budget):
+        width = max(pair_lengths[row] for row in rows)
+        per_pair = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.shape[0] == half}
+        per_row = {key: value for key, value in inputs.items() if key not in per_pair}
+        parts.append(
+            select_rows(per_row, [*rows, *(row + half for row in rows)], width) | select_rows(per_pair, rows, width)
+        )
     return parts

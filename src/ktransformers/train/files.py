@@ -1,4 +1,4 @@
-"""The files of an output directory, there whole or not at all; a full disk is said plainly."""
+"""Writes files of the output directory atomically, and reports a full disk without a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ktransformers import files
 from ktransformers.errors import KTError
 
-STAGING = ".kt_saving"  # in the output directory; what is in it was never finished
+STAGING_DIR = ".kt_saving"  # in the output directory; its contents are incomplete
 
 
 def sync_tree(folder: Path) -> None:
@@ -21,37 +21,37 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    with saved(path.parent):
+    with reporting_full_disk(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text)
 
 
 def write_json(path: Path, value: Any) -> None:
-    with saved(path.parent):
+    with reporting_full_disk(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, value)
 
 
 @contextmanager
-def saved(folder: Path) -> Iterator[None]:
-    """A full disk is the user's to solve: said plainly, without a traceback."""
+def reporting_full_disk(folder: Path) -> Iterator[None]:
+    """Turns a full disk or an exceeded quota into a KTError with what to do."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise KTError(
-            f"{folder}: no space left; what was saved before is whole, resume_from_checkpoint=true goes on from there"
+            f"{folder}: no space left; earlier checkpoints are complete, resume with resume_from_checkpoint=true"
         ) from error
 
 
 def move_files(source: Path, target: Path) -> None:
-    """Every file of `source` over to `target`, each by one rename."""
+    """Moves every file of `source` to `target`, each by one rename."""
     sync_tree(source)
     for path in sorted(source.rglob("*")):
         if path.is_file():
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(place)
+            destination = target / path.relative_to(source)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(destination)
     files.sync(target)
     shutil.rmtree(source)

@@ -1,10 +1,10 @@
-"""How many tokens of an optimiser step pass through the model at once, decided before a run: `kt_tokens_per_batch`.
+"""Chooses how many tokens of an optimizer step go through the model in one pass: `kt_tokens_per_batch`.
 
-Experts are read, or cross to the GPU, once for every pass, so that few large passes are faster than many small ones
-until memory ends; gradients are the same. `auto` takes the batches of a step together, all of them or a half, a
-quarter, ..., whichever the plan says is fastest. The surprising part is padding: a batch of one row has none, the whole
-step as one batch has all of it. So a candidate's memory is that of full rows, as in every plan, but its time that of
-the passes into which these very rows would be cut. What a run was begun with is kept in its checkpoints.
+Experts are read, or copied to the GPU, once per pass, so few large passes are faster than many small ones as long as
+memory suffices; the gradients are the same. `auto` combines the batches of a step, all of them or a half, a quarter,
+..., whichever the planner predicts to be fastest. Padding matters: a batch of one row has none, the whole step as one
+batch has the most. So a candidate's memory is estimated for full rows, as in every plan, but its time for the passes
+into which these rows would actually be split. A resumed run keeps the number stored in its checkpoint.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from pathlib import Path
 from ktransformers.errors import InputError
 from ktransformers.plan import Machine, Plan, Training
 from ktransformers.plan.planner import evaluate
-from ktransformers.train.arguments import packs, step_rows
-from ktransformers.train.forecast import Lengths, Passes, PlanInputs, cut_epoch, work_of
+from ktransformers.train.arguments import step_shape, uses_packing
+from ktransformers.train.forecast import Lengths, Passes, PlanInputs, simulate_epoch, training_workload
 from ktransformers.train.settings import TrainSettings
 
-FILE = "kt_batches.json"  # of a checkpoint
-ROOM = 0.10  # of what a plan estimates, beside what is free anyway: so far off were plans (docs/plan.md)
-COUNTED = ("experts", "weights", "residents", "slots")  # sizes of tensors: these are no estimates
-LEAST_GAIN = 1.10  # over batch by batch; below it nothing changes
-TIE = 1.03  # of the fastest's time; what is smaller and within it wins
+GROUPING_FILE = "kt_batches.json"  # in a checkpoint folder
+ESTIMATE_MARGIN = 0.10  # of the estimated sizes, kept free in addition: the observed error of plans (docs/plan.md)
+EXACT_SIZES = ("experts", "weights", "residents", "slots")  # tensor sizes, which are exact rather than estimated
+MIN_SPEEDUP = 1.10  # over batch by batch; below it batches are not combined
+TIE_RATIO = 1.03  # relative to the fastest; the smallest candidate within it is chosen
 
 
 @dataclass(frozen=True)
 class Grouping:
     asked: int | str
-    tokens: int | None  # at once; None: batch by batch
+    tokens: int | None  # per pass; None: batch by batch
     why: str
-    batches: int | None = None  # that many tokens hold, and of how many in a step; known where `auto` looked
+    batches: int | None = None  # combined batches, of `of` in a step; set if `auto` compared candidates
     of: int | None = None
-    seconds: float | None = None  # of a step, predicted
-    seconds_apart: float | None = None  # and batch by batch
+    seconds: float | None = None  # per step, predicted
+    seconds_apart: float | None = None  # per step, predicted for batch by batch
 
     @property
     def note(self) -> str | None:
-        """What the user should read: only where something is not as the file says by itself."""
+        """A note for the user if `auto` changed the batching, else None."""
         if self.asked != "auto" or self.tokens is None:
             return None
         return f"kt_tokens_per_batch: {self.tokens}, {self.why}; off with kt_tokens_per_batch: off"
@@ -50,33 +50,33 @@ class Grouping:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokenised rows, as far as it matters here."""
+    """Lengths of the tokenised rows."""
 
-    sizes: list[tuple[int, int]]  # tokens, padded within a pair, and labelled tokens of each
+    sizes: list[tuple[int, int]]  # (tokens, padded within a pair; labelled tokens) of each
     longest: int
-    seed: int | None  # of their order; None: as they are here
+    seed: int | None  # of the shuffle; None: in this order
 
     def passes(self, settings: TrainSettings) -> Passes:
-        rows, parts = step_rows(settings)
-        budget = settings.experts.tokens_at_once
-        return cut_epoch(self.sizes, rows * parts if budget else rows, budget, self.seed)
+        rows, batches = step_shape(settings)
+        budget = settings.experts.tokens_per_pass
+        return simulate_epoch(self.sizes, rows * batches if budget else rows, budget, self.seed)
 
     def lengths(self, settings: TrainSettings) -> Lengths:
-        return Lengths(self.longest, self.passes(settings).fullest)
+        return Lengths(self.longest, self.passes(settings).max_labelled)
 
 
-def grouped(settings: TrainSettings, tokens: int | None) -> TrainSettings:
-    """The same with the number that was chosen."""
+def with_tokens_per_batch(settings: TrainSettings, tokens: int | None) -> TrainSettings:
+    """A copy of the settings with the chosen number."""
     experts = settings.experts.model_copy(update={"kt_tokens_per_batch": tokens or "off"})
     return settings.model_copy(update={"experts": experts})
 
 
-def obstacle(settings: TrainSettings) -> str | None:
-    """Why the batches of a step may not be taken together without being asked: something would come out different."""
+def find_obstacle(settings: TrainSettings) -> str | None:
+    """Why `auto` must not combine the batches of a step: the result would differ. None if it may."""
     trainer = settings.trainer
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "several processes share the rows of a step batch by batch"
-    if packs(settings):
+    if uses_packing(settings):
         return "packing fills batches already"
     if settings.model.moe_aux_loss_coef:
         return "the router's balance loss is one of each batch"
@@ -87,113 +87,129 @@ def obstacle(settings: TrainSettings) -> str | None:
     return None
 
 
-def kept(checkpoint: Path) -> int | None:
-    """Checkpoints without the file are of versions that went batch by batch unless a number was given."""
-    file = checkpoint / FILE
+def read_checkpoint_tokens(checkpoint: Path) -> int | None:
+    """The number stored in a checkpoint; older checkpoints without the file ran batch by batch."""
+    file = checkpoint / GROUPING_FILE
     try:
-        found = json.loads(file.read_text())["kt_tokens_per_batch"] if file.is_file() else None
-        return None if found is None else int(found)
+        tokens = json.loads(file.read_text())["kt_tokens_per_batch"] if file.is_file() else None
+        return None if tokens is None else int(tokens)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(str(file), str(error), "kt_tokens_per_batch of the run", "give the number yourself") from error
 
 
 @dataclass(frozen=True)
 class GroupingCandidate:
-    """So many batches of a step at once."""
+    """A number of batches per pass, with its predicted time."""
 
     batches: int
     tokens: int | None
     seconds: float
-    fits: bool  # with room; on the GPU, where there is one
+    fits: bool  # with the margin, and on the GPU if there is one
 
 
-def _narrower(plan: Plan) -> Machine:
-    """The plan's machine without what its estimates may be short of."""
+def _reduced_machine(plan: Plan) -> Machine:
+    """The plan's machine, less a margin for the error of its estimates."""
 
-    def room(table: dict[str, int]) -> int:
-        return int(ROOM * sum(size for name, size in table.items() if name not in COUNTED))
+    def margin(table: dict[str, int]) -> int:
+        return int(ESTIMATE_MARGIN * sum(size for name, size in table.items() if name not in EXACT_SIZES))
 
     machine, memory = plan.machine, plan.nearest.memory
     gpus = list(machine.gpus)
-    for place, table in enumerate(memory.gpus):
-        gpus[place] = replace(gpus[place], memory=gpus[place].memory - room(table))
-    return replace(machine, memory=machine.memory - room(memory.host), gpus=tuple(gpus))
+    for index, table in enumerate(memory.gpus):
+        gpus[index] = replace(gpus[index], memory=gpus[index].memory - margin(table))
+    return replace(machine, memory=machine.memory - margin(memory.host), gpus=tuple(gpus))
 
 
-def _as_cut(work: Training, settings: TrainSettings, passes: Passes, count: int) -> Training:
-    """The mean pass of an epoch of `count` rows, in place of a full one."""
-    steps = -(-count // math.prod(step_rows(settings)))
+def _mean_pass(work: Training, settings: TrainSettings, passes: Passes, count: int) -> Training:
+    """The average pass of an epoch of `count` rows, instead of a full one."""
+    steps = -(-count // math.prod(step_shape(settings)))
     width = passes.tokens / count / (2 if settings.data.stage == "dpo" else 1)
     return replace(
         work,
         tokens=max(1, round(passes.tokens / passes.count)),
         tokens_per_step=max(1, round(passes.tokens / steps)),
         sequence=max(1, round(width)),
-        labelled=1.0 if work.labelled == 1 else min(1.0, max(1, passes.learned) / passes.tokens),
+        labelled=1.0 if work.labelled == 1 else min(1.0, max(1, passes.labelled) / passes.tokens),
     )
 
 
-def _try(
-    settings: TrainSettings, batches: int, tokens: int | None, site: PlanInputs, rows: RowLengths | None
+def _evaluate_candidate(
+    settings: TrainSettings, batches: int, tokens: int | None, inputs: PlanInputs, rows: RowLengths | None
 ) -> GroupingCandidate:
-    trial = grouped(settings, tokens)
+    trial = with_tokens_per_batch(settings, tokens)
     passes = None if rows is None else rows.passes(trial)
-    plan = site.forecast(trial, None if rows is None or passes is None else Lengths(rows.longest, passes.fullest))
-    found = plan.nearest
-    assert isinstance(found.work, Training)
-    work = found.work
+    plan = inputs.forecast(
+        trial, None if rows is None or passes is None else Lengths(rows.longest, passes.max_labelled)
+    )
+    candidate = plan.nearest
+    assert isinstance(candidate.work, Training)
+    work = candidate.work
     if rows is not None and passes is not None:
-        work = _as_cut(work, trial, passes, len(rows.sizes))
-    bare = replace(found.choice, residents=0)  # these fill what is free when the run starts
-    fits = found.fits and not plan.left_out and evaluate(site.shape, found.work, bare, _narrower(plan)).fits
-    seconds = evaluate(site.shape, work, found.choice, site.machine).time.seconds
+        work = _mean_pass(work, trial, passes, len(rows.sizes))
+    no_residents = replace(candidate.choice, residents=0)  # residents fill the memory that is free when the run starts
+    fits = (
+        candidate.fits
+        and not plan.left_out
+        and evaluate(inputs.shape, candidate.work, no_residents, _reduced_machine(plan)).fits
+    )
+    seconds = evaluate(inputs.shape, work, candidate.choice, inputs.machine).time.seconds
     return GroupingCandidate(batches, tokens, seconds, fits)
 
 
-def _halves(parts: int) -> Iterator[int]:
-    while parts > 1:
-        yield parts
-        parts = -(-parts // 2)
+def _batch_counts(batches: int) -> Iterator[int]:
+    while batches > 1:
+        yield batches
+        batches = -(-batches // 2)
 
 
-def fastest(apart: GroupingCandidate, tried: list[GroupingCandidate]) -> GroupingCandidate:
-    """Of those that fit, the smallest that is about as fast as the fastest; `apart`, unless that gains enough."""
-    usable = [trial for trial in tried if trial.fits]
-    least = min((trial.seconds for trial in usable), default=0.0)
-    about = (trial for trial in usable if trial.seconds <= TIE * least)
-    best = min(about, key=lambda trial: trial.batches, default=apart)
-    return best if apart.seconds >= LEAST_GAIN * best.seconds else apart
+def pick_candidate(separate: GroupingCandidate, candidates: list[GroupingCandidate]) -> GroupingCandidate:
+    """The smallest of the fitting candidates that is about as fast as the fastest; `separate` unless that is enough
+    faster."""
+    usable = [candidate for candidate in candidates if candidate.fits]
+    fastest = min((candidate.seconds for candidate in usable), default=0.0)
+    nearly_fastest = (candidate for candidate in usable if candidate.seconds <= TIE_RATIO * fastest)
+    best = min(nearly_fastest, key=lambda candidate: candidate.batches, default=separate)
+    return best if separate.seconds >= MIN_SPEEDUP * best.seconds else separate
 
 
-def choose(settings: TrainSettings, site: PlanInputs, rows: RowLengths | None = None) -> Grouping:
-    """Of all batches of a step at once, a half of them, ..., one. Without `rows` all are full."""
-    _, parts = step_rows(settings)
-    one = work_of(grouped(settings, None), site.rest_bytes, None if rows is None else Lengths(rows.longest, 1)).tokens
-    apart = _try(settings, 1, None, site, rows)
-    tried = [_try(settings, batches, batches * one, site, rows) for batches in _halves(parts)]
-    best = fastest(apart, tried)
+def choose_grouping(settings: TrainSettings, inputs: PlanInputs, rows: RowLengths | None = None) -> Grouping:
+    """Compares all batches of a step in one pass, half of them, ..., one. Without `rows` all are assumed full."""
+    _, batches_per_step = step_shape(settings)
+    batch_tokens = training_workload(
+        with_tokens_per_batch(settings, None), inputs.rest_bytes, None if rows is None else Lengths(rows.longest, 1)
+    ).tokens
+    separate = _evaluate_candidate(settings, 1, None, inputs, rows)
+    candidates = [
+        _evaluate_candidate(settings, batches, batches * batch_tokens, inputs, rows)
+        for batches in _batch_counts(batches_per_step)
+    ]
+    best = pick_candidate(separate, candidates)
     if best.tokens is not None:
-        many = f"{parts} batches of a step" if best.batches == parts else f"{best.batches} of a step's {parts} batches"
-        why = f"{many} at once: {best.seconds:.2g} s a step instead of {apart.seconds:.2g}"
-    elif any(trial.fits for trial in tried):
-        why = f"several batches at once would gain less than {LEAST_GAIN - 1:.0%}"
+        combined = (
+            f"{batches_per_step} batches of a step"
+            if best.batches == batches_per_step
+            else f"{best.batches} of a step's {batches_per_step} batches"
+        )
+        why = f"{combined} at once: {best.seconds:.2g} s a step instead of {separate.seconds:.2g}"
+    elif any(candidate.fits for candidate in candidates):
+        why = f"several batches at once would gain less than {MIN_SPEEDUP - 1:.0%}"
     else:
-        why = "two batches at once would not fit with room to spare" if tried else "a step is one batch"
-    return Grouping("auto", best.tokens, why, best.batches, parts, best.seconds, apart.seconds)
+        why = "two batches at once would not fit with room to spare" if candidates else "a step is one batch"
+    return Grouping("auto", best.tokens, why, best.batches, batches_per_step, best.seconds, separate.seconds)
 
 
-def decide(
-    settings: TrainSettings, checkpoint: Path | None, site: PlanInputs | None, rows: RowLengths | None
+def decide_grouping(
+    settings: TrainSettings, checkpoint: Path | None, inputs: PlanInputs | None, rows: RowLengths | None
 ) -> Grouping:
-    """What was asked for; else what the run was begun with; else what the plan chooses, where there is one."""
+    """What the settings say; else what the resumed run used; else what the planner chooses, if it can."""
     experts = settings.experts
     if experts.kt_tokens_per_batch != "auto":
-        return Grouping(experts.kt_tokens_per_batch, experts.tokens_at_once, "as asked")
-    against = obstacle(settings)
-    if against is not None:
-        return Grouping("auto", None, against)
+        return Grouping(experts.kt_tokens_per_batch, experts.tokens_per_pass, "as asked")
+    obstacle = find_obstacle(settings)
+    if obstacle is not None:
+        return Grouping("auto", None, obstacle)
     if checkpoint is not None:
-        return Grouping("auto", kept(checkpoint), f"as the run of {checkpoint} was begun")
-    if site is None:
+        return Grouping("auto", read_checkpoint_tokens(checkpoint), f"as stored in {checkpoint}")
+    if inputs is None:
         return Grouping("auto", None, "there is no forecast to choose by")
-    return choose(settings, site, rows)
+    return choose_grouping(settings, inputs, rows)

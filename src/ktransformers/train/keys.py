@@ -1,8 +1,9 @@
-"""Keys that are known and not honoured as such: three tables, each entry with the sentence that the user reads.
+"""Keys of LLaMA-Factory and transformers that have no effect, are unsupported, or were renamed, with the message that
+the user reads.
 
-MOOT keys are accepted with one line, because the design makes them needless. OFF keys ask for something that does not
-exist here: they pass at the value that asks for nothing, anything else is an error. MOVED keys have another name or
-form now. LLaMA-Factory's key lists (0.9.4, 0.9.5 and later) and those that transformers 5 dropped are covered.
+NO_EFFECT_KEYS are accepted with one line, because the design makes them unnecessary. UNSUPPORTED_KEYS are accepted at
+the values that request nothing and are an error otherwise. RENAMED_KEYS have another name now. Covers LLaMA-Factory
+0.9.4, 0.9.5 and later, and keys that transformers 5 removed.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-MOOT: dict[str, str] = {
-    "overwrite_cache": "rows are read anew in every run, there is no cache",
-    "preprocessing_num_workers": "rows are tokenised by one process, some hundreds a second",
+NO_EFFECT_KEYS: dict[str, str] = {
+    "overwrite_cache": "rows are read in every run, there is no cache",
+    "preprocessing_num_workers": "rows are tokenised by one process, hundreds per second",
     "preprocessing_batch_size": "rows are tokenised one by one",
     "data_shared_file_system": "every process reads the files",
     "low_cpu_mem_usage": "experts never become parameters",
@@ -33,115 +34,117 @@ MOOT: dict[str, str] = {
     "kt_mode": "belongs to inference",
     "kt_force_think": "belongs to inference",
     "kt_use_lora_experts": "experts are named in lora_target",
-    "kt_tp_enabled": "experts are split over NUMA nodes by themselves",
+    "kt_tp_enabled": "experts are always split over NUMA nodes",
     "kt_max_cache_depth": "autograd keeps what backward needs",
     "kt_share_backward_bb": "backward reads the one packed copy",
     "kt_share_cache_pool": "autograd keeps what backward needs",
     "kt_weight_lifecycle": "the packed experts live as long as the model",
     "kt_model_max_length": "buffers grow with the batch",
-    "kt_force_fused_expert_lora": "one adapter file holds the experts, too",
+    "kt_force_fused_expert_lora": "one adapter file contains the experts too",
     "kt_skip_expert_loading": "experts are read straight into the packed store",
     "kt_non_expert_weight_path": "everything but the experts is read from the model directory",
     "save_safetensors": "nothing else is written",
     "half_precision_backend": "torch's autocast is the only one",
     "fp16_backend": "torch's autocast is the only one",
     "fp16_opt_level": "torch's autocast is the only one",
-    "use_legacy_prediction_loop": "it left transformers",
-    "use_ipex": "it left transformers",
-    "jit_mode_eval": "it left transformers",
-    "ray_scope": "it left transformers",
-    "past_index": "it left transformers",
-    "mp_parameters": "it left transformers",
-    "use_mps_device": "it left transformers",
-    "tpu_num_cores": "it left transformers",
-    "tpu_metrics_debug": "it left transformers",
+    "use_legacy_prediction_loop": "removed from transformers",
+    "use_ipex": "removed from transformers",
+    "jit_mode_eval": "removed from transformers",
+    "ray_scope": "removed from transformers",
+    "past_index": "removed from transformers",
+    "mp_parameters": "removed from transformers",
+    "use_mps_device": "removed from transformers",
+    "tpu_num_cores": "removed from transformers",
+    "tpu_metrics_debug": "removed from transformers",
     "include_effective_tokens_per_second": "tokens per second are always logged, without padding",
     "include_tokens_per_second": "tokens per second are always logged",
     "eval_on_each_dataset": "one evaluation set holds all",
     "generation_max_length": "belongs to inference",
     "generation_num_beams": "belongs to inference",
-    "sortish_sampler": "it left transformers",
+    "sortish_sampler": "removed from transformers",
 }
 
 
 @dataclass(frozen=True)
-class Off:
-    """The values that ask for nothing, and what to do instead of the others."""
+class UnsupportedKey:
+    """The values that request nothing, and what to do instead of the others."""
 
     values: tuple[Any, ...]
     remedy: str
 
 
-_NO = (False, None)
-OFF: dict[str, Off] = {
-    "quantization_bit": Off((None,), "give a checkpoint in the format that it was released in"),
-    "quantization_method": Off((None, "bnb"), "give a checkpoint in the format that it was released in"),
-    "quantization_type": Off((None, "nf4"), "leave it out"),
-    "double_quantization": Off((True, False, None), "leave it out"),
-    "quantization_device_map": Off((None,), "leave it out"),
-    "use_unsloth": Off(_NO, "leave it out; the experts have kernels of their own"),
-    "use_unsloth_gc": Off(_NO, "leave it out; checkpointing is on by itself"),
-    "enable_liger_kernel": Off(_NO, "leave it out; TRL computes the loss in chunks already"),
-    "shift_attn": Off(_NO, "leave it out"),
-    "mixture_of_depths": Off((None,), "leave it out"),
-    "rope_scaling": Off((None,), "set it in the model's config.json"),
-    "resize_vocab": Off(_NO, "tokens cannot be added to a frozen model"),
-    "add_tokens": Off((None, ""), "tokens cannot be added to a frozen model"),
-    "add_special_tokens": Off((None, ""), "tokens cannot be added to a frozen model"),
-    "new_special_tokens_config": Off((None,), "tokens cannot be added to a frozen model"),
-    "train_from_scratch": Off(_NO, "experts are frozen; train an adapter"),
-    "upcast_layernorm": Off(_NO, "norms are frozen; use bf16"),
-    "upcast_lmhead_output": Off(_NO, "log-probabilities are computed in f32 already"),
-    "use_dora": Off(_NO, "use lora; experts know no DoRA"),
-    "pissa_init": Off(_NO, "it would change the frozen weights"),
-    "pissa_iter": Off((None, 16), "leave it out"),
-    "pissa_convert": Off(_NO, "leave it out"),
-    "additional_target": Off((None, "", ()), "only adapters are trained"),
-    "create_new_adapter": Off(_NO, "leave adapter_name_or_path out to start a new adapter"),
-    "adapter_folder": Off((None,), "give the whole path in adapter_name_or_path"),
-    "loraplus_lr_embedding": Off((None, 1e-6), "embeddings are not trained"),
-    "use_galore": Off(_NO, "leave it out; adapters are small"),
-    "use_apollo": Off(_NO, "leave it out; adapters are small"),
-    "use_badam": Off(_NO, "leave it out; adapters are small"),
-    "use_adam_mini": Off(_NO, "choose one by `optim`"),
-    "use_muon": Off(_NO, "choose one by `optim`"),
-    "use_mca": Off(_NO, "leave it out"),
-    "use_llama_pro": Off(_NO, "use finetuning_type: lora"),
-    "use_swanlab": Off(_NO, "use report_to: swanlab"),
-    "use_dft_loss": Off(_NO, "leave it out"),
-    "use_asft_loss": Off(_NO, "leave it out"),
-    "use_eaft_loss": Off(_NO, "leave it out"),
-    "freeze_vision_tower": Off((True, None), "only the language model's adapters are trained"),
-    "freeze_multi_modal_projector": Off((True, None), "only the language model's adapters are trained"),
-    "freeze_language_model": Off(_NO, "leave it out"),
-    "compute_accuracy": Off(_NO, "TRL logs mean_token_accuracy by itself"),
-    "predict_with_generate": Off(_NO, "evaluate the adapter after training"),
-    "do_predict": Off(_NO, "evaluate the adapter after training"),
-    "streaming": Off(_NO, "leave it out; files are read at once"),
-    "buffer_size": Off((None, 16384), "leave it out"),
-    "tokenized_path": Off((None,), "leave it out; tokenising takes little beside training"),
-    "media_dir": Off((None,), "only text is trained"),
-    "tool_format": Off((None,), "leave `template` out: the tokenizer's own template knows its tools"),
-    "ref_model": Off((None,), "the reference is the base with the adapter off"),
-    "ref_model_adapters": Off((None,), "the reference is the base with the adapter off"),
-    "ref_model_quantization_bit": Off((None,), "the reference is the base with the adapter off"),
-    "reward_model": Off((None,), "stage is sft or dpo"),
-    "pref_bco_weight": Off((0, 0.0, None), "leave it out"),
-    "ld_alpha": Off((None,), "leave it out"),
-    "kt_max_deferred_experts_per_token": Off((0, None), "it approximates answers; training computes all experts"),
-    "kt_w8a8": Off(_NO, "it approximates answers; training computes with all bits"),
-    "kt_lora_expert_num": Off((None, 0), "no experts are added; name experts in lora_target"),
-    "kt_lora_expert_intermediate_size": Off((None, 0), "no experts are added; name experts in lora_target"),
-    "fsdp": Off((None, "", False, []), "experts are in host memory already; use several processes as DDP"),
-    "deepspeed": Off((None, ""), "experts are in host memory already; use several processes as DDP"),
-    "torch_compile": Off(_NO, "leave it out"),
-    "use_liger_kernel": Off(_NO, "leave it out; TRL computes the loss in chunks already"),
-    "auto_find_batch_size": Off(_NO, "leave it out; kt_tokens_per_batch: auto takes what fits"),
-    "push_to_hub": Off(_NO, "`hf upload` the output directory when the run has ended"),
+_FALSE_OR_NONE = (False, None)
+UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
+    "quantization_bit": UnsupportedKey((None,), "give a checkpoint in the format that it was released in"),
+    "quantization_method": UnsupportedKey((None, "bnb"), "give a checkpoint in the format that it was released in"),
+    "quantization_type": UnsupportedKey((None, "nf4"), "leave it out"),
+    "double_quantization": UnsupportedKey((True, False, None), "leave it out"),
+    "quantization_device_map": UnsupportedKey((None,), "leave it out"),
+    "use_unsloth": UnsupportedKey(_FALSE_OR_NONE, "leave it out; the experts have kernels of their own"),
+    "use_unsloth_gc": UnsupportedKey(_FALSE_OR_NONE, "leave it out; gradient checkpointing is on by default"),
+    "enable_liger_kernel": UnsupportedKey(_FALSE_OR_NONE, "leave it out; TRL computes the loss in chunks already"),
+    "shift_attn": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "mixture_of_depths": UnsupportedKey((None,), "leave it out"),
+    "rope_scaling": UnsupportedKey((None,), "set it in the model's config.json"),
+    "resize_vocab": UnsupportedKey(_FALSE_OR_NONE, "tokens cannot be added to a frozen model"),
+    "add_tokens": UnsupportedKey((None, ""), "tokens cannot be added to a frozen model"),
+    "add_special_tokens": UnsupportedKey((None, ""), "tokens cannot be added to a frozen model"),
+    "new_special_tokens_config": UnsupportedKey((None,), "tokens cannot be added to a frozen model"),
+    "train_from_scratch": UnsupportedKey(_FALSE_OR_NONE, "experts are frozen; train an adapter"),
+    "upcast_layernorm": UnsupportedKey(_FALSE_OR_NONE, "norms are frozen; use bf16"),
+    "upcast_lmhead_output": UnsupportedKey(_FALSE_OR_NONE, "log-probabilities are computed in f32 already"),
+    "use_dora": UnsupportedKey(_FALSE_OR_NONE, "use lora; experts do not support DoRA"),
+    "pissa_init": UnsupportedKey(_FALSE_OR_NONE, "it would change the frozen weights"),
+    "pissa_iter": UnsupportedKey((None, 16), "leave it out"),
+    "pissa_convert": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "additional_target": UnsupportedKey((None, "", ()), "only adapters are trained"),
+    "create_new_adapter": UnsupportedKey(_FALSE_OR_NONE, "leave adapter_name_or_path out to start a new adapter"),
+    "adapter_folder": UnsupportedKey((None,), "give the whole path in adapter_name_or_path"),
+    "loraplus_lr_embedding": UnsupportedKey((None, 1e-6), "embeddings are not trained"),
+    "use_galore": UnsupportedKey(_FALSE_OR_NONE, "leave it out; adapters are small"),
+    "use_apollo": UnsupportedKey(_FALSE_OR_NONE, "leave it out; adapters are small"),
+    "use_badam": UnsupportedKey(_FALSE_OR_NONE, "leave it out; adapters are small"),
+    "use_adam_mini": UnsupportedKey(_FALSE_OR_NONE, "choose one by `optim`"),
+    "use_muon": UnsupportedKey(_FALSE_OR_NONE, "choose one by `optim`"),
+    "use_mca": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "use_llama_pro": UnsupportedKey(_FALSE_OR_NONE, "use finetuning_type: lora"),
+    "use_swanlab": UnsupportedKey(_FALSE_OR_NONE, "use report_to: swanlab"),
+    "use_dft_loss": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "use_asft_loss": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "use_eaft_loss": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "freeze_vision_tower": UnsupportedKey((True, None), "only the language model's adapters are trained"),
+    "freeze_multi_modal_projector": UnsupportedKey((True, None), "only the language model's adapters are trained"),
+    "freeze_language_model": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "compute_accuracy": UnsupportedKey(_FALSE_OR_NONE, "TRL logs mean_token_accuracy anyway"),
+    "predict_with_generate": UnsupportedKey(_FALSE_OR_NONE, "evaluate the adapter after training"),
+    "do_predict": UnsupportedKey(_FALSE_OR_NONE, "evaluate the adapter after training"),
+    "streaming": UnsupportedKey(_FALSE_OR_NONE, "leave it out; files are read at once"),
+    "buffer_size": UnsupportedKey((None, 16384), "leave it out"),
+    "tokenized_path": UnsupportedKey((None,), "leave it out; tokenising takes little beside training"),
+    "media_dir": UnsupportedKey((None,), "only text is trained"),
+    "tool_format": UnsupportedKey((None,), "leave `template` out: the tokenizer's own template knows its tools"),
+    "ref_model": UnsupportedKey((None,), "the reference is the base with the adapter off"),
+    "ref_model_adapters": UnsupportedKey((None,), "the reference is the base with the adapter off"),
+    "ref_model_quantization_bit": UnsupportedKey((None,), "the reference is the base with the adapter off"),
+    "reward_model": UnsupportedKey((None,), "stage is sft or dpo"),
+    "pref_bco_weight": UnsupportedKey((0, 0.0, None), "leave it out"),
+    "ld_alpha": UnsupportedKey((None,), "leave it out"),
+    "kt_max_deferred_experts_per_token": UnsupportedKey(
+        (0, None), "it approximates results; training computes all experts"
+    ),
+    "kt_w8a8": UnsupportedKey(_FALSE_OR_NONE, "it approximates results; training uses full precision"),
+    "kt_lora_expert_num": UnsupportedKey((None, 0), "no experts are added; name experts in lora_target"),
+    "kt_lora_expert_intermediate_size": UnsupportedKey((None, 0), "no experts are added; name experts in lora_target"),
+    "fsdp": UnsupportedKey((None, "", False, []), "experts are in host memory already; use several processes as DDP"),
+    "deepspeed": UnsupportedKey((None, ""), "experts are in host memory already; use several processes as DDP"),
+    "torch_compile": UnsupportedKey(_FALSE_OR_NONE, "leave it out"),
+    "use_liger_kernel": UnsupportedKey(_FALSE_OR_NONE, "leave it out; TRL computes the loss in chunks already"),
+    "auto_find_batch_size": UnsupportedKey(_FALSE_OR_NONE, "leave it out; kt_tokens_per_batch: auto takes what fits"),
+    "push_to_hub": UnsupportedKey(_FALSE_OR_NONE, "`hf upload` the output directory when the run has ended"),
 }
 
-# Derived from other keys in LLaMA-Factory, which does not let the user set them either.
-DERIVED = (
+# LLaMA-Factory derives these from other keys and does not let the user set them either.
+DERIVED_KEYS = (
     "kt_lora_rank",
     "kt_lora_alpha",
     "kt_lora_dropout",
@@ -150,8 +153,8 @@ DERIVED = (
     "kt_activation_policy",
 )
 
-# Another name, the same value.
-RENAMED: dict[str, str] = {
+# Old name -> new name; the value is unchanged.
+RENAMED_KEYS: dict[str, str] = {
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
     "per_gpu_train_batch_size": "per_device_train_batch_size",

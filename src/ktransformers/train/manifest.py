@@ -1,9 +1,9 @@
-"""kt_manifest.json: what was trained on what, so that whoever uses the adapter can check that all of it arrived.
+"""kt_manifest.json: what was trained from what, so that a reader of the adapter can verify that it is complete.
 
-The form is that of `adapters.manifest`, so that whatever reads the adapter checks every tensor against it. Besides
-shape, dtype, norm and sha256 each tensor says whether it got a gradient; the base by a hash of its config and of the
-headers, sizes and a few pages of its shards (hundreds of gigabytes are not read for it); the experts by their formats
-and, where they did not come from the base, by their own path; template, data, seed, versions, ISA.
+The format is that of `adapters.manifest`, so every reader checks each tensor against it. Besides shape, dtype, norm and
+SHA-256, each tensor records whether it received a gradient. The base is identified by a hash of its config and of the
+headers, sizes and a few pages of its shards (reading hundreds of gigabytes would take too long); the experts by their
+formats and, if they did not come from the base, by their path. Template, data, seed, versions and ISA are included.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Any
 from torch import nn
 
 from ktransformers import system
-from ktransformers.adapters.manifest import FILE, FORMAT, VERSION
-from ktransformers.adapters.write import record
+from ktransformers.adapters.manifest import MANIFEST_FILE, MANIFEST_FORMAT, MANIFEST_VERSION
+from ktransformers.adapters.write import record_tensor
 from ktransformers.errors import KTError
+from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import TrainSettings
-from ktransformers.train.watch import GradientCheck
 
-PAGES = 8  # of a shard that its hash reads
+HASHED_PAGES = 8  # of a shard that enter its hash
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
 
 
 def base_hash(directory: Path) -> str:
-    """Of config.json, and of every shard's name, size, header and some pages: two tunings of one model differ there."""
+    """Hash of config.json and of every shard's name, size, header and some pages, which differ between two tunings of
+    one model."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for shard in sorted(directory.glob("*.safetensors")):
         size = shard.stat().st_size
@@ -37,41 +38,41 @@ def base_hash(directory: Path) -> str:
         with shard.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             digest.update(stream.read(min(length, 2**28)))
-            for part in range(1, PAGES + 1):
-                stream.seek(part * size // (PAGES + 1))
+            for part in range(1, HASHED_PAGES + 1):
+                stream.seek(part * size // (HASHED_PAGES + 1))
                 digest.update(stream.read(4096))
     return f"sha256:{digest.hexdigest()}"
 
 
 def experts_source(settings: TrainSettings, directory: Path) -> str | None:
-    """Where the experts came from, if not from the base."""
-    given = settings.experts.kt_weight_path
-    return None if given is None or Path(given).resolve() == directory.resolve() else str(Path(given).absolute())
+    """Path of the experts if they do not come from the base."""
+    path = settings.experts.kt_weight_path
+    return None if path is None or Path(path).resolve() == directory.resolve() else str(Path(path).absolute())
 
 
-def formats_of(model: nn.Module) -> str:
-    """What the experts are stored in; layers and matrices may differ."""
-    found: set[str] = set()
+def expert_formats(model: nn.Module) -> str:
+    """Storage formats of the experts; layers and matrices may differ."""
+    formats: set[str] = set()
     for module in model.modules():
         store = getattr(module, "kt_store", None)
-        found |= set(store.formats.values()) if store is not None else set()
-    return ", ".join(sorted(found))
+        formats |= set(store.formats.values()) if store is not None else set()
+    return ", ".join(sorted(formats))
 
 
-def trained_tensors(model: nn.Module, witness: GradientCheck) -> dict[str, dict[str, Any]]:
-    """Name in the adapter's file -> what training knows of it."""
-    found = {}
+def trained_tensors(model: nn.Module, gradient_check: GradientCheck) -> dict[str, dict[str, Any]]:
+    """Name in the adapter's file -> shape and whether a gradient was seen."""
+    tensors = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             module, _, part = name.partition(".lora_")
-            trace = witness.traces[module]
-            seen = trace.b_seen if part.startswith("B") else trace.a_seen
-            found[name.replace(".default.", ".")] = {"shape": list(parameter.shape), "gradient_seen": seen}
-    return found
+            trace = gradient_check.traces[module]
+            gradient_seen = trace.b_seen if part.startswith("B") else trace.a_seen
+            tensors[name.replace(".default.", ".")] = {"shape": list(parameter.shape), "gradient_seen": gradient_seen}
+    return tensors
 
 
-def add_saved(manifest: dict[str, Any], file: Path) -> None:
-    """Dtype, norm and sha256 of each tensor as it was saved. What was trained must be what is in the file."""
+def add_saved_tensors(manifest: dict[str, Any], file: Path) -> None:
+    """Adds dtype, norm and SHA-256 of each tensor as saved; the file must contain exactly the trained tensors."""
     from safetensors import safe_open
 
     trained = manifest["tensors"]
@@ -80,63 +81,63 @@ def add_saved(manifest: dict[str, Any], file: Path) -> None:
         if names != set(trained):
             wrong = sorted(names ^ set(trained))
             raise KTError(f"{file}: {wrong[0]} was trained and not saved, or the reverse ({len(wrong)} tensors)")
-        for name, known in trained.items():
-            one = record(name, file.name, saved.get_tensor(name))
-            if list(one.shape) != known["shape"]:
-                raise KTError(f"{file}: {name} was saved as {list(one.shape)}, trained as {known['shape']}")
-            known |= {"file": one.file, "dtype": one.dtype, "norm": one.norm, "sha256": one.sha256}
+        for name, entry in trained.items():
+            record = record_tensor(name, file.name, saved.get_tensor(name))
+            if list(record.shape) != entry["shape"]:
+                raise KTError(f"{file}: {name} was saved as {list(record.shape)}, trained as {entry['shape']}")
+            entry |= {"file": record.file, "dtype": record.dtype, "norm": record.norm, "sha256": record.sha256}
 
 
-def check_saved(manifest: dict[str, Any], model: nn.Module) -> None:
-    """The numbers in the file are those of the model, bit for bit."""
+def check_saved_tensors(manifest: dict[str, Any], model: nn.Module) -> None:
+    """Checks that the file equals the model bit for bit."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            spelled = name.replace(".default.", ".")
-            known = manifest["tensors"][spelled]
-            now = record(spelled, known["file"], parameter.detach().cpu().contiguous())
-            if now.sha256 != known["sha256"]:
-                raise KTError(f"{spelled}: saved with norm {known['norm']:.6g}, trained with {now.norm:.6g}")
+            saved_name = name.replace(".default.", ".")
+            entry = manifest["tensors"][saved_name]
+            current = record_tensor(saved_name, entry["file"], parameter.detach().cpu().contiguous())
+            if current.sha256 != entry["sha256"]:
+                raise KTError(f"{saved_name}: saved with norm {entry['norm']:.6g}, trained with {current.norm:.6g}")
 
 
-def check_gradients(witness: GradientCheck, steps: int) -> None:
-    """A targeted tensor without a gradient is an error: the adapter would say more than it learned."""
-    dead = witness.dead()
+def check_gradients(gradient_check: GradientCheck, steps: int) -> None:
+    """A targeted module without a gradient is an error, because the adapter would claim more than was trained."""
+    dead = gradient_check.dead()
     if dead and steps:
         shown = ", ".join(name.removeprefix("base_model.model.") for name in dead[:8])
         more = f" and {len(dead) - 8} more" if len(dead) > 8 else ""
         raise KTError(
-            f"{len(dead)} of {len(witness.traces)} adapted modules never got a gradient: {shown}{more}; "
+            f"{len(dead)} of {len(gradient_check.traces)} adapted modules never got a gradient: {shown}{more}; "
             "leave them out of lora_target, or report it: nothing in the model depends on them"
         )
 
 
 def make_manifest(
-    model: nn.Module, settings: TrainSettings, witness: GradientCheck, directory: Path, facts: dict[str, Any]
+    model: nn.Module, settings: TrainSettings, gradient_check: GradientCheck, directory: Path, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """`facts` are what the run knows: rows, steps, the template's hash."""
+    """`facts` come from the run: rows, steps, the template's hash."""
     from ktransformers import _core
 
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "base": {"path": settings.model.model_name_or_path, "hash": base_hash(directory)},
         "experts": {
             "path": experts_source(settings, directory),
-            "format": formats_of(model),
+            "format": expert_formats(model),
             "precision": settings.experts.precision,
             "isa": _core.isa(),
         },
         "lora_dropout": settings.lora.lora_dropout,
         "seed": int(settings.trainer.get("seed", 42)),
-        "kt_tokens_per_batch": settings.experts.tokens_at_once,
+        "kt_tokens_per_batch": settings.experts.tokens_per_pass,
         "stage": settings.data.stage,
         "dataset": list(settings.data.dataset),
         **facts,
         "versions": {name: system.version_of(name) for name in PACKAGES} | {"python": platform.python_version()},
-        "tensors": trained_tensors(model, witness),
+        "tensors": trained_tensors(model, gradient_check),
         "experts_without_gradient": {
-            name.removeprefix("base_model.model."): experts for name, experts in witness.unvisited().items()
+            name.removeprefix("base_model.model."): experts for name, experts in gradient_check.unvisited().items()
         },
     }
 
@@ -146,5 +147,5 @@ def text_hash(text: str | None) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    words: dict[str, Any] = json.loads((folder / FILE).read_text())
+    words: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text())
     return words

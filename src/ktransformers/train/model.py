@@ -1,8 +1,8 @@
-"""The model of a run: where it is, opened with packed experts, its adapter by stock PEFT.
+"""Locates and loads the model of a run with packed experts, and adds the adapter with stock PEFT.
 
-Checkpointing keeps the output of the experts' operator where `kt_cpu_activation: retain` asks for it: attention is
-computed again in backward, the experts are not. The adapter's dropout: PEFT refuses one on parameters, so the
-configuration says 0 where experts are adapted, and the layers get theirs afterwards.
+With `kt_cpu_activation: retain` gradient checkpointing keeps the output of the expert operator: backward recomputes
+attention but not the experts. PEFT refuses dropout on parameters, so the configuration says 0 if experts are adapted,
+and the dropout of the layers is set afterwards.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.nn.checkpointing import retain_experts
+from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.place.options import read_options
-from ktransformers.train.resolve import isa_of
+from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
@@ -31,71 +31,77 @@ if TYPE_CHECKING:
 
     from ktransformers import _core
 
-ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+ATTENTION_IMPLEMENTATIONS = {
+    "disabled": "eager",
+    "sdpa": "sdpa",
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+}
 
 
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
-    """The model's directory; None where it is on the hub and not to be fetched now."""
-    given = settings.model_name_or_path
-    path = Path(model_registry.resolve(given))
+    """The model's directory; None if it is on the hub and must not be downloaded now."""
+    name = settings.model_name_or_path
+    path = Path(model_registry.resolve(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError("model_name_or_path", f"{given}, a folder without config.json", "a model's folder")
+            raise InputError("model_name_or_path", f"{name}, a folder without config.json", "a model's folder")
         return path
-    if given.startswith(("/", ".", "~")) or given.count("/") != 1:
-        raise InputError("model_name_or_path", f"{given}, which does not exist", "a model's folder, or a hub id")
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise InputError("model_name_or_path", f"{name}, which does not exist", "a model's folder, or a hub id")
     from huggingface_hub import snapshot_download
 
     options: Any = {"revision": settings.model_revision, "cache_dir": settings.cache_dir}
     try:
-        return Path(snapshot_download(given, local_files_only=not download, **options))
-    except Exception as error:  # the hub's own errors come from many places
+        return Path(snapshot_download(name, local_files_only=not download, **options))
+    except Exception as error:  # huggingface_hub raises many unrelated exceptions
         if not download:
             return None
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            "model_name_or_path", f"{given} ({reason})", "a folder, or a hub id that can be fetched"
+            "model_name_or_path", f"{name} ({reason})", "a folder, or a hub id that can be fetched"
         ) from error
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     try:
-        words: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     except ValueError as error:
         raise InputError(str(directory / "config.json"), str(error), "a JSON object") from error
-    return words
+    return config
 
 
-def skeleton(directory: Path) -> nn.Module:
-    """The model without numbers, to find what is trained."""
+def build_meta_model(directory: Path) -> nn.Module:
+    """The model on the meta device, to find the modules to train."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ktransformers.nn import load
 
-    config = load._config(directory)  # what load_model will see; it refuses what it cannot open
+    config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config)
     return model
 
 
-def check_formats(model: nn.Module, wanted: str) -> None:
-    """Experts are never converted on the way: what was asked for must be what is stored."""
-    if wanted == "auto":
+def check_formats(model: nn.Module, requested: str) -> None:
+    """Raises unless the experts are stored in the requested format; loading never converts them."""
+    if requested == "auto":
         return
-    family = {"rawint4": "int4"}.get(wanted, wanted)
+    family = {"rawint4": "int4"}.get(requested, requested)
     for name, module in model.named_modules():
         store = getattr(module, "kt_store", None)
         for matrix, stored in store.formats.items() if store is not None else ():
             if stored.partition(":")[0] != family:
-                given = f"{wanted}, where {name} has {matrix} in {stored}"
-                raise InputError("kt_expert_weight_format", given, "auto", "or convert the experts with kt quant")
+                problem = f"{requested}, where {name} has {matrix} in {stored}"
+                raise InputError("kt_expert_weight_format", problem, "auto", "or convert the experts with kt quant")
 
 
-def expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
-    """Threads as asked for, never more than this process may use; `spare`: a GPU's work is launched beside them."""
+def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
+    """A thread pool as requested, with at most the CPUs of this process; `spare` reserves a thread to launch GPU
+    work."""
     from ktransformers import _core
-    from ktransformers.nn.pool import choose_pool
+    from ktransformers.nn.pool import set_default_pool
 
     experts = settings.experts
     if experts.kt_num_threads is None and experts.kt_threadpool_count is None and not spare:
@@ -108,7 +114,7 @@ def expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None
     if groups > machine["nodes"]:
         notes.append(f"kt_threadpool_count: {groups} asked for, {machine['nodes']} NUMA nodes are here: one each")
         groups = 0
-    return choose_pool(threads, groups, spare), notes
+    return set_default_pool(threads, groups, spare), notes
 
 
 def open_model(
@@ -121,28 +127,28 @@ def open_model(
     from ktransformers.nn import load_model
 
     places = device.type != "cpu" and read_options(settings.place.model_dump()).policy != "cpu"
-    pool, notes = expert_pool(settings, spare=places)
+    pool, notes = build_expert_pool(settings, spare=places)
     model = load_model(
         directory,
         experts=settings.experts.kt_weight_path,
         dtype=dtype,
         device=None if device.type == "cpu" else device,
         pool=pool,
-        isa=isa_of(settings.experts.kt_backend),
+        isa=isa_of_backend(settings.experts.kt_backend),
         precision=settings.experts.precision,
         progress=progress,
     )
     check_formats(model, settings.experts.kt_expert_weight_format)
     if settings.model.flash_attn != "auto":
         try:
-            model.set_attn_implementation(ATTENTION[settings.model.flash_attn])
+            model.set_attn_implementation(ATTENTION_IMPLEMENTATIONS[settings.model.flash_attn])
         except (ImportError, ValueError) as error:
             raise InputError("flash_attn", settings.model.flash_attn, "one that is installed", str(error)) from error
     model.config.use_cache = False
     return model, notes
 
 
-def lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:
+def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:
     from peft import LoraConfig
 
     if settings.adapter_name_or_path:
@@ -151,7 +157,7 @@ def lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> L
         config: LoraConfig = LoraConfig.from_pretrained(settings.adapter_name_or_path)
         config.inference_mode = False
         return config
-    parameters = targets.parameter_names(model)  # PEFT knows no dropout on these
+    parameters = targets.parameter_names(model)  # PEFT supports no dropout on parameters
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.lora_rank,
@@ -164,7 +170,7 @@ def lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> L
 
 
 def finish_adapter(model: Any, settings: TrainSettings) -> None:
-    """What PEFT's configuration cannot say, once the adapter is there."""
+    """Applies what PEFT's configuration cannot express, after the adapter was created."""
     lora = settings.lora
     if lora.adapter_name_or_path:
         from peft import load_peft_weights, set_peft_model_state_dict
@@ -176,9 +182,9 @@ def finish_adapter(model: Any, settings: TrainSettings) -> None:
             raise InputError(lora.adapter_name_or_path, f"{first}, which does not fit", "an adapter of this very model")
     if lora.lora_dropout and not model.peft_config["default"].lora_dropout:
         set_lora_dropout(model, lora.lora_dropout)
-        ours = set(expert_adapters(model).values())
+        expert_layers = set(expert_adapters(model).values())
         for layer in model.modules():
-            if layer not in ours and isinstance(getattr(layer, "lora_dropout", None), nn.ModuleDict):
+            if layer not in expert_layers and isinstance(getattr(layer, "lora_dropout", None), nn.ModuleDict):
                 for name in layer.lora_dropout:
                     layer.lora_dropout[name] = nn.Dropout(lora.lora_dropout)
     if settings.model.pure_bf16:
@@ -188,14 +194,14 @@ def finish_adapter(model: Any, settings: TrainSettings) -> None:
 
 
 def checkpoint_activations(model: Any, settings: TrainSettings) -> None:
-    given = settings.trainer.get("gradient_checkpointing", True)
-    if settings.model.disable_gradient_checkpointing or not given:
+    requested = settings.trainer.get("gradient_checkpointing", True)
+    if settings.model.disable_gradient_checkpointing or not requested:
         return
     options: dict[str, Any] = dict(settings.trainer.get("gradient_checkpointing_kwargs") or {})
     options.setdefault("use_reentrant", settings.model.use_reentrant_gc)
     if settings.experts.kt_cpu_activation == "retain":
         if options["use_reentrant"]:
             raise InputError("use_reentrant_gc", True, "false with kt_cpu_activation: retain")
-        options["context_fn"] = retain_experts
+        options["context_fn"] = save_expert_outputs
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()

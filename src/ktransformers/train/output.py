@@ -1,8 +1,8 @@
-"""What a run leaves behind: the directory that LLaMA-Factory and the HF Trainer would have left, plus the manifest.
+"""Writes the output directory of a run: the files that LLaMA-Factory and the HF Trainer write, plus the manifest.
 
-Everything but checkpoints is written at the end: first beside its place, then each file by one rename, the manifest
-last, so that a directory with a manifest is a finished one. Before that the adapter is read back into the model that
-learned it and has to say of a few rows what it said before (`adapters.prove_record`).
+Everything but checkpoints is written at the end: first to a staging directory, then each file by one rename, the
+manifest last, so that a directory with a manifest is complete. Before the rename the adapter is read back into the
+model that was trained and must reproduce the log-probabilities of a few rows (`adapters/proof_record.py`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters import proof_record
-from ktransformers.adapters.manifest import FILE
-from ktransformers.adapters.proof_record import Reloaded, check_reload, write_record
+from ktransformers.adapters.manifest import MANIFEST_FILE
+from ktransformers.adapters.proof_record import ReloadCheck, check_reload, write_record
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
-from ktransformers.train.files import STAGING, move_files, saved, write_json, write_text
-from ktransformers.train.manifest import add_saved, check_saved
+from ktransformers.train.files import STAGING_DIR, move_files, reporting_full_disk, write_json, write_text
+from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
 from ktransformers.train.settings import TrainSettings
 
-CARD = """---
+MODEL_CARD = """---
 base_model: {base}
 library_name: peft
 pipeline_tag: text-generation
@@ -57,7 +57,7 @@ def model_card(settings: TrainSettings, results: dict[str, Any]) -> str:
         "epochs": round(float(results.get("epoch", 0.0)), 3),
         "seed": trainer.get("seed", 42),
     } | {name: f"{value:.4g}" for name, value in results.items() if name.endswith("loss")}
-    return CARD.format(
+    return MODEL_CARD.format(
         base=settings.model.model_name_or_path,
         name=Path(settings.output_dir).name,
         output=settings.output_dir,
@@ -70,17 +70,17 @@ def model_card(settings: TrainSettings, results: dict[str, Any]) -> str:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """An exponential mean that forgets more slowly the longer the curve is."""
-    keep = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
-    found, last = [], values[0]
+    """Exponential moving average whose decay grows with the length of the curve."""
+    decay = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
+    smoothed, last = [], values[0]
     for value in values:
-        last = keep * last + (1 - keep) * value
-        found.append(last)
-    return found
+        last = decay * last + (1 - decay) * value
+        smoothed.append(last)
+    return smoothed
 
 
 def plot_loss(history: list[dict[str, Any]], path: Path) -> bool:
-    """training_loss.png; False where there is nothing to draw or nothing to draw with."""
+    """Writes training_loss.png; False without a loss curve or without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -108,7 +108,7 @@ def plot_loss(history: list[dict[str, Any]], path: Path) -> bool:
     return True
 
 
-def _results(output: Path, results: dict[str, Any]) -> None:
+def _write_results(output: Path, results: dict[str, Any]) -> None:
     parts = {
         "train": {name: value for name, value in results.items() if not name.startswith("eval_")},
         "eval": {name: value for name, value in results.items() if name.startswith("eval_") or name == "epoch"},
@@ -119,33 +119,33 @@ def _results(output: Path, results: dict[str, Any]) -> None:
     write_json(output / "all_results.json", results)
 
 
-def begin_output(output: Path, *, anew: bool) -> None:
-    """Clear away what an interrupted save left, and with `anew` the checkpoints and the adapter of an earlier run."""
-    with saved(output):
+def prepare_output(output: Path, *, fresh: bool) -> None:
+    """Removes leftovers of an interrupted save, and with `fresh` the checkpoints and the adapter of an earlier run."""
+    with reporting_full_disk(output):
         output.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(output / STAGING, ignore_errors=True)
-    (output / FILE).unlink(missing_ok=True)
-    if anew:
+    shutil.rmtree(output / STAGING_DIR, ignore_errors=True)
+    (output / MANIFEST_FILE).unlink(missing_ok=True)
+    if fresh:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
-        for name in ("adapter_model.safetensors", proof_record.FILE, "trainer_log.jsonl"):
+        for name in ("adapter_model.safetensors", proof_record.PROOF_FILE, "trainer_log.jsonl"):
             (output / name).unlink(missing_ok=True)
 
 
-def _ids(row: Any) -> list[int]:
+def _token_ids(row: Any) -> list[int]:
     return [*row.prompt, *row.chosen] if isinstance(row, PreferenceRow) else row.ids
 
 
-def finish_output(
+def write_output(
     trainer: Any, settings: TrainSettings, results: dict[str, Any], manifest: dict[str, Any], split: DataSplit
-) -> Reloaded:
+) -> ReloadCheck:
     output = Path(settings.output_dir)
-    staging = output / STAGING
+    staging = output / STAGING_DIR
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    rows = [_ids(row) for row in split.evaluation or split.train]
-    made = proof_record.record(model, rows, held_out=bool(split.evaluation))
-    with saved(output):
+    rows = [_token_ids(row) for row in split.evaluation or split.train]
+    proof = proof_record.record(model, rows, held_out=bool(split.evaluation))
+    with reporting_full_disk(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         model.save_pretrained(str(staging))
@@ -154,11 +154,11 @@ def finish_output(
         if settings.run.plot_loss:
             plot_loss(trainer.state.log_history, staging / "training_loss.png")
         (staging / "README.md").write_text(model_card(settings, results))
-        add_saved(manifest, staging / "adapter_model.safetensors")
-        check_saved(manifest, model)
-        reloaded = check_reload(model, staging, made)
-        write_record(staging / proof_record.FILE, made)
+        add_saved_tensors(manifest, staging / "adapter_model.safetensors")
+        check_saved_tensors(manifest, model)
+        reload_check = check_reload(model, staging, proof)
+        write_record(staging / proof_record.PROOF_FILE, proof)
         move_files(staging, output)
-        _results(output, results)
-        write_text(output / FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    return reloaded
+        _write_results(output, results)
+        write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    return reload_check

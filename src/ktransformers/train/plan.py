@@ -1,7 +1,7 @@
-"""The plan of a run, made before anything heavy is loaded: data read and tokenised, targets found on a skeleton.
+"""The plan of a run, made before weights are loaded: data read and tokenised, targets found on a meta-device model.
 
-This is what `--dry-run` prints and what `run` starts from, so that a dry run checks what a run uses. Where the model is
-not on this machine yet, the parts that need its tokenizer or config are left out, and a note says so.
+`--dry-run` prints this plan and `run` starts from it, so a dry run checks what a run uses. If the model is not on this
+machine yet, the parts that need its tokenizer or config are skipped and a note says so.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from typing import Any
 from ktransformers import plan as planning
 from ktransformers.errors import InputError
 from ktransformers.plan.document import candidate_document
-from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, step_rows, trainer_arguments
-from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack, prepare, read_datasets
-from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show
-from ktransformers.train.data.templates import find_form, jinja, missing_tokens
-from ktransformers.train.forecast import try_site
-from ktransformers.train.grouping import Grouping, RowLengths, decide, grouped
-from ktransformers.train.model import locate_model, read_config, skeleton
-from ktransformers.train.resolve import isa_of
+from ktransformers.train.arguments import (
+    device_of,
+    dtype_of,
+    find_resume_point,
+    step_shape,
+    trainer_arguments,
+    uses_packing,
+)
+from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, prepare, read_datasets
+from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
+from ktransformers.train.data.templates import find_template, missing_tokens, to_jinja
+from ktransformers.train.forecast import try_plan_inputs
+from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
+from ktransformers.train.model import build_meta_model, locate_model, read_config
+from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import SECTIONS, TrainSettings
-from ktransformers.train.targets import Targets, find_targets, trained_numbers
+from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
 
-PACKAGES = ("trl", "datasets", "accelerate")
-EXACT_ISAS = ("generic", "avx2")  # the variants that have exact kinds
+REQUIRED_PACKAGES = ("trl", "datasets", "accelerate")
+EXACT_ISAS = ("generic", "avx2")  # variants with f32 expert kernels
 
 
 @dataclass(frozen=True)
@@ -45,14 +52,14 @@ class DataPlan:
     train_rows: int
     evaluation_rows: int
     dropped_rows: int
-    sequences: int  # what the trainer sees: rows, or packs of them
+    sequences: int  # sequences of the trainer: rows, or packed rows
     tokens: int
     learned_tokens: int
-    learned_at_once: int  # of one batch, at most
+    learned_at_once: int  # maximum per batch
     longest: int
     steps_per_epoch: int
     steps: int
-    example: str  # the first row, what is learned in « »
+    example: str  # the first row, labelled text in « »
 
 
 @dataclass(frozen=True)
@@ -67,13 +74,13 @@ class TrainPlan:
     targets: Targets | None
     trained_numbers: int | None
     forecast: planning.Plan | None  # of memory and time
-    grouping: Grouping | None  # None: without the model there is nothing to choose by
+    grouping: Grouping | None  # None without the model
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A plan with the things that a run needs and a report does not show."""
+    """A plan with the objects that a run needs and a report does not show."""
 
     plan: TrainPlan
     directory: Path | None
@@ -82,7 +89,7 @@ class PreparedRun:
 
 
 def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[str]]:
-    """The tokenizer with the template that is trained on; it is saved with the adapter."""
+    """The tokenizer with the chat template that is trained; it is saved with the adapter."""
     from transformers import AutoTokenizer
 
     model, data = settings.model, settings.data
@@ -99,41 +106,41 @@ def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if data.template is not None:
-        form = find_form(data.template)
-        lacking = missing_tokens(form, tokenizer)
-        if lacking:
-            given = ", ".join(lacking)
-            notes.append(f"template {data.template}: {given} are no tokens of this model and are spelled out")
-        tokenizer.chat_template = jinja(form)
+        template = find_template(data.template)
+        missing = missing_tokens(template, tokenizer)
+        if missing:
+            listed = ", ".join(missing)
+            notes.append(f"template {data.template}: {listed} are not tokens of this model and are split into several")
+        tokenizer.chat_template = to_jinja(template)
     return tokenizer, notes
 
 
-def sequences(rows: list[Any], settings: TrainSettings) -> list[Any]:
-    """What the trainer sees as rows."""
-    return pack(rows, settings.data.cutoff_len) if packs(settings) else list(rows)
+def trainer_sequences(rows: list[Any], settings: TrainSettings) -> list[Any]:
+    """The sequences that the trainer gets: rows, or lists of packed rows."""
+    return pack_rows(rows, settings.data.cutoff_len) if uses_packing(settings) else list(rows)
 
 
 def _lengths(row: TrainRow | PreferenceRow) -> tuple[int, int, int]:
-    """Tokens, learned tokens, length of the longest sequence."""
+    """(tokens, labelled tokens, length of the longest sequence) of a row."""
     if isinstance(row, PreferenceRow):
         both = len(row.chosen) + len(row.rejected)
         return 2 * len(row.prompt) + both, both, len(row.prompt) + max(len(row.chosen), len(row.rejected))
-    return len(row.ids), row.learned, len(row.ids)
+    return len(row.ids), row.labelled, len(row.ids)
 
 
-def _size(rows: list[Any]) -> tuple[int, int]:
-    """Tokens and learned tokens of one sequence; a pair is as long as twice its longer half, as it is padded."""
-    found = [_lengths(row) for row in rows]
+def _sequence_size(rows: list[Any]) -> tuple[int, int]:
+    """(tokens, labelled tokens) of one sequence; a pair counts twice its longer half, as it is padded."""
+    lengths = [_lengths(row) for row in rows]
     tokens = sum(
         2 * longest if isinstance(row, PreferenceRow) else longest
-        for row, (_, _, longest) in zip(rows, found, strict=True)
+        for row, (_, _, longest) in zip(rows, lengths, strict=True)
     )
-    return tokens, sum(learned for _, learned, _ in found)
+    return tokens, sum(labelled for _, labelled, _ in lengths)
 
 
-def _measure(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths:
-    seen = sequences(split.train, settings)
-    sizes = [_size(sequence if packs(settings) else [sequence]) for sequence in seen]
+def _measure_rows(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths:
+    sequences = trainer_sequences(split.train, settings)
+    sizes = [_sequence_size(sequence if uses_packing(settings) else [sequence]) for sequence in sequences]
     order = settings.trainer.get("train_sampling_strategy", "random")
     if order == "group_by_length":
         sizes.sort()
@@ -141,56 +148,56 @@ def _measure(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths
     return RowLengths(sizes, max(_lengths(row)[2] for row in split.train), seed if shuffled else None)
 
 
-def _count(split: DataSplit, measured: RowLengths, settings: TrainSettings, tokenizer: Any) -> DataPlan:
+def _summarise_data(split: DataSplit, measured: RowLengths, settings: TrainSettings, tokenizer: Any) -> DataPlan:
     lengths = [_lengths(row) for row in split.train]
     count = len(measured.sizes)
-    rows, parts = step_rows(settings)
+    rows, batches = step_shape(settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    per_epoch = math.ceil(math.ceil(count / (rows * world)) / parts)
-    given = int(settings.trainer.get("max_steps", -1))
+    per_epoch = math.ceil(math.ceil(count / (rows * world)) / batches)
+    max_steps = int(settings.trainer.get("max_steps", -1))
     epochs = float(settings.trainer.get("num_train_epochs", 3.0))
     first = split.train[0]
     if isinstance(first, PreferenceRow):
         prompt, chosen, rejected = (tokenizer.decode(ids) for ids in (first.prompt, first.chosen, first.rejected))
         example = f"{prompt}«{chosen}» rather than «{rejected}»"
     else:
-        example = show(first, tokenizer)
+        example = show_labels(first, tokenizer)
     return DataPlan(
         train_rows=len(split.train),
         evaluation_rows=len(split.evaluation),
         dropped_rows=split.dropped,
         sequences=count,
         tokens=sum(tokens for tokens, _, _ in lengths),
-        learned_tokens=sum(learned for _, learned, _ in lengths),
-        learned_at_once=measured.lengths(settings).learned,
+        learned_tokens=sum(labelled for _, labelled, _ in lengths),
+        learned_at_once=measured.lengths(settings).labelled,
         longest=measured.longest,
         steps_per_epoch=per_epoch,
-        steps=given if given > 0 else math.ceil(per_epoch * epochs),
+        steps=max_steps if max_steps > 0 else math.ceil(per_epoch * epochs),
         example=example,
     )
 
 
-def _check_template(tokenizer: Any, found: list[ReadDataset]) -> None:
+def _check_template(tokenizer: Any, datasets: list[ReadDataset]) -> None:
     if tokenizer.chat_template is not None:
         return
-    for part in found:
-        for row, sample in part.samples:
-            if sample.chats:
-                given = f"nothing, the tokenizer has none, and {row.place} is a conversation"
+    for dataset in datasets:
+        for row, sample in dataset.samples:
+            if sample.needs_template:
+                given = f"nothing, the tokenizer has none, and {row.position} is a conversation"
                 raise InputError("template", given, "a name", "docs/train.md lists them")
 
 
-def _check_kinds(found: list[ReadDataset], settings: TrainSettings) -> None:
-    """Without a tokenizer, at least pairs where pairs are needed."""
-    from ktransformers.train.data.files import bad_row
+def _check_kinds(datasets: list[ReadDataset], settings: TrainSettings) -> None:
+    """Checks without a tokenizer that rows are pairs exactly if the stage needs pairs."""
+    from ktransformers.train.data.files import row_error
     from ktransformers.train.data.formats import PreferencePair
 
-    wanted = settings.data.stage == "dpo"
-    for part in found:
-        for row, sample in part.samples:
-            if isinstance(sample, PreferencePair) != wanted:
-                given = "a row with one answer" if wanted else "chosen and rejected"
-                raise bad_row(row, given, f"a row for stage {settings.data.stage}")
+    needs_pairs = settings.data.stage == "dpo"
+    for dataset in datasets:
+        for row, sample in dataset.samples:
+            if isinstance(sample, PreferencePair) != needs_pairs:
+                given = "a row with one answer" if needs_pairs else "chosen and rejected"
+                raise row_error(row, given, f"a row for stage {settings.data.stage}")
 
 
 def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun:
@@ -199,22 +206,22 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     _check_packages()
     trainer_arguments(settings)
     if settings.data.template is not None:
-        find_form(settings.data.template)
-    checkpoint, start = resume_point(settings)
+        find_template(settings.data.template)
+    checkpoint, start = find_resume_point(settings)
     if settings.run.plot_loss and importlib.util.find_spec("matplotlib") is None:
         notes.append("plot_loss: there will be no picture without matplotlib; pip install matplotlib")
-    found = read_datasets(settings.data.dataset, settings.data)
+    datasets = read_datasets(settings.data.dataset, settings.data)
     held_out = read_datasets(settings.data.eval_dataset, settings.data)
-    _check_kinds(found + held_out, settings)
+    _check_kinds(datasets + held_out, settings)
     directory = locate_model(settings.model, download=download)
     seed = int(settings.trainer.get("seed", 42))
     tokenizer, split, data, targets, numbers, dtype, forecast, grouping = (None,) * 8
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
-        tokenizer, more = load_tokenizer(directory, settings)
-        notes += more
-        _check_template(tokenizer, found + held_out)
+        tokenizer, extra_notes = load_tokenizer(directory, settings)
+        notes += extra_notes
+        _check_template(tokenizer, datasets + held_out)
         options = settings.data
         renderer = Renderer(
             tokenizer,
@@ -224,19 +231,19 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
             options.default_system,
             options.enable_thinking,
         )
-        split = prepare(found, held_out, renderer, options, seed)
-        measured = _measure(split, settings, seed)
-        settings, grouping, forecast, more = _foresee(settings, checkpoint, directory, measured)
-        notes += more
-        data = _count(split, measured, settings, tokenizer)
+        split = prepare(datasets, held_out, renderer, options, seed)
+        measured = _measure_rows(split, settings, seed)
+        settings, grouping, forecast, extra_notes = _plan_batching(settings, checkpoint, directory, measured)
+        notes += extra_notes
+        data = _summarise_data(split, measured, settings, tokenizer)
         evaluates = settings.trainer.get("eval_strategy", "no")
         if str(evaluates) != "no" and not split.evaluation:
             raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")
         if split.dropped:
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
-        model = skeleton(directory)
+        model = build_meta_model(directory)
         targets = find_targets(model, settings.lora)
-        numbers = trained_numbers(model, targets, settings.lora.lora_rank)
+        numbers = count_trained_parameters(model, targets, settings.lora.lora_rank)
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
         _check_packing(model, settings)
@@ -248,7 +255,8 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
         dtype=dtype,
         start=start,
         datasets=tuple(
-            DatasetPlan(part.source.name, str(part.source.path), len(part.samples)) for part in found + held_out
+            DatasetPlan(dataset.source.name, str(dataset.source.path), len(dataset.samples))
+            for dataset in datasets + held_out
         ),
         data=data,
         targets=targets,
@@ -260,23 +268,23 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     return PreparedRun(plan, directory, tokenizer, split)
 
 
-def _foresee(
+def _plan_batching(
     settings: TrainSettings, checkpoint: Path | None, directory: Path, measured: RowLengths
 ) -> tuple[TrainSettings, Grouping, planning.Plan | None, list[str]]:
-    """The settings with what is chosen here: where the run is, and how a step is cut; and what it takes so."""
-    site, notes = try_site(settings, directory, read_config(directory))
-    grouping = decide(settings, checkpoint, site, measured)
-    chosen = grouped(settings, grouping.tokens)
-    found = None if site is None else site.forecast(chosen, measured.lengths(chosen))
-    if found is not None and found.left_out:  # planned anew: on a CPU dtypes and losses may be others
+    """The settings with the chosen device and batching, the grouping, its forecast, and notes."""
+    inputs, notes = try_plan_inputs(settings, directory, read_config(directory))
+    grouping = decide_grouping(settings, checkpoint, inputs, measured)
+    chosen = with_tokens_per_batch(settings, grouping.tokens)
+    forecast = None if inputs is None else inputs.forecast(chosen, measured.lengths(chosen))
+    if forecast is not None and forecast.left_out:  # planned again: dtypes and losses may differ on a CPU
         on_cpu = settings.model_copy(update={"trainer": settings.trainer | {"use_cpu": True}})
         trainer_arguments(on_cpu)
-        chosen, grouping, again, more = _foresee(on_cpu, checkpoint, directory, measured)
+        chosen, grouping, cpu_forecast, cpu_notes = _plan_batching(on_cpu, checkpoint, directory, measured)
         insist = "use_cpu: false insists on it"
-        return chosen, grouping, again, [f"everything on the CPU: {found.left_out}; {insist}", *more]
+        return chosen, grouping, cpu_forecast, [f"everything on the CPU: {forecast.left_out}; {insist}", *cpu_notes]
     if grouping.note is not None:
         notes.append(grouping.note)
-    return chosen, grouping, found, notes
+    return chosen, grouping, forecast, notes
 
 
 def _check_vocabulary(split: DataSplit, model: Any, directory: Path) -> None:
@@ -287,38 +295,43 @@ def _check_vocabulary(split: DataSplit, model: Any, directory: Path) -> None:
             raise InputError(str(directory), f"token {max(ids)}", f"tokens below {size}, the model's vocabulary")
 
 
-def _precision_notes(settings: TrainSettings, words: dict[str, Any]) -> list[str]:
-    """Exact experts are asked for; where they cannot be had is said before anything is loaded."""
+def _precision_notes(settings: TrainSettings, config: dict[str, Any]) -> list[str]:
+    """Notes on f32 experts; raises if the requested CPU variant has none."""
     if settings.experts.precision == "bf16":
         return []
-    isa = isa_of(settings.experts.kt_backend)
+    isa = isa_of_backend(settings.experts.kt_backend)
     if isa not in (None, *EXACT_ISAS):
         backend = settings.experts.kt_backend
         raise InputError(
             "precision", f"f32 with kt_backend {backend}", f"auto, {' or '.join(EXACT_ISAS)}", "leave kt_backend out"
         )
-    dtype = dtype_of(settings, words)
+    dtype = dtype_of(settings, config)
     mixed = f", though the rest computes in {str(dtype).removeprefix('torch.')}" if dtype.itemsize < 4 else ""
     return [f"precision f32: experts take twice the memory of the forecast and more time{mixed}"]
 
 
 def _check_packages() -> None:
-    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise InputError("kt train", f"no {', '.join(lacking)} here", "them", 'pip install "ktransformers[train]"')
+    missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            "kt train",
+            f"without {', '.join(missing)}",
+            "these packages installed",
+            'pip install "ktransformers[train]"',
+        )
 
 
 def _check_packing(model: Any, settings: TrainSettings) -> None:
-    """A recurrent state runs on into the next row unless a kernel of its own stops it."""
+    """Packing with linear attention needs causal_conv1d, without which recurrent state leaks into the next row."""
     recurrent = any({"linear_attn", "mamba"} & set(name.split(".")) for name, _ in model.named_modules())
-    if packs(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
+    if uses_packing(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
         raise InputError(
             "packing", True, "false with linear attention", "kt_tokens_per_batch fills batches without packing"
         )
 
 
-def as_dict(plan: TrainPlan) -> dict[str, Any]:
-    """For --json."""
+def plan_document(plan: TrainPlan) -> dict[str, Any]:
+    """The plan as a JSON document, for --json."""
     settings = plan.settings
     sections = {name: getattr(settings, name).model_dump(mode="json") for name in SECTIONS}
     targets = plan.targets

@@ -1,8 +1,8 @@
-"""Losses on pairs of answers, with LLaMA-Factory's definitions.
+"""Preference losses with LLaMA-Factory's definitions.
 
-Log-probabilities are sums over an answer's tokens `[pairs]`; orpo, simpo and ipo use their means. orpo and simpo know
-no reference. `pref_ftx` adds the mean negative log-probability of the chosen answer. Everything returns one number for
-each pair, so that a batch may be cut into parts and weighted again.
+Log-probabilities are sums over an answer's tokens `[pairs]`; orpo, simpo and ipo use means. orpo and simpo need no
+reference. `pref_ftx` adds the mean negative log-probability of the chosen answer. Every loss has one value per pair, so
+that a batch can be split into parts and weighted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ktransformers.train.settings import PreferenceSettings
 
-WITHOUT_REFERENCE = ("orpo", "simpo")
+REFERENCE_FREE_LOSSES = ("orpo", "simpo")
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Log-probabilities and token counts of the chosen and the rejected answers, each `[pairs]`."""
+class AnswerLogprobs:
+    """Summed log-probabilities and token counts of the chosen and the rejected answers, each `[pairs]`."""
 
     chosen: Tensor
     rejected: Tensor
@@ -31,8 +31,10 @@ class Answers:
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
-def pair_losses(policy: Answers, reference: tuple[Tensor, Tensor] | None, settings: PreferenceSettings) -> Tensor:
-    """`reference` holds the same sums under the base, None for losses that need none."""
+def pair_losses(
+    policy: AnswerLogprobs, reference: tuple[Tensor, Tensor] | None, settings: PreferenceSettings
+) -> Tensor:
+    """`reference` holds the same sums under the base, None for losses without a reference."""
     beta, kind = settings.pref_beta, settings.pref_loss
     chosen, rejected = policy.mean()
     if kind == "orpo":
@@ -57,8 +59,10 @@ def pair_losses(policy: Answers, reference: tuple[Tensor, Tensor] | None, settin
     return losses - settings.pref_ftx * chosen if settings.pref_ftx else losses
 
 
-def rewards(policy: Answers, reference: tuple[Tensor, Tensor] | None, beta: float) -> tuple[Tensor, Tensor]:
-    """What the margin is made of, for the log."""
+def implicit_rewards(
+    policy: AnswerLogprobs, reference: tuple[Tensor, Tensor] | None, beta: float
+) -> tuple[Tensor, Tensor]:
+    """The implicit rewards of the chosen and rejected answers, for the log."""
     if reference is None:
         chosen, rejected = policy.mean()
         return beta * chosen.detach(), beta * rejected.detach()

@@ -1,8 +1,8 @@
-"""The reference of preference training: log-probabilities of every answer under the base, computed once and kept.
+"""Reference log-probabilities for preference training: those of every answer under the base, computed once and cached.
 
-The base is the model with its adapter off, so nothing is copied. The numbers are kept in the output directory under a
-hash of what they depend on (base and experts, dtype, tokens): a run that goes on reads them, another dataset or base
-computes its own. Rows are taken by length, so that the experts see large batches.
+The base is the model with its adapter disabled, so no copy is needed. The values are cached in the output directory
+under a hash of what they depend on (base and experts, dtype, tokens): a resumed run reads them, another dataset or base
+computes its own. Rows are batched by length, so that the experts get large batches.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktransformers.files import sync
-from ktransformers.train.batches import budget_parts
-from ktransformers.train.trainers import answer_logps
+from ktransformers.train.batches import split_by_budget
+from ktransformers.train.trainers import reference_logprobs
 
-FILE = "kt_reference.safetensors"
-COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+REFERENCE_FILE = "kt_reference.safetensors"
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-def _key(base: str, dtype: str, datasets: dict[str, Any]) -> str:
+def _cache_key(base: str, dtype: str, datasets: dict[str, Any]) -> str:
     digest = hashlib.sha256(f"{base} {dtype}".encode())
     for name, dataset in datasets.items():
         digest.update(name.encode())
@@ -48,44 +48,44 @@ def _read(path: Path, key: str) -> dict[str, Tensor] | None:
 def _compute(trainer: Any, dataset: Any, budget: int, report: Callable[[int, int], None]) -> list[Tensor]:
     rows = list(dataset)
     lengths = [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
-    found = [torch.zeros(len(rows)) for _ in COLUMNS]
+    columns = [torch.zeros(len(rows)) for _ in REFERENCE_COLUMNS]
     done = 0
-    for part in budget_parts([2 * length for length in lengths], budget):
+    for part in split_by_budget([2 * length for length in lengths], budget):
         batch = trainer.data_collator([rows[index] for index in part])
-        for column, values in zip(found, answer_logps(trainer, batch), strict=True):
+        for column, values in zip(columns, reference_logprobs(trainer, batch), strict=True):
             column[torch.tensor(part)] = values
         done += len(part)
         report(done, len(rows))
-    return found
+    return columns
 
 
 def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, int], None]) -> bool:
-    """Give the trainer's datasets their reference columns; True where they had to be computed."""
+    """Adds the reference columns to the trainer's datasets; True if they had to be computed."""
     datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
     datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
-    path = Path(trainer.args.output_dir) / FILE
-    key = _key(base, str(next(trainer.model.parameters()).dtype), datasets)
-    kept = _read(path, key)
-    computed = kept is None
-    if kept is None:
+    path = Path(trainer.args.output_dir) / REFERENCE_FILE
+    key = _cache_key(base, str(next(trainer.model.parameters()).dtype), datasets)
+    logprobs = _read(path, key)
+    computed = logprobs is None
+    if logprobs is None:
         was_training = trainer.model.training
         trainer.model.eval()
-        kept = {
+        logprobs = {
             f"{name}.{column}": values
             for name, dataset in datasets.items()
-            for column, values in zip(COLUMNS, _compute(trainer, dataset, budget, report), strict=True)
+            for column, values in zip(REFERENCE_COLUMNS, _compute(trainer, dataset, budget, report), strict=True)
         }
         trainer.model.train(was_training)
         if trainer.args.should_save:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.tmp")
-            save_file(kept, temporary, metadata={"key": key})
+            save_file(logprobs, temporary, metadata={"key": key})
             sync(temporary)
             temporary.replace(path)
         trainer.accelerator.wait_for_everyone()
     for name, dataset in datasets.items():
-        for column in COLUMNS:
-            dataset = dataset.add_column(column, kept[f"{name}.{column}"].tolist())
+        for column in REFERENCE_COLUMNS:
+            dataset = dataset.add_column(column, logprobs[f"{name}.{column}"].tolist())
         if name == "train":
             trainer.train_dataset = dataset
         else:

@@ -1,8 +1,9 @@
-"""From YAML and `key=value` words to `TrainSettings`: every key is honoured, mapped, said to be moot, or an error.
+"""Turns YAML and `key=value` overrides into `TrainSettings`: every key is used, translated, reported to have no effect,
+or an error.
 
-Order: the file, then the words, which win. `kt_config` is flattened (its keys are unique). Keys that left transformers
-are mapped. The HF Trainer's keys are those of the installed `TrainingArguments`: the import costs seconds, so it is
-left to here, and each value is brought to its field's type, because YAML reads `1e-4` as a word.
+Overrides take precedence over the file. `kt_config` is flattened (its keys are unique). Keys that transformers removed
+are translated. The HF Trainer's keys are the fields of the installed `TrainingArguments`, imported here because the
+import takes seconds; each value is converted to its field's type, because YAML reads `1e-4` as a string.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.train.keys import DERIVED, MOOT, OFF, RENAMED
-from ktransformers.train.rules import read_rule
-from ktransformers.train.settings import HOME, SECTIONS, TrainSettings
+from ktransformers.place.rules import summarise_for_training
+from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
+from ktransformers.train.settings import SECTION_OF_KEY, SECTIONS, TrainSettings
 
-SPECIAL = (
+TRANSLATED_KEYS = (
     "kt_config",
     "warmup_ratio",
     "group_by_length",
@@ -45,18 +46,26 @@ def trainer_fields() -> dict[str, Any]:
 
 
 @functools.cache
-def trainer_kinds() -> dict[str, type]:
-    """Key -> plain type, of those that have one; a step count may be a share, so the annotation counts."""
+def trainer_types() -> dict[str, type]:
+    """Key -> scalar type, for keys that have one; the annotation decides, because a step count may be a fraction."""
     from transformers import TrainingArguments
 
-    plain = (bool, int, float, str)
-    kinds = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
-    kinds = {name: kind if kind in plain else type(trainer_fields().get(name)) for name, kind in kinds.items()}
-    return {name: kind for name, kind in kinds.items() if kind in plain}
+    scalars = (bool, int, float, str)
+    types = {field.name: field.type for field in dataclasses.fields(TrainingArguments)}
+    types = {name: type_ if type_ in scalars else type(trainer_fields().get(name)) for name, type_ in types.items()}
+    return {name: type_ for name, type_ in types.items() if type_ in scalars}
 
 
 def known_keys() -> set[str]:
-    return {*HOME, *MOOT, *OFF, *RENAMED, *SPECIAL, *DERIVED, *trainer_fields()}
+    return {
+        *SECTION_OF_KEY,
+        *NO_EFFECT_KEYS,
+        *UNSUPPORTED_KEYS,
+        *RENAMED_KEYS,
+        *TRANSLATED_KEYS,
+        *DERIVED_KEYS,
+        *trainer_fields(),
+    }
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -64,42 +73,42 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(str(file), "no such file", "a YAML file with training keys", "examples/ holds some")
     try:
-        found = yaml.safe_load(file.read_text())
+        keys = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(str(file), f"no YAML ({' '.join(str(error).split())})", "lines of `key: value`") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise InputError(str(file), type(found).__name__, "a mapping, lines of `key: value`")
-    return found
+    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
+        raise InputError(str(file), type(keys).__name__, "a mapping, lines of `key: value`")
+    return keys
 
 
-def read_words(words: Iterable[str]) -> dict[str, Any]:
-    """`key=value`, the value as YAML; `kt_config.kt_backend=auto` reaches into the mapping."""
-    found: dict[str, Any] = {}
-    for word in words:
-        key, sign, value = word.partition("=")
+def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
+    """Parses `key=value` with a YAML value; `kt_config.kt_backend=auto` sets a key of the mapping."""
+    overrides: dict[str, Any] = {}
+    for argument in arguments:
+        key, sign, value = argument.partition("=")
         if not sign or not key.strip():
-            raise InputError("argument", repr(word), "key=value")
+            raise InputError("argument", repr(argument), "key=value")
         try:
-            read = yaml.safe_load(value)
+            parsed = yaml.safe_load(value)
         except yaml.YAMLError:
-            read = value
+            parsed = value
         outer, _, inner = key.strip().removeprefix("--").partition(".")
         if inner:
-            found.setdefault(outer, {})[inner] = read
+            overrides.setdefault(outer, {})[inner] = parsed
         else:
-            found[outer] = read
-    return found
+            overrides[outer] = parsed
+    return overrides
 
 
-def merge(file: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
+def merge_overrides(file: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(file)
-    for key, value in words.items():
+    for key, value in overrides.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = {**merged[key], **value} if both else value
     return merged
 
 
-def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_kt_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in raw.items() if key != "kt_config"}
     inner = raw.get("kt_config") or {}
     if not isinstance(inner, Mapping):
@@ -111,56 +120,58 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def unknown(key: str) -> InputError:
-    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.6)
-    return InputError(key, "a key that is not known", f"`{near[0]}`, perhaps" if near else "a key of docs/train.md")
+def unknown_key_error(key: str) -> InputError:
+    matches = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.6)
+    return InputError(
+        key, "a key that is not known", f"`{matches[0]}`, perhaps" if matches else "a key of docs/train.md"
+    )
 
 
-def coerce(key: str, value: Any, kind: type | None) -> Any:
-    """Bring a value of the HF Trainer to its type; what has no plain type is left to the Trainer."""
-    if kind is None or isinstance(value, (list, dict)):
+def coerce(key: str, value: Any, type_: type | None) -> Any:
+    """Converts a value to the type of the HF Trainer's field; without a scalar type it is left to the Trainer."""
+    if type_ is None or isinstance(value, (list, dict)):
         return value
-    if kind is str:
-        return "no" if value is False else value  # what YAML makes of `eval_strategy: no`
+    if type_ is str:
+        return "no" if value is False else value  # YAML reads `eval_strategy: no` as false
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(type_).validate_python(value)
     except ValidationError as error:
-        raise InputError(key, repr(value), kind.__name__) from error
+        raise InputError(key, repr(value), type_.__name__) from error
 
 
-class _Taker:
-    """Walks over the given keys once and sorts them; `notes` collects what the user should read."""
+class _KeySorter:
+    """Assigns each given key to its section; `notes` collects messages for the user."""
 
     def __init__(self) -> None:
         self.sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         self.trainer: dict[str, Any] = {}
         self.notes: list[str] = []
 
-    def take(self, key: str, value: Any) -> None:
-        if key in RENAMED:
-            self.notes.append(f"{key}: taken as {RENAMED[key]}")
-            self.take(RENAMED[key], value)
-        elif key in DERIVED:
+    def add(self, key: str, value: Any) -> None:
+        if key in RENAMED_KEYS:
+            self.notes.append(f"{key}: taken as {RENAMED_KEYS[key]}")
+            self.add(RENAMED_KEYS[key], value)
+        elif key in DERIVED_KEYS:
             raise InputError(key, repr(value), "nothing", "it follows from other keys; leave it out")
-        elif key in SPECIAL:
-            self.special(key, value)
-        elif key in MOOT:
-            self.notes.append(f"{key}: has no effect, {MOOT[key]}")
-        elif key in OFF:
-            if value not in OFF[key].values:
-                raise InputError(key, repr(value), "a run without it", OFF[key].remedy)
+        elif key in TRANSLATED_KEYS:
+            self._translate(key, value)
+        elif key in NO_EFFECT_KEYS:
+            self.notes.append(f"{key}: has no effect, {NO_EFFECT_KEYS[key]}")
+        elif key in UNSUPPORTED_KEYS:
+            if value not in UNSUPPORTED_KEYS[key].values:
+                raise InputError(key, repr(value), "a run without it", UNSUPPORTED_KEYS[key].remedy)
             if value is not None and key in trainer_fields():
                 self.trainer[key] = value
-        elif key in HOME:
+        elif key in SECTION_OF_KEY:
             if value is not None:
-                self.sections[HOME[key]][key] = value
+                self.sections[SECTION_OF_KEY[key]][key] = value
         elif key in trainer_fields():
             if value is not None:
-                self.trainer[key] = coerce(key, value, trainer_kinds().get(key))
+                self.trainer[key] = coerce(key, value, trainer_types().get(key))
         else:
-            raise unknown(key)
+            raise unknown_key_error(key)
 
-    def special(self, key: str, value: Any) -> None:
+    def _translate(self, key: str, value: Any) -> None:
         if value is None or value is False:
             return
         if key == "warmup_ratio":
@@ -180,31 +191,33 @@ class _Taker:
             self.notes.append("logging_dir: has no effect, it left transformers; TENSORBOARD_LOGGING_DIR sets it")
 
 
-def _build(name: str, values: dict[str, Any]) -> Any:
+def _build_section(name: str, values: dict[str, Any]) -> Any:
     try:
         return SECTIONS[name](**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else name
-        given = "nothing" if first["type"] == "missing" else repr(first.get("input"))
+        value = "nothing" if first["type"] == "missing" else repr(first.get("input"))
         message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         field = SECTIONS[name].model_fields.get(key)
-        raise InputError(key, given, message, field.description or "" if field else "") from error
+        raise InputError(key, value, message, field.description or "" if field else "") from error
 
 
-def read_settings(source: str | Path | Mapping[str, Any], words: Iterable[str] = ()) -> TrainSettings:
-    """The settings of a run, every key accounted for."""
+def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> TrainSettings:
+    """The settings of a run, with every key accounted for."""
     file = source if isinstance(source, Mapping) else read_yaml(source)
-    flat = flatten(merge(file, read_words(words)))
-    if isinstance(flat.get("model_name_or_path"), str):  # a name of this machine means nothing to who gets the adapter
-        flat["model_name_or_path"] = model_registry.written_down(flat["model_name_or_path"])
-    taker = _Taker()
-    for key, value in sorted(flat.items(), key=lambda item: item[0] in SPECIAL):  # explicit keys before mapped ones
-        taker.take(key, value)
-    sections = {name: _build(name, values) for name, values in taker.sections.items()}
+    flat = flatten_kt_config(merge_overrides(file, read_overrides(overrides)))
+    if isinstance(flat.get("model_name_or_path"), str):  # a local registry name means nothing on another machine
+        flat["model_name_or_path"] = model_registry.portable_name(flat["model_name_or_path"])
+    sorter = _KeySorter()
+    for key, value in sorted(
+        flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS
+    ):  # explicit keys before translated ones
+        sorter.add(key, value)
+    sections = {name: _build_section(name, values) for name, values in sorter.sections.items()}
     if sections["place"].kt_optimize_rule is not None:
-        taker.notes.append(read_rule(sections["place"].kt_optimize_rule)[1])
-    settings = TrainSettings(**sections, trainer=taker.trainer, notes=tuple(taker.notes))
+        sorter.notes.append(summarise_for_training(sections["place"].kt_optimize_rule)[1])
+    settings = TrainSettings(**sections, trainer=sorter.trainer, notes=tuple(sorter.notes))
     return _check(settings)
 
 
@@ -220,41 +233,43 @@ def _check(settings: TrainSettings) -> TrainSettings:
         raise InputError("use_kt", False, "true", "without it, use llamafactory-cli or TRL themselves")
     if experts.kt_weight_path and not Path(experts.kt_weight_path).exists():
         raise InputError("kt_weight_path", experts.kt_weight_path, "a packed directory, GGUF or kt-kernel's files")
-    isa_of(experts.kt_backend)
+    isa_of_backend(experts.kt_backend)
     if trainer.get("bf16") and trainer.get("fp16"):
         raise InputError("fp16", "true beside bf16", "one of them")
     packing = data.packing or data.neat_packing
     if packing and data.stage == "dpo":
         raise InputError("packing", True, "false with stage: dpo", "pairs are not packed")
-    at_once = experts.tokens_at_once
-    if packing and at_once:
-        raise InputError("kt_tokens_per_batch", at_once, "no packing beside it", "choose one of them")
-    if settings.model.moe_aux_loss_coef and at_once:
+    tokens_per_batch = experts.tokens_per_pass
+    if packing and tokens_per_batch:
+        raise InputError("kt_tokens_per_batch", tokens_per_batch, "no packing beside it", "choose one of them")
+    if settings.model.moe_aux_loss_coef and tokens_per_batch:
         raise InputError("moe_aux_loss_coef", settings.model.moe_aux_loss_coef, "no kt_tokens_per_batch beside it")
     if settings.run.early_stopping_steps and not trainer.get("load_best_model_at_end"):
-        given = settings.run.early_stopping_steps
-        raise InputError("early_stopping_steps", given, "load_best_model_at_end: true and eval_strategy beside it")
+        early_stopping_steps = settings.run.early_stopping_steps
+        raise InputError(
+            "early_stopping_steps", early_stopping_steps, "load_best_model_at_end: true and eval_strategy beside it"
+        )
     if data.mask_history and data.train_on_prompt:
         raise InputError("mask_history", True, "not together with train_on_prompt", "choose one of them")
     if experts.kt_cpu_activation == "recompute" and settings.model.disable_gradient_checkpointing:
         raise InputError("kt_cpu_activation", "recompute", "retain with disable_gradient_checkpointing: true")
-    if at_once and at_once < data.cutoff_len:
-        raise InputError("kt_tokens_per_batch", at_once, f"at least cutoff_len, {data.cutoff_len}")
+    if tokens_per_batch and tokens_per_batch < data.cutoff_len:
+        raise InputError("kt_tokens_per_batch", tokens_per_batch, f"at least cutoff_len, {data.cutoff_len}")
     return settings
 
 
 ISAS = {"AMX": "amx", "AVX512": "avx512", "AVX512_BF16": "avx512_bf16", "AVX2": "avx2"}
 
 
-def isa_of(backend: str | None) -> str | None:
-    """The CPU variant that `kt_backend` names; None leaves the choice to the core.
+def isa_of_backend(backend: str | None) -> str | None:
+    """The CPU variant that `kt_backend` names; None lets the core choose.
 
-    AMXBF16 was how AMX machines were told to train in bf16: where there is no AMX, the best variant does the same.
+    AMXBF16 requests bf16 training on AMX machines; without AMX the best available variant is used.
     """
-    word = (backend or "auto").upper()
-    if word in ("AUTO", "BF16", "LLAMAFILE", "AMXBF16", "AMXBF16_SFT"):
+    name = (backend or "auto").upper()
+    if name in ("AUTO", "BF16", "LLAMAFILE", "AMXBF16", "AMXBF16_SFT"):
         return None
-    kind = word.removesuffix("_SFT").removesuffix("BF16").rstrip("_") if not word.startswith("AVX512_BF16") else word
-    if kind in ISAS and "INT" not in word:
-        return ISAS[kind]
+    isa = name.removesuffix("_SFT").removesuffix("BF16").rstrip("_") if not name.startswith("AVX512_BF16") else name
+    if isa in ISAS and "INT" not in name:
+        return ISAS[isa]
     raise InputError("kt_backend", backend, "auto, AMXBF16, AVX512BF16 or AVX2BF16", "experts train in bf16")

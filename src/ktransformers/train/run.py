@@ -1,6 +1,6 @@
-"""A run from plan to output directory: open the model, give it an adapter, train, check, save.
+"""Runs training from plan to output directory: load the model, add an adapter, train, check, save.
 
-`Watcher` is how a caller looks on; nothing is printed here. An interrupted run leaves whole checkpoints and raises
+Progress is reported to a `Watcher`; nothing is printed here. An interrupted run leaves complete checkpoints and raises
 `Interrupted`.
 """
 
@@ -12,34 +12,36 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ktransformers.plan import Meter, PlanComparison, compare, refuse
-from ktransformers.system import uncollected
-from ktransformers.train.arguments import device_of, dtype_of, packs, resume_point, trainer_arguments
+from ktransformers.system import frozen_gc
+from ktransformers.train.arguments import device_of, dtype_of, find_resume_point, trainer_arguments, uses_packing
+from ktransformers.train.callbacks import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.manifest import (
     base_hash,
     check_gradients,
+    expert_formats,
     experts_source,
-    formats_of,
     make_manifest,
     text_hash,
 )
-from ktransformers.train.model import checkpoint_activations, finish_adapter, lora_config, open_model, read_config
-from ktransformers.train.output import begin_output, finish_output
+from ktransformers.train.model import build_lora_config, checkpoint_activations, finish_adapter, open_model, read_config
+from ktransformers.train.output import prepare_output, write_output
+from ktransformers.train.packed_attention import restore_sdpa, use_packed_attention
 from ktransformers.train.placement import TrainPlacement
-from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, sequences
-from ktransformers.train.preference import WITHOUT_REFERENCE
-from ktransformers.train.rows import attend_as_before, attend_by_rows
+from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_sequences
+from ktransformers.train.preference import REFERENCE_FREE_LOSSES
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import find_targets
-from ktransformers.train.watch import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 
 
 class Watcher(Protocol):
-    def planned(self, plan: TrainPlan) -> None: ...
-    def loading(self, done: int, layers: int) -> None: ...
-    def referring(self, done: int, rows: int) -> None: ...
-    def noted(self, line: str) -> None: ...
-    def stepped(self, progress: Progress) -> None: ...
+    """Receives the progress of a run."""
+
+    def on_plan(self, plan: TrainPlan) -> None: ...
+    def on_load(self, done: int, layers: int) -> None: ...
+    def on_reference(self, done: int, rows: int) -> None: ...
+    def on_note(self, line: str) -> None: ...
+    def on_step(self, progress: Progress) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Result:
     output: Path
     results: dict[str, Any]
     manifest: dict[str, Any]
-    comparison: tuple[PlanComparison, ...] = ()  # of the forecast with what was measured
+    comparison: tuple[PlanComparison, ...] = ()  # forecast against measurement
 
 
-def _columns(rows: list[Any], settings: TrainSettings) -> Any:
-    """Rows as TRL's trainers take them."""
+def _build_dataset(rows: list[Any], settings: TrainSettings) -> Any:
+    """Rows in the columns that TRL's trainers expect."""
     from datasets import Dataset  # type: ignore[import-untyped]
 
     if settings.data.stage == "dpo":
@@ -63,8 +65,8 @@ def _columns(rows: list[Any], settings: TrainSettings) -> Any:
                 "rejected_ids": [pair.rejected for pair in pairs],
             }
         )
-    if packs(settings):
-        packed = sequences(rows, settings)
+    if uses_packing(settings):
+        packed = trainer_sequences(rows, settings)
         return Dataset.from_dict(
             {
                 "input_ids": [[token for row in part for token in row.ids] for part in packed],
@@ -76,31 +78,31 @@ def _columns(rows: list[Any], settings: TrainSettings) -> Any:
 
 
 def build_trainer(model: Any, prepared: PreparedRun) -> Any:
-    """TRL's trainer on the opened model, its adapter in place."""
+    """TRL's trainer for the loaded model, with the adapter created."""
     from ktransformers.train.trainers import PreferenceTrainer, SupervisedTrainer
 
     settings, split = prepared.plan.settings, prepared.split
     assert split is not None
     targets = find_targets(model, settings.lora)
-    kind: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
-    trainer = kind(
+    trainer_class: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
+    trainer = trainer_class(
         model=model,
         args=trainer_arguments(settings),
-        train_dataset=_columns(split.train, settings),
-        eval_dataset=_columns(split.evaluation, settings) if split.evaluation else None,
+        train_dataset=_build_dataset(split.train, settings),
+        eval_dataset=_build_dataset(split.evaluation, settings) if split.evaluation else None,
         processing_class=prepared.tokenizer,
-        peft_config=lora_config(model, targets, settings.lora),
+        peft_config=build_lora_config(model, targets, settings.lora),
     )
     finish_adapter(trainer.model, settings)
     checkpoint_activations(trainer.model, settings)
-    if packs(settings) and device_of(settings).type == "cpu":
-        attend_by_rows(model)
+    if uses_packing(settings) and device_of(settings).type == "cpu":
+        use_packed_attention(model)
     trainer.begin_run(settings, GradientCheck(trainer.model))
     return trainer
 
 
 def _quiet_stock_callbacks(trainer: Any) -> None:
-    """Our journal says what these would print."""
+    """Removes the stock printing callbacks; TrainLog reports instead."""
     from transformers import PrinterCallback, ProgressCallback
 
     for callback in (PrinterCallback, ProgressCallback):
@@ -108,49 +110,52 @@ def _quiet_stock_callbacks(trainer: Any) -> None:
 
 
 def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> Result:
-    """`force`: also where the plan says that memory will not do."""
+    """`force` continues although the plan predicts that memory is insufficient."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     prepared = make_plan(settings, download=True)
-    settings = prepared.plan.settings  # with what the plan chose
-    watcher.planned(prepared.plan)
+    settings = prepared.plan.settings  # including the plan's choices
+    watcher.on_plan(prepared.plan)
     if prepared.plan.forecast is not None:
         refuse(prepared.plan.forecast, force=force)
     directory, output = prepared.directory, Path(settings.output_dir)
     assert directory is not None
-    checkpoint, _ = resume_point(settings)
-    main = int(os.environ.get("RANK", "0")) == 0
-    if main:
-        begin_output(output, anew=checkpoint is None)
+    checkpoint, _ = find_resume_point(settings)
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if is_main:
+        prepare_output(output, fresh=checkpoint is None)
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
-    model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.loading)
-    placing.loaded(model)
+    model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.on_load)
+    placing.model_loaded(model)
     for line in notes:
-        watcher.noted(line)
+        watcher.on_note(line)
     trainer = build_trainer(model, prepared)
-    if settings.data.stage == "dpo" and settings.preference.pref_loss not in WITHOUT_REFERENCE:
+    if settings.data.stage == "dpo" and settings.preference.pref_loss not in REFERENCE_FREE_LOSSES:
         from ktransformers.train.reference import add_reference
 
-        budget = max(4 * settings.data.cutoff_len, settings.experts.tokens_at_once or 0)
-        computed_by = (base_hash(directory), str(experts_source(settings, directory)), formats_of(model))
-        if not add_reference(trainer, " ".join(computed_by), budget, watcher.referring):
-            watcher.noted("the reference's log-probabilities are those of the earlier run")
+        budget = max(4 * settings.data.cutoff_len, settings.experts.tokens_per_pass or 0)
+        reference_id = (base_hash(directory), str(experts_source(settings, directory)), expert_formats(model))
+        if not add_reference(trainer, " ".join(reference_id), budget, watcher.on_reference):
+            watcher.on_note("reference log-probabilities are reused from the earlier run")
     if checkpoint is not None:
-        trainer.witness.restore(checkpoint)
+        trainer.gradient_check.restore(checkpoint)
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
-    journal, residents = TrainLog(output, clock, watcher.stepped), placing.trained(watcher.noted)
-    for callback in (trainer.witness, journal, stopper, *_early(settings), *residents):
+    log, placement_callbacks = (
+        TrainLog(output, clock, watcher.on_step),
+        placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),)),
+    )
+    for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings), *placement_callbacks):
         trainer.add_callback(callback)
-    with uncollected(), stopper.listening(), Meter() as meter:
+    with frozen_gc(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
-    attend_as_before(model)
-    placing.ended(watcher.noted)
+    restore_sdpa(model)
+    placing.run_ended(watcher.on_note)
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
     results = dict(outcome.metrics)
-    check_gradients(trainer.witness, trainer.state.global_step)
+    check_gradients(trainer.gradient_check, trainer.state.global_step)
     if trainer.eval_dataset is not None:
         results |= _last_evaluation(trainer) or trainer.evaluate()
     facts = {
@@ -158,10 +163,10 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
         "steps": trainer.state.global_step,
         "chat_template": text_hash(prepared.tokenizer.chat_template),
     }
-    manifest = make_manifest(trainer.model, settings, trainer.witness, directory, facts)
-    if main:
+    manifest = make_manifest(trainer.model, settings, trainer.gradient_check, directory, facts)
+    if is_main:
         assert prepared.split is not None
-        watcher.noted(str(finish_output(trainer, settings, results, manifest, prepared.split)))
+        watcher.on_note(str(write_output(trainer, settings, results, manifest, prepared.split)))
     return Result(output, results, manifest, _compare(prepared.plan, meter, results))
 
 
@@ -171,20 +176,25 @@ def _compare(plan: TrainPlan, meter: Meter, results: dict[str, Any]) -> tuple[Pl
     import torch
 
     gpu = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
-    seen = float(results.get("epoch", 0.0)) * plan.data.tokens
-    rate = seen / max(float(results.get("train_runtime", 0.0)), 1e-9)
+    trained_tokens = float(results.get("epoch", 0.0)) * plan.data.tokens
+    rate = trained_tokens / max(float(results.get("train_runtime", 0.0)), 1e-9)
     return compare(plan.forecast.nearest, host=meter.peak, gpu=gpu, tokens_per_second=rate)
 
 
 def _last_evaluation(trainer: Any) -> dict[str, Any]:
-    """What an evaluation at the last step found already."""
+    """Metrics of an evaluation at the last step, if there was one."""
     entries = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if not entries or entries[-1]["step"] != trainer.state.global_step:
         return {}
     return {name: value for name, value in entries[-1].items() if name != "step"}
 
 
-def _early(settings: TrainSettings) -> list[Any]:
+def _batch_tokens(settings: TrainSettings, rows: int) -> int:
+    """Tokens of one batch, at most."""
+    return settings.experts.tokens_per_pass or rows * settings.data.cutoff_len
+
+
+def _early_stopping(settings: TrainSettings) -> list[Any]:
     if settings.run.early_stopping_steps is None:
         return []
     from transformers import EarlyStoppingCallback

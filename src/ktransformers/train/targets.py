@@ -1,10 +1,10 @@
-"""What `lora_target` means for a given model: linear modules by name, and the routed experts' parameters.
+"""Resolves `lora_target` for a model: linear modules by name, and the parameters of the routed experts.
 
-`all` is attention, linear attention and the routed experts, because that is where a Mixture-of-Experts model learns;
-the router, shared experts, dense MLPs and the vision tower are trained only if they are named. A name is the last part
-of a module's path (`q_proj`), a longer end of it (`shared_experts.up_proj`), or a module that contains linear ones
-(`shared_experts`, `self_attn`); `experts` and the names of the experts' matrices mean the routed experts. The model may
-be a skeleton on the meta device.
+`all` means attention, linear attention and the routed experts, where most of a Mixture-of-Experts model's capacity is;
+the router, shared experts, dense MLPs and the vision tower are trained only if named. A name is the last part of a
+module's path (`q_proj`), a longer suffix (`shared_experts.up_proj`), or a module that contains linear ones
+(`shared_experts`, `self_attn`); `experts` and the names of expert matrices mean the routed experts. The model may be on
+the meta device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.train.settings import LoraSettings
 
-ATTENTION = {
+ATTENTION_BLOCKS = {
     "self_attn",
     "attn",
     "attention",
@@ -29,54 +29,57 @@ ATTENTION = {
     "mixer",
     "temporal_block",
 }
-VISION = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower"}
-EXPERTS = {"experts"}  # besides the matrices' own names
-# Checkpoints and older files call the halves of gate_up_proj by these names; here they are one matrix.
-HALVES = {"gate_proj", "up_proj"}
-# Ends of module names that PEFT rewrites to the routed experts' matrices, although a linear module has them, too.
-TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
+VISION_BLOCKS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower"}
+EXPERT_GROUP_NAMES = {"experts"}  # in addition to the matrix names
+# Names of the two halves of gate_up_proj in checkpoints and older files.
+GATE_UP_HALVES = {"gate_proj", "up_proj"}
+# Suffixes that PEFT maps to the matrices of the routed experts although linear modules use them too.
+PEFT_EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
 class Targets:
     modules: tuple[str, ...]  # full names
-    parameters: tuple[str, ...]  # full names of the experts' matrices, and of routers that were named
+    parameters: tuple[str, ...]  # full names of expert matrices, and of named routers
 
     def module_names(self, model: nn.Module) -> list[str]:
-        """As short as they can be said: ends of names where these mean the same modules, full names otherwise."""
-        wanted = {name for name in self.modules if name.rpartition(".")[2] not in TAKEN}
-        ends = sorted({name.rpartition(".")[2] for name in wanted})
-        meant = {name for name, _ in linears(model) if name.rpartition(".")[2] in ends}
-        return ends if meant == wanted else sorted(wanted)
+        """Suffixes if they match exactly the selected modules, else full names."""
+        selected = {name for name in self.modules if name.rpartition(".")[2] not in PEFT_EXPERT_NAMES}
+        suffixes = sorted({name.rpartition(".")[2] for name in selected})
+        matched = {name for name, _ in linear_modules(model) if name.rpartition(".")[2] in suffixes}
+        return suffixes if matched == selected else sorted(selected)
 
     def parameter_names(self, model: nn.Module) -> list[str]:
-        """`mlp.experts.gate_up_proj`, once for all layers; a module whose name PEFT takes is named by its weight."""
-        weights = {f"{name}.weight" for name in self.modules if name.rpartition(".")[2] in TAKEN}
-        wanted = {*self.parameters, *weights}
-        ends = sorted({".".join(name.split(".")[-3:]) for name in wanted})
-        meant = {name for name, _ in model.named_parameters() if name.endswith(tuple(f".{end}" for end in ends))}
-        return ends if meant == wanted else sorted(wanted)
+        """`mlp.experts.gate_up_proj`, once for all layers; a module whose name PEFT maps to experts is named by its
+        weight."""
+        weights = {f"{name}.weight" for name in self.modules if name.rpartition(".")[2] in PEFT_EXPERT_NAMES}
+        selected = {*self.parameters, *weights}
+        suffixes = sorted({".".join(name.split(".")[-3:]) for name in selected})
+        matched = {
+            name for name, _ in model.named_parameters() if name.endswith(tuple(f".{suffix}" for suffix in suffixes))
+        }
+        return suffixes if matched == selected else sorted(selected)
 
 
-def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+def linear_modules(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def routers(model: nn.Module, word: str) -> dict[str, tuple[int, ...]]:
-    """Full name -> shape of weights [experts, hidden] in modules of this name that are no linear ones: the routers."""
+def router_weights(model: nn.Module, name_suffix: str) -> dict[str, tuple[int, ...]]:
+    """Full name -> shape of weights [experts, hidden] in non-linear modules of this name: the routers."""
     return {
         f"{name}.weight": tuple(module.weight.shape)
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] == word and not isinstance(module, nn.Linear) and _has_matrix(module)
+        if name.rpartition(".")[2] == name_suffix and not isinstance(module, nn.Linear) and _has_matrix(module)
     }
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    own = dict(module.named_parameters(recurse=False))
-    return "weight" in own and own["weight"].dim() == 2
+    parameters = dict(module.named_parameters(recurse=False))
+    return "weight" in parameters and parameters["weight"].dim() == 2
 
 
-def matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def expert_matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Full name -> shape of every matrix of routed experts."""
     return {
         f"{name}.{parameter}": tuple(tensor.shape)
@@ -87,51 +90,65 @@ def matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _all_modules(model: nn.Module) -> list[str]:
-    homes = {name.rpartition(".")[0] for name in expert_modules(model)}  # blocks that hold experts
-    found = []
-    for name, _ in linears(model):
+    moe_blocks = {name.rpartition(".")[0] for name in expert_modules(model)}  # modules that contain experts
+    names = []
+    for name, _ in linear_modules(model):
         parts = set(name.split("."))
-        inside = any(name.startswith(f"{home}.") for home in homes if home.rpartition(".")[2] not in ("", "layers"))
-        if parts & ATTENTION and not parts & VISION and not inside:
-            found.append(name)
-    return found
+        inside = any(
+            name.startswith(f"{block}.") for block in moe_blocks if block.rpartition(".")[2] not in ("", "layers")
+        )
+        if parts & ATTENTION_BLOCKS and not parts & VISION_BLOCKS and not inside:
+            names.append(name)
+    return names
 
 
-def _named(model: nn.Module, word: str) -> list[str]:
-    """Linear modules that end with the word, or lie in a module that does."""
+def _modules_named(model: nn.Module, target: str) -> list[str]:
+    """Linear modules whose path ends with the target or contains it."""
     return [
-        name for name, _ in linears(model) if f".{name}.".find(f".{word}.") >= 0 and not set(name.split(".")) & VISION
+        name
+        for name, _ in linear_modules(model)
+        if f".{name}.".find(f".{target}.") >= 0 and not set(name.split(".")) & VISION_BLOCKS
     ]
 
 
 def find_targets(model: nn.Module, settings: LoraSettings) -> Targets:
-    experts = matrices(model)
-    ends = {name.rpartition(".")[2] for name in experts}
+    experts = expert_matrices(model)
+    matrix_names = {name.rpartition(".")[2] for name in experts}
     modules: dict[str, None] = {}
     parameters: dict[str, None] = {}
-    for word in settings.lora_target:
-        if word == "all":
+    for target in settings.lora_target:
+        if target == "all":
             modules |= dict.fromkeys(_all_modules(model))
             parameters |= dict.fromkeys(experts)
             continue
-        named = [] if word in ("lm_head", "embed_tokens") else _named(model, word)
-        if word in ends or word in EXPERTS or (word in HALVES and "gate_up_proj" in ends):
-            wanted = {"gate_up_proj"} if word in HALVES else ends if word in EXPERTS else {word}
-            parameters |= dict.fromkeys(name for name in experts if name.rpartition(".")[2] in wanted)
-        elif routers(model, word):
-            parameters |= dict.fromkeys(routers(model, word))
-        elif not named:
-            known = sorted({name.rpartition(".")[2] for name, _ in linears(model)} | ends)
-            raise InputError("lora_target", word, "`all`, `experts`, or one of " + ", ".join(known))
-        modules |= dict.fromkeys(named)
+        linear_matches = [] if target in ("lm_head", "embed_tokens") else _modules_named(model, target)
+        if (
+            target in matrix_names
+            or target in EXPERT_GROUP_NAMES
+            or (target in GATE_UP_HALVES and "gate_up_proj" in matrix_names)
+        ):
+            selected = (
+                {"gate_up_proj"}
+                if target in GATE_UP_HALVES
+                else matrix_names
+                if target in EXPERT_GROUP_NAMES
+                else {target}
+            )
+            parameters |= dict.fromkeys(name for name in experts if name.rpartition(".")[2] in selected)
+        elif router_weights(model, target):
+            parameters |= dict.fromkeys(router_weights(model, target))
+        elif not linear_matches:
+            available = sorted({name.rpartition(".")[2] for name, _ in linear_modules(model)} | matrix_names)
+            raise InputError("lora_target", target, "`all`, `experts`, or one of " + ", ".join(available))
+        modules |= dict.fromkeys(linear_matches)
     if not modules and not parameters:
         raise InputError("lora_target", ", ".join(settings.lora_target), "something to train")
     return Targets(tuple(modules), tuple(parameters))
 
 
-def trained_numbers(model: nn.Module, targets: Targets, rank: int) -> int:
-    """How many numbers the adapter has."""
-    shapes = dict(linears(model))
+def count_trained_parameters(model: nn.Module, targets: Targets, rank: int) -> int:
+    """Number of parameters of the adapter."""
+    shapes = dict(linear_modules(model))
     count = sum(rank * (shapes[name].in_features + shapes[name].out_features) for name in targets.modules)
     for name in targets.parameters:
         *experts, rows, columns = model.get_parameter(name).shape

@@ -1,9 +1,10 @@
-"""TRL's SFT and DPO trainers with what a run needs beyond them, each in one overridden method.
+"""TRL's SFT and DPO trainers, with each addition in one overridden method.
 
-Checkpoints are written beside their place and renamed into it, so that one which is there is whole. A step may be cut
-by tokens (`batches.py`). B may learn faster than A (LoRA+). Pairs get LLaMA-Factory's losses (`preference.py`), with
-the reference's log-probabilities taken from the rows. The reference is the base: TRL would copy an adapter that it is
-given, so it is given a configuration and makes the adapter itself. On a CPU the head sees answers alone (`answers.py`).
+Checkpoints are written to a staging directory and renamed, so that every existing one is complete. A step may be split
+by tokens (`batches.py`). B may have a higher learning rate than A (LoRA+). Pairs get LLaMA-Factory's losses
+(`preference.py`), with the reference log-probabilities stored in the rows. TRL would copy an adapter that it is given
+as the reference, so it gets a configuration and creates the adapter itself; the reference is the base. On a CPU the LM
+head processes labelled rows only (`labelled_rows.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
 from ktransformers.train import grouping
-from ktransformers.train.answers import answers_only
-from ktransformers.train.arguments import step_rows, whole_checkpoints
-from ktransformers.train.batches import cut_pairs, cut_step
-from ktransformers.train.files import STAGING, saved, sync_tree, write_json
-from ktransformers.train.preference import WITHOUT_REFERENCE, Answers, pair_losses, rewards
+from ktransformers.train.arguments import complete_checkpoints, step_shape
+from ktransformers.train.batches import split_pairs, split_step
+from ktransformers.train.callbacks import GradientCheck
+from ktransformers.train.data.render import IGNORE_INDEX
+from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json
+from ktransformers.train.labelled_rows import labelled_rows_only
+from ktransformers.train.preference import REFERENCE_FREE_LOSSES, AnswerLogprobs, implicit_rewards, pair_losses
 from ktransformers.train.settings import TrainSettings
-from ktransformers.train.watch import GradientCheck
 
 
 class RunMixin:
@@ -32,31 +34,31 @@ class RunMixin:
 
     pairs = False
     settings: TrainSettings
-    witness: GradientCheck
+    gradient_check: GradientCheck
 
-    def begin_run(self: Any, settings: TrainSettings, witness: GradientCheck) -> None:
-        self.settings, self.witness = settings, witness
+    def begin_run(self: Any, settings: TrainSettings, gradient_check: GradientCheck) -> None:
+        self.settings, self.gradient_check = settings, gradient_check
         self._staging: Path | None = None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card is written at the end, by output.py."""
+        """Disabled: output.py writes the card at the end."""
 
     def _send_telemetry(self) -> None:
-        """Nothing about a run leaves the machine."""
+        """Disabled: a run sends nothing to the network."""
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         output = Path(self.args.output_dir)
-        staging = output / STAGING
+        staging = output / STAGING_DIR
         name = f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._staging = staging
         try:
-            with saved(output):
+            with reporting_full_disk(output):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
@@ -72,16 +74,16 @@ class RunMixin:
         if best and Path(best).parent == staged.parent:
             self.state.best_model_checkpoint = str(final.parent / Path(best).name)
             self.state.save_to_json(str(staged / "trainer_state.json"))
-        write_json(staged / "kt_gradients.json", self.witness.state())
-        write_json(staged / grouping.FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_at_once})
+        write_json(staged / "kt_gradients.json", self.gradient_check.state())
+        write_json(staged / grouping.GROUPING_FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_per_pass})
         sync_tree(staged)
         shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
         limit = self.args.save_total_limit
         if limit and limit > 0:
-            kept = {str(final), str(self.state.best_model_checkpoint)}
-            old = [path for path in whole_checkpoints(final.parent) if str(path) not in kept]
-            for path in old[: max(0, len(old) + len(kept - {"None"}) - limit)]:
+            protected = {str(final), str(self.state.best_model_checkpoint)}
+            removable = [path for path in complete_checkpoints(final.parent) if str(path) not in protected]
+            for path in removable[: max(0, len(removable) + len(protected - {"None"}) - limit)]:
                 shutil.rmtree(path)
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
@@ -89,13 +91,13 @@ class RunMixin:
         if ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)  # type: ignore[misc]
         network = self.model if model is None else model
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, network)
+        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, network)
         decaying = set(self.get_decay_parameter_names(network))
         groups: dict[tuple[bool, bool], list[Tensor]] = {}
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
                 groups.setdefault(("lora_B" in name, name in decaying), []).append(parameter)
-        self.optimizer = kind(
+        self.optimizer = optimizer_class(
             [
                 {
                     "params": parameters,
@@ -109,16 +111,16 @@ class RunMixin:
         return self.optimizer
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        budget = self.settings.experts.tokens_at_once
+        budget = self.settings.experts.tokens_per_pass
         if budget is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if num_items_in_batch is None and not self.pairs:
-            num_items_in_batch = inputs["labels"][:, 1:].ne(-100).sum()
+            num_items_in_batch = inputs["labels"][:, 1:].ne(IGNORE_INDEX).sum()
         total: Tensor | float = 0.0
-        parts = cut_pairs(inputs, budget, step_rows(self.settings)[0]) if self.pairs else cut_step(inputs, budget)
+        parts = split_pairs(inputs, budget, step_shape(self.settings)[0]) if self.pairs else split_step(inputs, budget)
         for number, part in enumerate(parts, 1):
-            quiet = self.accelerator.no_sync(model) if number < len(parts) else contextlib.nullcontext()
-            with quiet:
+            sync = self.accelerator.no_sync(model) if number < len(parts) else contextlib.nullcontext()
+            with sync:
                 total = total + super().training_step(model, part, num_items_in_batch)  # type: ignore[misc]
         return total
 
@@ -127,10 +129,10 @@ class SupervisedTrainer(RunMixin, SFTTrainer):
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        full = self.label_smoother is not None or self.compute_loss_func is not None  # these want all logits
+        full = self.label_smoother is not None or self.compute_loss_func is not None  # these need all logits
         if full or "labels" not in inputs or inputs["labels"].device.type != "cpu":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
-        with answers_only(self.accelerator.unwrap_model(self.model).get_base_model(), inputs) as chosen:
+        with labelled_rows_only(self.accelerator.unwrap_model(self.model).get_base_model(), inputs) as chosen:
             return super().compute_loss(model, chosen, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
 
 
@@ -138,7 +140,7 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
     pairs = True
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset  # the rows are tokens already
+        return dataset  # rows are already tokenised
 
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -149,28 +151,28 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
         outputs = model(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            labels=inputs["input_ids"].masked_fill(mask == 0, -100),
+            labels=inputs["input_ids"].masked_fill(mask == 0, IGNORE_INDEX),
             use_cache=False,
             fused_lm_head=True,
             **({"output_router_logits": True} if self.aux_loss_enabled else {}),
         )
         sums = outputs.log_probs.float().sum(1)
         counts = mask[:, 1:].sum(1).clamp(min=1)
-        policy = Answers(*sums.chunk(2), *counts.chunk(2))
+        policy = AnswerLogprobs(*sums.chunk(2), *counts.chunk(2))
         reference = None
-        if settings.pref_loss not in WITHOUT_REFERENCE:
+        if settings.pref_loss not in REFERENCE_FREE_LOSSES:
             reference = inputs["ref_chosen_logps"].to(sums), inputs["ref_rejected_logps"].to(sums)
         losses = pair_losses(policy, reference, settings)
         loss = (losses * inputs["weights"].to(losses)).sum() if "weights" in inputs else losses.mean()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
-        self._note(mode, policy, reference, inputs)
+        self._log_pair_metrics(mode, policy, reference, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _note(self: Any, mode: str, policy: Answers, reference: Any, inputs: Any) -> None:
-        chosen, rejected = rewards(policy, reference, self.settings.preference.pref_beta)
+    def _log_pair_metrics(self: Any, mode: str, policy: AnswerLogprobs, reference: Any, inputs: Any) -> None:
+        chosen, rejected = implicit_rewards(policy, reference, self.settings.preference.pref_beta)
         gather = self.accelerator.gather_for_metrics
-        found = {
+        metrics = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/accuracies": (chosen > rejected).float(),
@@ -178,7 +180,7 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
             "logps/chosen": policy.chosen.detach(),
             "logps/rejected": policy.rejected.detach(),
         }
-        for name, values in found.items():
+        for name, values in metrics.items():
             self._metrics[mode][name].append(gather(values).mean().item())
         if mode == "train":
             self._total_train_tokens += int(gather(inputs["attention_mask"].sum()).sum().item())
@@ -186,11 +188,11 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
 
 
 @torch.no_grad()
-def answer_logps(trainer: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sums over the answers of one collated batch, with the adapter off."""
+def reference_logprobs(trainer: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Summed log-probabilities of the (chosen, rejected) answers of a collated batch, with the adapter disabled."""
     device = trainer.accelerator.device
     batch = {key: value.to(device) for key, value in batch.items()}
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
     with trainer.model.disable_adapter(), trainer.accelerator.autocast():
         outputs = trainer.model(
             input_ids=batch["input_ids"],

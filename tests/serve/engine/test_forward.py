@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.adapters import LoraPair, in_memory
+from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
 from ktransformers.serve.engine.engine import Limits, ServeEngine
 from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
@@ -91,11 +91,11 @@ def test_every_family_is_served_or_refused() -> None:
 def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness) -> None:
     """qwen3_5 in the engine: several sequences, a continued conversation, and one that diverges."""
     from ktransformers.nn import attach
-    from ktransformers.nn.experts import select
+    from ktransformers.nn.experts import select_implementation
 
     model: Any = build("qwen3_5_moe_text")
     attach(model)
-    select(model)
+    select_implementation(model)
     forward = make_forward(model)
     lora_modules = LoraModules(model)
     shapes = {"gate": (6, 40, 64), "up": (6, 40, 64), "down": (6, 64, 40)}
@@ -107,7 +107,7 @@ def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness
         }
         for layer in range(2)
     }
-    adapter = lora_modules.bind(in_memory(experts, {}), "made", "made", 1)
+    adapter = lora_modules.bind(adapter_from_tensors(experts, {}), "made", "made", 1)
 
     def complete(engine: ServeEngine, *requested: tuple[list[int], Any]) -> list[RecordedEvents]:
         recorded = [RecordedEvents() for _ in requested]

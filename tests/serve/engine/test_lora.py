@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.adapters import LoraPair, in_memory
+from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
 from tests.support.serving import EngineHarness
 
@@ -32,7 +32,7 @@ def test_adapter_without_matching_module_is_refused(
     harness: EngineHarness, experts: Any, linears: Any, words: str
 ) -> None:
     with pytest.raises(InputError, match=words):
-        harness.lora_modules.bind(in_memory(experts, linears), "saves/x", "x", 1)
+        harness.lora_modules.bind(adapter_from_tensors(experts, linears), "saves/x", "x", 1)
 
 
 def test_modified_adapter_is_refused(harness: EngineHarness, adapters: dict[str, Path], tmp_path: Path) -> None:

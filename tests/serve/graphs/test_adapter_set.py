@@ -1,6 +1,5 @@
-"""Decode steps of fixed size with adapters: mixtures that change from step to step, which graph serves which
-mixture, what is kept and evicted. As in test_decode_graphs.py, `EagerCapture` stands in for CUDA graphs.
-"""
+"""Decode steps in which rows have adapters, several and none, from step to step others: which set of adapters a step
+takes, and when sets are evicted. As in test_decode_graphs.py a recorder stands in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.cuda_graphs import CAPTURE_AT
 from ktransformers.place import attach
 from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placement import Placement
@@ -25,8 +25,8 @@ from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
 from ktransformers.serve.graphs import decode_graphs as graphs_module
 from ktransformers.serve.graphs.adapter_set import AdapterSet
-from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, DecodeGraphs
-from tests.support.decode_graphs import EagerCapture, graphs_of
+from ktransformers.serve.graphs.decode_graphs import MAX_ADAPTER_SETS, DecodeGraphs, StepKey
+from tests.support.decode_recorder import EagerCapture, graphs_of
 from tests.support.serving import EngineHarness, random_prompt, same_completion
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
@@ -35,7 +35,7 @@ Names = list[str | None]
 
 
 def all_of(harness: EngineHarness) -> dict[str, LoadedAdapter]:
-    """The harness's adapters and two more: one with experts only, one that lacks a layer."""
+    """The bench's adapters and two more: one with experts alone, one that lacks a layer."""
     one, two = harness.loaded["one"], harness.loaded["two"]
     first = next(iter(expert_modules(harness.model).values()))
     upper = dict(list(two.linears.items())[3:])
@@ -61,18 +61,18 @@ def placed(model_directory: Path, adapters: dict[str, Path]) -> Iterator[tuple[E
 def capture(placed: tuple[EngineHarness, Placement]) -> Iterator[EagerCapture]:
     harness, placement = placed
     placement.place_residents(count=0)
-    created = EagerCapture(placement)
-    harness.forward.graphs = DecodeGraphs(harness.model, placement, created)
-    yield created
-    graphs_of(harness)._clear()
+    made = EagerCapture(placement)
+    harness.forward.graphs = DecodeGraphs(harness.model, placement, made)
+    yield made
+    graphs_of(harness).clear()
     harness.forward.graphs = None
 
 
 def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Names]) -> list[Tensor]:
-    """Logits of steps in which row i has the adapter of the i-th name; each (row, name) has its own slot with a
-    prompt."""
+    """Logits of steps in which row i of the batch has the i-th name's adapter; each (row, name) has a slot of its own,
+    with a prompt that nobody looks at."""
     slots: dict[tuple[int, str | None], KVSlot] = {}
-    actual = []
+    found = []
     with torch.inference_mode():
         for number, names in enumerate(mixtures):
             pieces = []
@@ -86,8 +86,8 @@ def steps(forward: Forward, loaded: dict[str, LoadedAdapter], mixtures: list[Nam
                 slot = slots[row, name]
                 pieces.append(Chunk(slot, [17 + 3 * row + number], slot.length, adapter, greedy=True))
             rows = [one.logits for one in forward.run(pieces) if one is not None]
-            actual.append(torch.stack(rows).float().clone())
-    return actual
+            found.append(torch.stack(rows).float().clone())
+    return found
 
 
 def apart(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -100,7 +100,7 @@ MIXTURES: dict[str, list[Names]] = {
     "experts alone": [["experts", None]] * 6,
     "ranks and the base": [["one", "two", None], ["two", None, "one"], ["one", "two", "two"]] * 2,
     "one lacks a layer": [["upper", "one", None], [None, "upper", "one"]] * 3,
-    "all": [["one", "two", "attention", "experts", "upper", None]] * 5,
+    "everybody": [["one", "two", "attention", "experts", "upper", None]] * 5,
 }
 
 
@@ -113,16 +113,16 @@ def test_mixed_adapters_match_eager(
     capture: EagerCapture,
     harness: EngineHarness,
 ) -> None:
-    """Against the CPU without an expert engine, step by step with the same tokens."""
+    """Against the CPU without an engine, step by step with the same tokens."""
     placed_harness, placement = placed
     placement.place_residents(count=count)
     mixtures = MIXTURES[which]
-    expected = steps(harness.forward, all_of(harness), mixtures)
-    actual = steps(placed_harness.forward, placed_harness.loaded, mixtures)
-    assert capture.captured == 1 and graphs_of(placed_harness).replayed == len(mixtures) - LEAST + 1
-    assert apart(actual, expected) < (NEAR if count else 1e-4)
+    wanted = steps(harness.forward, all_of(harness), mixtures)
+    found = steps(placed_harness.forward, placed_harness.loaded, mixtures)
+    assert capture.captures == 1 and graphs_of(placed_harness).replayed == len(mixtures) - CAPTURE_AT + 1
+    assert apart(found, wanted) < (NEAR if count else 1e-4)
     base = steps(harness.forward, all_of(harness), [[None] * len(names) for names in mixtures])
-    assert apart(base, expected) > 5 * NEAR, "the adapters do something"
+    assert apart(base, wanted) > 5 * NEAR, "the adapters do something"
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -134,32 +134,32 @@ def test_base_rows_are_bit_identical_beside_adapters(
     for _ in range(2):  # the second time all steps are replayed
         mixed = steps(placed_harness.forward, placed_harness.loaded, [["one", None, "two", None]] * 4)
         base = steps(placed_harness.forward, placed_harness.loaded, [[None] * 4] * 4)
-    assert capture.captured == 2, "steps of the base alone have a graph of their own"
+    assert capture.captures == 2, "steps of the base alone have a graph of their own"
     assert torch.equal(mixed[-1][1], base[-1][1]) and torch.equal(mixed[-1][3], base[-1][3])
     assert not torch.equal(mixed[-1][0], base[-1][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
-    """Ranks, scales and a layer that one adapter lacks; rows without LoRA keep their bits, negative zeros included."""
-    created = torch.Generator().manual_seed(1)
+    """Ranks, scales and a layer that one adapter lacks; rows without keep the bits, zeros with a sign among them."""
+    made = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8)).to(dtype)
     LoraModules(_Named(model))
 
     def factors(module: nn.Module, rank: int, scaling: float) -> LinearLora:
         linear: Any = module
-        a, b = torch.randn(rank, linear.in_features, generator=created), torch.randn(rank, linear.out_features)
+        a, b = torch.randn(rank, linear.in_features, generator=made), torch.randn(rank, linear.out_features)
         return LinearLora(a, b, scaling)
 
     one = LoadedAdapter("one", 1, "", {model[0]: factors(model[0], 3, 0.7), model[1]: factors(model[1], 3, 0.7)}, {})
     two = LoadedAdapter("two", 1, "", {model[0]: factors(model[0], 5, 2.0)}, {})
     mixture = AdapterSet((one, two), torch.device("cpu"))
     with torch.inference_mode():
-        x = torch.randn(4, 16, generator=created).to(dtype)
+        x = torch.randn(4, 16, generator=made).to(dtype)
         x[3] = -0.0
-        adapter_index = torch.tensor([1, 0, 2, 0])
+        who = torch.tensor([1, 0, 2, 0])
         bare = model[0](x)
-        with mixture.applied(adapter_index):
+        with mixture.applied(who):
             got, second = model[0](x), model[1](bare)
         assert torch.equal(got[[1, 3]].view(torch.uint8), bare[[1, 3]].view(torch.uint8))
         for row, adapter in ((0, one), (2, two)):
@@ -167,13 +167,13 @@ def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
             want = bare[row].double() + linear.scaling * (x[row].double() @ linear.a.double().T @ linear.b.double())
             assert torch.allclose(got[row].double(), want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
         assert torch.equal(second[1:], model[1](bare)[1:]) and not torch.equal(second[0], model[1](bare)[0])
-        with mixture.applied(adapter_index), pytest.raises(InputError, match="3 rows in a batch of 4"):
+        with mixture.applied(who), pytest.raises(InputError, match="3 rows in a batch of 4"):
             model[0](x[:3])
     assert mixture.bytes == 4 * (8 * (16 + 24) + 3 * (24 + 8))
 
 
 class _Named(nn.Module):
-    """Layers under the names that adapters use."""
+    """Layers under names that adapters use."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -183,9 +183,9 @@ class _Named(nn.Module):
 def test_completions_match_eager(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness
 ) -> None:
-    """Sequences that join and leave, prompts in between, padding rows."""
+    """Sequences that join and leave, prompts in between, rows that only fill up."""
     placed_harness, _ = placed
-    requested: list[tuple[int, int, str | None]] = [
+    asked: list[tuple[int, int, str | None]] = [
         (5, 20, "one"),
         (40, 12, None),
         (9, 21, "two"),
@@ -194,39 +194,39 @@ def test_completions_match_eager(
         (7, 15, None),
     ]
     engine = placed_harness.engine(max_running_requests=3)
-    created = [
+    made = [
         placed_harness.sequence(random_prompt(seed, length), name, max_tokens=new)
-        for seed, (length, new, name) in enumerate(requested)
+        for seed, (length, new, name) in enumerate(asked)
     ]
-    placed_harness.run(engine, *(one for one, _ in created))
+    placed_harness.run(engine, *(one for one, _ in made))
     graphs = graphs_of(placed_harness)
-    assert capture.captured > 2 and graphs.replayed > 20
-    for seed, ((length, new, name), (_, recorded)) in enumerate(zip(requested, created, strict=True)):
+    assert capture.captures > 2 and graphs.replayed > 20
+    for seed, ((length, new, name), (_, recorded)) in enumerate(zip(asked, made, strict=True)):
         assert same_completion(recorded, harness.alone(random_prompt(seed, length), name, max_tokens=new))
 
 
 def sets_of(harness: EngineHarness) -> list[list[str]]:
-    return [[adapter.name for adapter in one] for one in graphs_of(harness)._sets]
+    return [[adapter.name for adapter in one] for one in graphs_of(harness).sets]
 
 
 def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], capture: EagerCapture) -> None:
-    """A step with a subset of its adapters uses its graph; another batch size captures the same set again."""
+    """Whoever wants some of its adapters takes its graph; at another size the same set is captured."""
     placed_harness, _ = placed
-    both: list[Names] = [["one", "two"]] * LEAST
+    both: list[Names] = [["one", "two"]] * CAPTURE_AT
     steps(placed_harness.forward, placed_harness.loaded, [*both, ["two", None], ["one", "one"], [None, "two"]])
     graphs = graphs_of(placed_harness)
-    assert capture.captured == 1 and graphs.replayed == 4 and sets_of(placed_harness) == [["one", "two"]]
-    steps(placed_harness.forward, placed_harness.loaded, [["one"]] * LEAST)
-    assert capture.captured == 2 and sets_of(placed_harness) == [["one", "two"]], "its factors are there already"
-    steps(placed_harness.forward, placed_harness.loaded, [["attention", "one"]] * LEAST)
+    assert capture.captures == 1 and graphs.replayed == 4 and sets_of(placed_harness) == [["one", "two"]]
+    steps(placed_harness.forward, placed_harness.loaded, [["one"]] * CAPTURE_AT)
+    assert capture.captures == 2 and sets_of(placed_harness) == [["one", "two"]], "its factors are there already"
+    steps(placed_harness.forward, placed_harness.loaded, [["attention", "one"]] * CAPTURE_AT)
     assert sets_of(placed_harness) == [["one", "two"], ["attention", "one"]]
-    table = graphs._steps[2, next(reversed(graphs._sets))].table
+    table = graphs.graphs.captured[StepKey(2, next(reversed(graphs.sets)))].table
     assert table[4].tolist() == [1, 2] and table[3].tolist() == [1, 1]
 
 
 def calls(placement: Placement) -> set[Any]:
-    """Adapters of prepared calls and of what graphs hold, over all layers."""
-    return {key[2] for engine in placement.engines for key in engine.few._ready if key[2]}
+    """Adapters of prepared calls and of what is held for graphs, over all layers."""
+    return {key[2] for engine in placement.engines for key in engine.callbacks._ready if key[2]}
 
 
 def test_number_of_sets_is_bounded(
@@ -234,44 +234,44 @@ def test_number_of_sets_is_bounded(
 ) -> None:
     placed_harness, placement = placed
     placement.place_residents(count=2)
-    names = [f"copy{at}" for at in range(SETS + 2)]
+    names = [f"copy{at}" for at in range(MAX_ADAPTER_SETS + 2)]
     opened = {
         name: placed_harness.lora_modules.open(adapters["one"], name, 1, str(placed_harness.directory))
         for name in names
     }
     for name in names:
-        steps(placed_harness.forward, opened, [[name]] * LEAST)
+        steps(placed_harness.forward, opened, [[name]] * CAPTURE_AT)
         steps(placed_harness.forward, opened, [["copy0"]])  # used again and again: it stays
-    assert sets_of(placed_harness) == [*([name] for name in names[-SETS + 1 :]), ["copy0"]]
+    assert sets_of(placed_harness) == [*([name] for name in names[-MAX_ADAPTER_SETS + 1 :]), ["copy0"]]
     assert calls(placement) == {
-        (packed,) for one in graphs_of(placed_harness)._sets for packed in one[0].experts.values()
+        (packed,) for one in graphs_of(placed_harness).sets for packed in one[0].experts.values()
     }
-    released = weakref.ref(opened.pop("copy1"))
-    graphs_of(placed_harness)._seen.clear()
+    gone = weakref.ref(opened.pop("copy1"))
+    graphs_of(placed_harness).graphs.reset()
     gc.collect()
-    assert released() is None, "released"
-    assert capture.captured == SETS + 2
+    assert gone() is None, "nobody holds what was forgotten"
+    assert capture.captures == MAX_ADAPTER_SETS + 2
 
 
 def test_bytes_of_copied_factors_are_bounded(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed_harness, _ = placed
-    steps(placed_harness.forward, placed_harness.loaded, [["one", "two"]] * LEAST)
-    (large,) = graphs_of(placed_harness)._sets.values()
-    monkeypatch.setattr(graphs_module, "SET_BYTES", large.bytes)
-    steps(placed_harness.forward, placed_harness.loaded, [["one", "attention"]] * LEAST)
+    steps(placed_harness.forward, placed_harness.loaded, [["one", "two"]] * CAPTURE_AT)
+    (large,) = graphs_of(placed_harness).sets.values()
+    monkeypatch.setattr(graphs_module, "MAX_SET_BYTES", large.bytes)
+    steps(placed_harness.forward, placed_harness.loaded, [["one", "attention"]] * CAPTURE_AT)
     assert sets_of(placed_harness) == [["attention", "one"]], "both are too much"
-    steps(placed_harness.forward, placed_harness.loaded, [["one"], ["two"]] * LEAST)
+    steps(placed_harness.forward, placed_harness.loaded, [["one"], ["two"]] * CAPTURE_AT)
     assert ["two"] in sets_of(placed_harness), "one alone has no copies"
-    steps(placed_harness.forward, placed_harness.loaded, [["attention", "one", "two"]] * LEAST)
-    assert len(sets_of(placed_harness)) == 2 and capture.captured == 4, "too large alone: no other set is evicted"
+    steps(placed_harness.forward, placed_harness.loaded, [["attention", "one", "two"]] * CAPTURE_AT)
+    assert len(sets_of(placed_harness)) == 2 and capture.captures == 4, "too much alone: nobody has to go for it"
 
 
 def test_unloaded_adapter_drops_its_graphs(
     placed: tuple[EngineHarness, Placement], capture: EagerCapture, harness: EngineHarness, adapters: dict[str, Path]
 ) -> None:
-    """A running request keeps its graph to its end; then everything of the adapter is released."""
+    """While a request wants it, which goes on in its graph to its end; then everything of it goes."""
     placed_harness, placement = placed
     placement.place_residents(count=2)
     placed_harness.loaded["short"] = placed_harness.lora_modules.open(
@@ -290,15 +290,15 @@ def test_unloaded_adapter_drops_its_graphs(
     while engine.busy:
         engine.step()
     engine.step()
-    assert recorded.finish == "length" and graphs.replayed == 24 - LEAST + 1 and capture.captured == 1
-    assert not sets_of(placed_harness) and not calls(placement) and not graphs._steps
-    assert not any(engine.side.shelf._held for engine in placement.engines)
+    assert recorded.finish == "length" and graphs.replayed == 24 - CAPTURE_AT + 1 and capture.captures == 1
+    assert not sets_of(placed_harness) and not calls(placement) and not graphs.graphs.captured
+    assert not any(engine.executor.shelf._held for engine in placement.engines)
     alone = harness.alone(random_prompt(1, 9), "one", max_tokens=25)
     assert recorded.tokens[0] == alone.tokens[0] and recorded.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
-    released = weakref.ref(placed_harness.loaded.pop("short"))
+    gone = weakref.ref(placed_harness.loaded.pop("short"))
     del first, recorded
     gc.collect()
-    assert released() is None
+    assert gone() is None
     assert not engine._unloaded
 
 
@@ -307,15 +307,15 @@ def test_adapters_match_after_residents_change(
 ) -> None:
     placed_harness, placement = placed
     mixtures: list[Names] = [["one", None]] * 4
-    expected = steps(harness.forward, harness.loaded, mixtures)
+    wanted = steps(harness.forward, harness.loaded, mixtures)
     for turn, count in enumerate((2, 3, 0, 6), start=1):
         placement.place_residents(count=count)
-        assert apart(steps(placed_harness.forward, placed_harness.loaded, mixtures), expected) < NEAR
-        assert capture.captured == turn and sets_of(placed_harness) == [["one"]]
+        assert apart(steps(placed_harness.forward, placed_harness.loaded, mixtures), wanted) < NEAR
+        assert capture.captures == turn and sets_of(placed_harness) == [["one"]]
         if count == 2:
-            placement.renew_residents()
-            assert apart(steps(placed_harness.forward, placed_harness.loaded, mixtures), expected) < NEAR
-            assert capture.captured == 1, "in the same room"
+            placement.update_residents()
+            assert apart(steps(placed_harness.forward, placed_harness.loaded, mixtures), wanted) < NEAR
+            assert capture.captures == 1, "in the same room"
 
 
 def test_full_lora_cache_evicts_other_sets(
@@ -324,33 +324,54 @@ def test_full_lora_cache_evicts_other_sets(
     harness: EngineHarness,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Factors beside residents have a budget: a new set evicts others, and one that is too large alone is refused
-    once, while the others continue."""
+    """Factors beside residents have a budget: the set that is wanted pushes others out, and one that is too large alone
+    is refused, once, while the others go on."""
     placed_harness, placement = placed
     placement.place_residents(count=2)
     (engine,) = placement.engines
-    shelf = engine.side.shelf
-    steps(placed_harness.forward, placed_harness.loaded, [["two"]] * LEAST)
+    shelf = engine.executor.shelf
+    steps(placed_harness.forward, placed_harness.loaded, [["two"]] * CAPTURE_AT)
     size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
-    graphs_of(placed_harness)._clear()
-    engine.side.shelf = LoraCache(torch.device("cpu"), size)
+    graphs_of(placed_harness).clear()
+    engine.executor.shelf = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):
-                steps(placed_harness.forward, placed_harness.loaded, [[name]] * LEAST)
+                steps(placed_harness.forward, placed_harness.loaded, [[name]] * CAPTURE_AT)
                 assert sets_of(placed_harness) == [[name]]
-            mixtures: list[Names] = [["one", "two"]] * (LEAST + 2)
-            expected = steps(harness.forward, harness.loaded, mixtures)
-            actual = steps(placed_harness.forward, placed_harness.loaded, mixtures)
-        assert apart(actual, expected) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
+            mixtures: list[Names] = [["one", "two"]] * (CAPTURE_AT + 2)
+            wanted = steps(harness.forward, harness.loaded, mixtures)
+            found = steps(placed_harness.forward, placed_harness.loaded, mixtures)
+        assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
         lines = [line for line in caplog.messages if "kernel by kernel" in line]
-        assert len(lines) == 1 and "batches of 2 with one, two" in lines[0] and "beside residents" in lines[0]
-        assert not engine.side.shelf._held and not calls(placement)
+        assert len(lines) == 1 and "decode steps of 2 rows with one, two" in lines[0] and "beside residents" in lines[0]
+        assert not engine.executor.shelf._held and not calls(placement)
         graphs_of(placed_harness).forget(("one", 1))
-        assert not graphs_of(placed_harness)._refused, "there may be room now"
+        assert not graphs_of(placed_harness).graphs.refused, "there may be memory now"
     finally:
-        graphs_of(placed_harness)._clear()
-        engine.side.shelf = shelf
+        graphs_of(placed_harness).clear()
+        engine.executor.shelf = shelf
+
+
+def test_out_of_memory_evicts_other_sets_and_then_refuses_the_set(
+    placed: tuple[EngineHarness, Placement], capture: EagerCapture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sets and sizes that fit go on."""
+    placed_harness, _ = placed
+    for name in ("one", "two"):
+        steps(placed_harness.forward, placed_harness.loaded, [[name]] * CAPTURE_AT)
+    assert sets_of(placed_harness) == [["one"], ["two"]]
+    capture.failure = lambda: torch.OutOfMemoryError("tried to allocate")
+    steps(placed_harness.forward, placed_harness.loaded, [["attention"]] * (CAPTURE_AT + 2))
+    assert not sets_of(placed_harness), "both were evicted for it"
+    lines = [line for line in caplog.messages if "kernel by kernel" in line]
+    assert len(lines) == 1 and "decode steps of 1 rows with attention" in lines[0] and "no GPU memory" in lines[0]
+    capture.failure = None
+    before = graphs_of(placed_harness).replayed
+    steps(placed_harness.forward, placed_harness.loaded, [["one"]])
+    assert graphs_of(placed_harness).replayed == before + 1 and sets_of(placed_harness) == [["one"]], (
+        "captured again at once"
+    )
 
 
 def test_adapter_loaded_before_the_engine_is_not_captured(
@@ -359,10 +380,10 @@ def test_adapter_loaded_before_the_engine_is_not_captured(
     placed_harness, _ = placed
     bare = {"old": replace(placed_harness.loaded["one"], name="old", factors={})}
     with caplog.at_level("WARNING"):
-        steps(placed_harness.forward, bare, [["old", None]] * (LEAST + 2))
+        steps(placed_harness.forward, bare, [["old", None]] * (CAPTURE_AT + 2))
     assert (
         not graphs_of(placed_harness).replayed
         and sum("packed for the CPU only" in line for line in caplog.messages) == 1
     )
-    steps(placed_harness.forward, placed_harness.loaded, [["one", None]] * LEAST)
+    steps(placed_harness.forward, placed_harness.loaded, [["one", None]] * CAPTURE_AT)
     assert graphs_of(placed_harness).replayed == 1

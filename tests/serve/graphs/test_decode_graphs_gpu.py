@@ -1,7 +1,6 @@
-"""Decoding in CUDA graphs against the same engine without: sequences that join and leave, growing slots, prompts and
-adapters in between, changing residents, and steps that cannot be captured. Tokens are equal up to the first near
-tie, and so are log-probabilities.
-"""
+"""Decoding in CUDA graphs against the same engine kernel by kernel: sequences that join and leave, slots that grow,
+prompts and adapters in between, residents that change, and what cannot be captured. Tokens must be the same up to the
+first at which the two most likely were as close as roundings are, and log-probabilities with them."""
 
 from __future__ import annotations
 
@@ -14,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from ktransformers.nn.cuda_graphs import CAPTURE_AT
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
 from ktransformers.serve.engine.forward import Chunk
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
+from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs, why_not
 from ktransformers.serve.http.metrics import render
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.target import Target
@@ -40,37 +40,35 @@ def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[EngineH
 
 @pytest.fixture
 def placement(on_gpu: EngineHarness, adapters: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Placement]:
-    """With graphs; the parameter is a policy and a number of residents. Adapters are loaded after the expert engine,
-    as by a server."""
+    """With graphs; by the parameter a policy and a number of residents. Adapters are loaded behind the engine, as by a
+    server."""
     policy, count = getattr(request, "param", ("resident", 2))
-    created = attach(on_gpu.model, policy=policy)
-    assert created is not None and not created.left
-    created.place_residents(count=count)
+    made = attach(on_gpu.model, policy=policy)
+    assert made is not None and not made.left
+    made.place_residents(count=count)
     names = adapters.items()
     on_gpu.loaded = {name: on_gpu.lora_modules.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
-    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, created)
-    assert not why_not(on_gpu.forward, created)
-    yield created
+    on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, made)
+    assert not why_not(on_gpu.forward, made)
+    yield made
     on_gpu.forward.graphs = None
-    created.detach()
+    made.detach()
 
 
 def ask(
     harness: EngineHarness, engine: Any, lengths: list[tuple[int, int]], names: list[str | None] | None = None
 ) -> list[RecordedEvents]:
-    """Completions of prompts with the given numbers of prompt and new tokens."""
+    """Prompts of so many tokens, answers of so many."""
     given = zip(range(len(lengths)), lengths, names or [None] * len(lengths), strict=True)
-    created = [
-        harness.sequence(random_prompt(seed, length), name, max_tokens=new) for seed, (length, new), name in given
-    ]
-    harness.run(engine, *(one for one, _ in created))
-    return [recorded for _, recorded in created]
+    made = [harness.sequence(random_prompt(seed, length), name, max_tokens=new) for seed, (length, new), name in given]
+    harness.run(engine, *(one for one, _ in made))
+    return [recorded for _, recorded in made]
 
 
 def launched(
     harness: EngineHarness, lengths: list[tuple[int, int]], names: list[str | None] | None = None
 ) -> list[RecordedEvents]:
-    """The same without graphs."""
+    """The same kernel by kernel."""
     graphs, harness.forward.graphs = harness.forward.graphs, None
     try:
         return ask(harness, harness.engine(), lengths, names)
@@ -81,8 +79,8 @@ def launched(
 def uncaptured(
     harness: EngineHarness, placement: Placement, lengths: list[tuple[int, int]], names: list[str | None]
 ) -> list[RecordedEvents]:
-    """The same steps as in graphs, computed eagerly. With adapters and residents the path without graphs rounds
-    differently, which may route a token to another expert."""
+    """The same steps as in graphs, but computed again. With adapters and residents kernel by kernel is another way,
+    whose roundings may send a token to another expert."""
 
     def record(compute: Compute) -> Compute:
         def again() -> torch.Tensor:
@@ -130,15 +128,15 @@ def alike(found: list[Score], wanted: list[Score], apart: float) -> None:
     "placement", [("resident", 0), ("resident", 2), ("resident", 6), ("auto", 2)], indirect=True, ids=str
 )
 def test_completions_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
-    """Seven sequences, six at a time: steps of 1, 2, 4 and 8 rows, with prompts in between."""
+    """Seven sequences, of which six run at once: steps of 1, 2, 4 and 8 rows, prompts between them."""
     lengths = [(5, 30), (40, 22), (9, 31), (70, 18), (1, 25), (12, 40), (33, 28)]
     engine = on_gpu.engine(max_running_requests=6)
-    actual = ask(on_gpu, engine, lengths)
+    found = ask(on_gpu, engine, lengths)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(
-        actual,
+        found,
         launched(on_gpu, lengths),
-        ROUNDED if any(engine.side.residents for engine in placement.engines) else GPU_TOLERANCE,
+        ROUNDED if any(engine.executor.residents for engine in placement.engines) else GPU_TOLERANCE,
     )
 
 
@@ -146,7 +144,7 @@ def test_completions_match_eager(on_gpu: EngineHarness, placement: Placement) ->
 def test_growing_slots_and_cached_prefixes_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
     engine = on_gpu.engine()
     (first,) = ask(on_gpu, engine, [(60, 100)])
-    assert replayed(on_gpu) == 99 - LEAST + 1, "one graph for all capacities"
+    assert replayed(on_gpu) == 99 - CAPTURE_AT + 1, "one graph for all capacities"
     agree([first], launched(on_gpu, [(60, 100)]), GPU_TOLERANCE)
     longer = random_prompt(0, 60) + first.tokens[:80]
     again, later = on_gpu.sequence(longer, max_tokens=20)
@@ -157,15 +155,15 @@ def test_growing_slots_and_cached_prefixes_match_eager(on_gpu: EngineHarness, pl
 
 @pytest.mark.parametrize("placement", [("resident", 0), ("resident", 2), ("resident", 6)], indirect=True, ids=str)
 def test_adapters_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
-    """Several ranks, attention only, and the base, first in one batch, then in changing ones."""
+    """Ranks, attention alone, and the base, at first all in one batch; then others beside whoever is left."""
     lengths: list[tuple[int, int]] = [(10, 20), (20, 34), (5, 30), (7, 25), (6, 12)]
     names = ["one", None, "two", "attention", "one"]
     engine = on_gpu.engine(max_running_requests=4)
-    actual = ask(on_gpu, engine, lengths, names)
+    found = ask(on_gpu, engine, lengths, names)
     assert replayed(on_gpu) > engine.counts.steps // 2
-    agree(actual, uncaptured(on_gpu, placement, lengths, names), GPU_TOLERANCE)
-    if not any(one.side.residents for one in placement.engines):
-        agree(actual, launched(on_gpu, lengths, names), GPU_TOLERANCE)
+    agree(found, uncaptured(on_gpu, placement, lengths, names), GPU_TOLERANCE)
+    if not any(one.executor.residents for one in placement.engines):
+        agree(found, launched(on_gpu, lengths, names), GPU_TOLERANCE)
 
 
 @pytest.mark.parametrize("placement", [("resident", 2)], indirect=True, ids=str)
@@ -181,30 +179,30 @@ def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness, plac
             pieces = [
                 Chunk(slot, [5 + step], slot.length, adapter) for slot, adapter in zip(slots, adapters, strict=True)
             ]
-            actual = on_gpu.forward.run(pieces)
-        return torch.stack([one.logits for one in actual if one is not None]).clone()
+            found = on_gpu.forward.run(pieces)
+        return torch.stack([one.logits for one in found if one is not None]).clone()
 
     with torch.inference_mode():
         for _ in range(2):  # the second time all steps are replayed
-            mixture, base = logits(["one", None, "two", None], LEAST), logits([None] * 4, LEAST)
+            mixture, base = logits(["one", None, "two", None], CAPTURE_AT), logits([None] * 4, CAPTURE_AT)
     assert torch.equal(mixture[[1, 3]], base[[1, 3]]) and not torch.equal(mixture[0], base[0])
 
 
 def test_unloaded_adapter_is_replaced_by_another(
     on_gpu: EngineHarness, placement: Placement, adapters: dict[str, Path]
 ) -> None:
-    """Its graphs are released, other graphs of the same pool continue, and the memory is reused."""
+    """What its graphs held goes, other graphs of the same pool go on, and the memory serves others."""
     engine, lengths = on_gpu.engine(), [(10, 16), (9, 16)]
-    expected = uncaptured(on_gpu, placement, lengths, ["one", None])
+    wanted = uncaptured(on_gpu, placement, lengths, ["one", None])
     for version in range(2, 5):
         on_gpu.loaded["one"] = on_gpu.lora_modules.open(adapters["one"], "one", version, str(on_gpu.directory))
-        agree(ask(on_gpu, engine, lengths, ["one", None]), expected, GPU_TOLERANCE)
+        agree(ask(on_gpu, engine, lengths, ["one", None]), wanted, GPU_TOLERANCE)
         engine.drop_adapter(("one", version))
         engine.step()
-        assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs._sets
-        assert not any(one.few._terms or one.side.shelf._held for one in placement.engines)
+        assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs.sets
+        assert not any(one.callbacks._terms or one.executor.shelf._held for one in placement.engines)
         agree(ask(on_gpu, engine, [(10, 12), (9, 12)]), launched(on_gpu, [(10, 12), (9, 12)]))
-    assert replayed(on_gpu) > 3 * 2 * (12 - LEAST - 2)
+    assert replayed(on_gpu) > 3 * 2 * (12 - CAPTURE_AT - 2)
 
 
 def test_graphs_are_recaptured_when_residents_change(on_gpu: EngineHarness, placement: Placement) -> None:
@@ -213,17 +211,17 @@ def test_graphs_are_recaptured_when_residents_change(on_gpu: EngineHarness, plac
     engine.submit([one])
     for step in range(59):
         if step == 20:
-            placement.renew_residents()
+            placement.update_residents()
         if step == 40:
             placement.place_residents(count=4)
         engine.step()
     on_gpu.run(engine)
-    assert replayed(on_gpu) == 59 - 2 * (LEAST - 1), "renewed where they were, or captured anew"
+    assert replayed(on_gpu) == 59 - 2 * (CAPTURE_AT - 1), "renewed where they were, or captured anew"
     agree([recorded], launched(on_gpu, [(10, 60)]))
 
 
 def test_routing_counts_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
-    """Every token is counted, replayed or not; padding is not."""
+    """Statistics are those of every token, replayed or not; padding counts nowhere."""
     ask(on_gpu, on_gpu.engine(), [(6, 30), (7, 30), (8, 30)])
     rows = [int(row.sum()) for row in placement.counts()]
     tokens = 6 + 7 + 8 + 3 * 29
@@ -236,9 +234,9 @@ def test_streamed_experts_are_not_captured(
     on_gpu: EngineHarness, placement: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):
-        actual = ask(on_gpu, on_gpu.engine(), [(6, 12)])
+        found = ask(on_gpu, on_gpu.engine(), [(6, 12)])
     assert not replayed(on_gpu) and sum("streamed" in line for line in caplog.messages) == 1
-    agree(actual, launched(on_gpu, [(6, 12)]))
+    agree(found, launched(on_gpu, [(6, 12)]))
 
 
 def test_device_sync_is_detected_before_capture(
@@ -250,29 +248,29 @@ def test_device_sync_is_detected_before_capture(
     hook = on_gpu.model.model.norm.register_forward_hook(look)
     try:
         with caplog.at_level("WARNING"):
-            actual = ask(on_gpu, on_gpu.engine(), [(6, 12), (7, 12)])
+            found = ask(on_gpu, on_gpu.engine(), [(6, 12), (7, 12)])
     finally:
         hook.remove()
     assert not replayed(on_gpu) and sum("synchronizing" in line for line in caplog.messages) == 1
-    agree(actual, launched(on_gpu, [(6, 12), (7, 12)]))
+    agree(found, launched(on_gpu, [(6, 12), (7, 12)]))
     on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, placement)
     agree(ask(on_gpu, on_gpu.engine(), [(6, 12)]), launched(on_gpu, [(6, 12)]))
     assert replayed(on_gpu), "nothing is left of the attempt"
 
 
 def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
-    """`kt serve` with a GPU: bf16, in the engine's thread, default policy and residents."""
+    """`kt serve` with a GPU: bf16, in the engine's own thread, policy and residents by themselves."""
     launch = Launch(str(model_directory), memory=0.01, max_running_requests=4, context_length=256)
-    lines: list[str] = []
-    service = open_service(launch, Target(model_directory, name="tiny"), lines.append)
-    assert "in CUDA graphs, batches of up to 32" in lines[-1], lines
+    said: list[str] = []
+    service = open_service(launch, Target(model_directory, name="tiny"), said.append)
+    assert "in CUDA graphs, batches of up to 32" in said[-1], said
     harness = EngineHarness.__new__(EngineHarness)
     harness.directory, harness.tokenizer, harness.forward = model_directory, service.tokenizer, service.engine.forward
     service.engine.start()
     try:
-        created = [harness.sequence(random_prompt(seed, 25), max_tokens=40) for seed in range(3)]
-        service.engine.submit([one for one, _ in created])
-        for _, recorded in created:
+        made = [harness.sequence(random_prompt(seed, 25), max_tokens=40) for seed in range(3)]
+        service.engine.submit([one for one, _ in made])
+        for _, recorded in made:
             wait_for_finish(recorded)
     finally:
         service.engine.stop()
@@ -281,16 +279,16 @@ def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     alone = open_service(
         Launch(str(model_directory), memory=0.01, place={"kt_place": "cpu"}),
         Target(model_directory, name="tiny"),
-        lines.append,
+        said.append,
     )
-    assert "in CUDA graphs" in lines[-1] and alone.placement.placement.policy == "resident"
-    assert not any(engine.side.residents for engine in alone.placement.placement.engines)
+    assert "in CUDA graphs" in said[-1] and alone.placement.placement.policy == "resident"
+    assert not any(engine.executor.residents for engine in alone.placement.placement.engines)
     harness.forward = alone.engine.forward
     ask(harness, alone.engine, [(9, 20)])
     assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"
     off = open_service(
         Launch(str(model_directory), memory=0.01, disable_cuda_graph=True),
         Target(model_directory, name="tiny"),
-        lines.append,
+        said.append,
     )
-    assert off.engine.forward.graphs is None and lines[-1].endswith("without CUDA graphs: --disable-cuda-graph")
+    assert off.engine.forward.graphs is None and said[-1].endswith("without CUDA graphs: --disable-cuda-graph")

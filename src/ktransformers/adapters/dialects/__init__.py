@@ -1,4 +1,4 @@
-"""The table of dialects: how an adapter may lie on disk. A new one is a file beside this one and a row here."""
+"""The table of adapter dialects, one per on-disk layout. A new dialect is a module of this package and a row here."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from ktransformers.adapters.dialects import gguf, kt, peft, per_expert, sglang
 from ktransformers.adapters.dialects.dialect import Dialect
 from ktransformers.errors import InputError
 
-# In the order in which they are asked whether a directory is theirs: the narrower claim first.
+# In the order of detection: the most specific first.
 DIALECTS: tuple[Dialect, ...] = (gguf.DIALECT, kt.DIALECT, per_expert.DIALECT, sglang.DIALECT, peft.DIALECT)
 
 
-def dialect(name: str) -> Dialect:
-    for one in DIALECTS:
-        if one.name == name:
-            return one
-    raise InputError("dialect", repr(name), "one of " + ", ".join(sorted(one.name for one in DIALECTS)))
+def find_dialect(name: str) -> Dialect:
+    for dialect in DIALECTS:
+        if dialect.name == name:
+            return dialect
+    raise InputError("dialect", repr(name), "one of " + ", ".join(sorted(dialect.name for dialect in DIALECTS)))
 
 
-def detect(content: Content) -> Dialect:
-    """The dialect of what lies there, told by its tensors."""
-    for one in DIALECTS:
-        if one.claims(content):
-            return one
-    raise InputError(str(content.path), "tensors of no known dialect", ", ".join(one.name for one in DIALECTS))
+def detect_dialect(content: Content) -> Dialect:
+    """The dialect of an adapter, decided by its tensor names."""
+    for dialect in DIALECTS:
+        if dialect.matches(content):
+            return dialect
+    raise InputError(str(content.path), "tensors of no known dialect", ", ".join(dialect.name for dialect in DIALECTS))
 
 
-__all__ = ["DIALECTS", "Dialect", "detect", "dialect"]
+__all__ = ["DIALECTS", "Dialect", "detect_dialect", "find_dialect"]

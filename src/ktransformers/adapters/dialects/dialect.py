@@ -1,4 +1,4 @@
-"""What a dialect is: how to know it, how to read it, how to write it."""
+"""The interface of a dialect: how to recognise, read and write an adapter, and helpers that all writers use."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters.config import FILE
+from ktransformers.adapters.config import CONFIG_FILE
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
 from ktransformers.adapters.parse import ReadContext
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.files import write_json
 
-MODEL = "adapter_model.safetensors"
+MODEL_FILE = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
 class Dialect:
     name: str
-    about: str  # for messages
-    claims: Callable[[Content], bool]
+    description: str
+    matches: Callable[[Content], bool]  # decided by tensor names
     read: Callable[[Content, ReadContext], Adapter]
-    write: Callable[[Adapter, Path], list[WrittenTensor]]  # into a directory that exists and is empty
-    pairs: Callable[[Experts], int]  # how many it makes of one layer of experts, to count what was written
+    write: Callable[[Adapter, Path], list[WrittenTensor]]  # into an existing empty directory
+    pairs_per_layer: Callable[[Experts], int]  # LoRA pairs written for one layer of experts, to check the count
 
 
 def module_batches(adapter: Adapter, spell: Callable[[str], str]) -> Iterator[TensorBatch]:
-    """The tensors that are not of experts, under the names that `spell` gives."""
+    """The tensors of modules that are not routed experts, under the names that `spell` returns."""
     for module in adapter.modules:
         yield _module(module, spell)
     for extra in adapter.extras:
@@ -51,7 +51,8 @@ def _extra(extra: Extra, spell: Callable[[str], str]) -> TensorBatch:
     return TensorBatch((TensorSpec(spell(extra.name), extra.shape, extra.dtype),), lambda: (extra.read(),))
 
 
-def save(directory: Path, batches: list[TensorBatch], config: dict[str, Any]) -> list[WrittenTensor]:
-    records = write_safetensors(directory / MODEL, batches)
-    write_json(directory / FILE, config)
+def save_adapter(directory: Path, batches: list[TensorBatch], config: dict[str, Any]) -> list[WrittenTensor]:
+    """Writes adapter_model.safetensors and adapter_config.json."""
+    records = write_safetensors(directory / MODEL_FILE, batches)
+    write_json(directory / CONFIG_FILE, config)
     return records

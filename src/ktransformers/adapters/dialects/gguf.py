@@ -1,11 +1,12 @@
-"""LoRA in llama.cpp's GGUF: `blk.3.ffn_gate_exps.weight.lora_a` and `.lora_b`, the experts of a layer stacked, a
-`[E, r, in]` and b `[E, out, r]` (numpy's order; GGUF itself names dimensions the other way round).
+"""LoRA in llama.cpp's GGUF: `blk.3.ffn_gate_exps.weight.lora_a` and `.lora_b`, the experts of a layer stacked, a `[E,
+r, in]` and b `[E, out, r]` (numpy's order; GGUF itself lists dimensions in reverse).
 
-llama.cpp scales by `adapter.lora.alpha` over the rank of each tensor, so alpha is one for all and what differs goes
-into B. It knows tensors by its own names; ROWS says which are ours, for the families whose attention llama.cpp takes as
-it is. Mixtral (arch "llama") is the exception that is handled: rows of q and k are permuted within each head for its
-rotary embedding, and so is B. Anything else that has no row is refused by name. What GGUF has no field for (the other
-fields of adapter_config.json, the prefix of names) goes into a key of our own, which llama.cpp ignores.
+llama.cpp scales by `adapter.lora.alpha` over the rank of each tensor, so one alpha serves all and the difference goes
+into B. ARCHITECTURES maps its tensor names to modules, for the families whose attention llama.cpp stores unchanged.
+Mixtral (arch "llama") is the supported exception: llama.cpp permutes the rows of q and k within each head for its
+rotary embedding, so the rows of B are permuted too. A module without an entry is refused by name. What GGUF has no
+field for (the rest of adapter_config.json, the name prefix) goes into a metadata key of our own, which llama.cpp
+ignores.
 """
 
 from __future__ import annotations
@@ -20,147 +21,118 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.config import number
-from ktransformers.adapters.content import Content, StoredTensor
+from ktransformers.adapters.config import compact_number
+from ktransformers.adapters.content import Content
 from ktransformers.adapters.dialects.dialect import Dialect
-from ktransformers.adapters.fit import fitted, refitted
+from ktransformers.adapters.fit import refit_adapter, refit_form
+from ktransformers.adapters.gguf_file import import_gguf
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ, ordered, place, stem
+from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext
-from ktransformers.adapters.write import WrittenTensor, raw_bytes, record
+from ktransformers.adapters.stored_tensor import StoredTensor
+from ktransformers.adapters.write import WrittenTensor, raw_bytes, record_tensor
 from ktransformers.errors import InputError
 
-FILE = "adapter.gguf"
-KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model
-EXPERTS = {f"ffn_{role}_exps": role for role in ROLES}
-ATTENTION = {f"attn_{w}": f"self_attn.{w}_proj" for w in "qkv"} | {"attn_output": "self_attn.o_proj"}
-MLA = {"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_output": "self_attn.o_proj"}
-MLA |= {"attn_q": "self_attn.q_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"}
-DENSE = {f"ffn_{role}": f"mlp.{role}_proj" for role in ROLES}
-ROUTER = {"ffn_gate_inp": "mlp.gate"}
+GGUF_FILE = "adapter.gguf"
+METADATA_KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model
+EXPERT_TENSORS = {f"ffn_{role}_exps": role for role in ROLES}
+ATTENTION_TENSORS = {f"attn_{w}": f"self_attn.{w}_proj" for w in "qkv"} | {"attn_output": "self_attn.o_proj"}
+MLA_ATTENTION = {"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_output": "self_attn.o_proj"}
+MLA_ATTENTION |= {"attn_q": "self_attn.q_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"}
+DENSE_TENSORS = {f"ffn_{role}": f"mlp.{role}_proj" for role in ROLES}
+ROUTER_TENSORS = {"ffn_gate_inp": "mlp.gate"}
 
 
-def _shared(block: str) -> dict[str, str]:
+def _shared_expert_tensors(block: str) -> dict[str, str]:
     return {f"ffn_{role}_shexp": f"mlp.{block}.{role}_proj" for role in ROLES}
 
 
 @dataclass(frozen=True)
 class Arch:
     name: str  # llama.cpp's
-    rows: Mapping[str, str]  # its tensor within a layer -> the model's module
-    permuted: bool = False  # rows of q and k
+    tensors: Mapping[str, str]  # tensor name within a layer -> module of the model
+    permuted: bool = False  # rows of q and k are permuted within each head
 
 
-ROWS: dict[str, Arch] = {
-    "qwen2_moe": Arch("qwen2moe", ATTENTION | ROUTER | _shared("shared_expert")),
-    "qwen3_moe": Arch("qwen3moe", ATTENTION | ROUTER),
-    "qwen3_next": Arch("qwen3next", ATTENTION | ROUTER | _shared("shared_expert")),
-    "qwen3_5_moe": Arch("qwen35moe", ATTENTION | ROUTER | _shared("shared_expert")),
-    "qwen3_5_moe_text": Arch("qwen35moe", ATTENTION | ROUTER | _shared("shared_expert")),
-    "mixtral": Arch("llama", ATTENTION | ROUTER, permuted=True),
-    "deepseek_v2": Arch("deepseek2", MLA | ROUTER | DENSE | _shared("shared_experts")),
-    "deepseek_v3": Arch("deepseek2", MLA | ROUTER | DENSE | _shared("shared_experts")),
-    "gpt_oss": Arch("gpt-oss", ATTENTION | {"ffn_gate_inp": "mlp.router"}),
+ARCHITECTURES: dict[str, Arch] = {
+    "qwen2_moe": Arch("qwen2moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "qwen3_moe": Arch("qwen3moe", ATTENTION_TENSORS | ROUTER_TENSORS),
+    "qwen3_next": Arch("qwen3next", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "qwen3_5_moe": Arch("qwen35moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "qwen3_5_moe_text": Arch("qwen35moe", ATTENTION_TENSORS | ROUTER_TENSORS | _shared_expert_tensors("shared_expert")),
+    "mixtral": Arch("llama", ATTENTION_TENSORS | ROUTER_TENSORS, permuted=True),
+    "deepseek_v2": Arch(
+        "deepseek2", MLA_ATTENTION | ROUTER_TENSORS | DENSE_TENSORS | _shared_expert_tensors("shared_experts")
+    ),
+    "deepseek_v3": Arch(
+        "deepseek2", MLA_ATTENTION | ROUTER_TENSORS | DENSE_TENSORS | _shared_expert_tensors("shared_experts")
+    ),
+    "gpt_oss": Arch("gpt-oss", ATTENTION_TENSORS | {"ffn_gate_inp": "mlp.router"}),
 }
 
 
-def claims(content: Content) -> bool:
-    return content.fields is not None
+def matches(content: Content) -> bool:
+    return content.metadata is not None
 
 
-def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """(key-value part, tensors) of a GGUF file; data stays mapped."""
-    gguf = _package()
-    try:
-        reader = gguf.GGUFReader(str(file))
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise InputError(str(file), f"a file that does not open ({error})", "GGUF", "download it anew") from error
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    if fields.get("general.type") != "adapter" or fields.get("adapter.type") != "lora":
-        raise InputError(str(file), f"general.type {fields.get('general.type')!r}", "a LoRA adapter, not a model")
-    kinds = gguf.GGMLQuantizationType
-    dtypes = {kinds.F32: torch.float32, kinds.F16: torch.float16, kinds.BF16: torch.bfloat16, kinds.F64: torch.float64}
-    tensors = {}
-    for one in reader.tensors:
-        if one.tensor_type not in dtypes:
-            raise InputError(one.name, f"type {one.tensor_type.name}", "F32, F16, BF16 or F64")
-        shape, dtype = tuple(int(n) for n in one.shape[::-1]), dtypes[one.tensor_type]
-        tensors[one.name] = StoredTensor(one.name, file.name, shape, dtype, _reader(one.data, shape, dtype))
-    return fields, tensors
-
-
-def _reader(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    def read_tensor() -> Tensor:
-        array = data.copy().reshape(-1).view("uint8")  # torch wants memory that it may write to
-        return torch.from_numpy(array).view(dtype).reshape(shape)
-
-    return read_tensor
-
-
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise InputError("gguf", "a package that is not installed", "it", "pip install 'ktransformers[gguf]'") from None
-    return gguf
-
-
-def read(content: Content, known: ReadContext) -> Adapter:
-    assert content.fields is not None
-    ours = json.loads(content.fields.get(KEY, "{}"))
-    facts = known.facts or (ModelFacts.of_json(ours["model"]) if ours.get("model") else None)
-    arch = _arch_of(content, facts)
-    alpha = float(content.fields.get("adapter.lora.alpha", 0.0))
+def read(content: Content, context: ReadContext) -> Adapter:
+    assert content.metadata is not None
+    own_metadata = json.loads(content.metadata.get(METADATA_KEY, "{}"))
+    facts = context.facts or (ModelFacts.from_json(own_metadata["model"]) if own_metadata.get("model") else None)
+    arch = _find_architecture(content, facts)
+    alpha = float(content.metadata.get("adapter.lora.alpha", 0.0))
     experts: dict[int, dict[str, tuple[StoredTensor, StoredTensor]]] = {}
     forms: dict[int, dict[str, PairForm]] = {}
     modules: list[Module] = []
-    before = ours.get("stem", "model.layers")
+    prefix = own_metadata.get("stem", "model.layers")
     for name, (a, b) in _pairs(content).items():
         form = _form(a, b, alpha)
-        layer, leaf = _split(name)
-        if leaf in EXPERTS:
-            experts.setdefault(layer, {})[EXPERTS[leaf]] = (a, b)
-            forms.setdefault(layer, {})[EXPERTS[leaf]] = form
+        layer, leaf = _split_tensor_name(name)
+        if leaf in EXPERT_TENSORS:
+            experts.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = (a, b)
+            forms.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = form
         else:
-            modules.append(_module(name, layer, leaf, a, b, form, arch, before, facts))
+            modules.append(_module(name, layer, leaf, a, b, form, arch, prefix, facts))
     layers = tuple(
-        _experts(f"{before}.{layer}.{ours.get('block', 'mlp')}", layer, forms[layer], pairs)
+        _experts(f"{prefix}.{layer}.{own_metadata.get('block', 'mlp')}", layer, forms[layer], pairs)
         for layer, pairs in experts.items()
     )
-    words = facts.words if facts else PROJ
-    config = ours.get("config") or _config(layers, modules, alpha)
-    return Adapter(layers, tuple(modules), config=config, words=words, model=facts)
+    naming = facts.naming if facts else PROJ_NAMING
+    config = own_metadata.get("config") or _config(layers, modules, alpha)
+    return Adapter(layers, tuple(modules), config=config, naming=naming, model=facts)
 
 
 def _config(layers: tuple[Experts, ...], modules: list[Module], alpha: float) -> dict[str, Any]:
     leaves = {module.name.rpartition(".")[2] for module in modules}
     forms = [*(form for layer in layers for form in layer.forms.values()), *(module.form for module in modules)]
-    return {"r": forms[0].rank, "lora_alpha": number(alpha), "target_modules": ordered(leaves)}
+    return {"r": forms[0].rank, "lora_alpha": compact_number(alpha), "target_modules": order_targets(leaves)}
 
 
-def _arch_of(content: Content, facts: ModelFacts | None) -> Arch:
-    assert content.fields is not None
-    name = content.fields.get("general.architecture")
-    if facts is not None and facts.model_type in ROWS and ROWS[facts.model_type].name == name:
-        return ROWS[facts.model_type]
-    for arch in ROWS.values():
+def _find_architecture(content: Content, facts: ModelFacts | None) -> Arch:
+    assert content.metadata is not None
+    name = content.metadata.get("general.architecture")
+    if facts is not None and facts.model_type in ARCHITECTURES and ARCHITECTURES[facts.model_type].name == name:
+        return ARCHITECTURES[facts.model_type]
+    for arch in ARCHITECTURES.values():
         if arch.name == name:
             return arch
-    raise InputError(str(content.path), f"architecture {name!r}", ", ".join(sorted({a.name for a in ROWS.values()})))
+    raise InputError(
+        str(content.path), f"architecture {name!r}", ", ".join(sorted({a.name for a in ARCHITECTURES.values()}))
+    )
 
 
 def _pairs(content: Content) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     halves: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in content.tensors.items():
-        base, dot, which = name.rpartition(".lora_")
-        if not dot or which not in ("a", "b"):
+        base, dot, factor = name.rpartition(".lora_")
+        if not dot or factor not in ("a", "b"):
             raise InputError(name, "a tensor that is no LoRA factor", "...weight.lora_a or ...weight.lora_b")
-        halves.setdefault(base.removesuffix(".weight"), {})[which] = stored
+        halves.setdefault(base.removesuffix(".weight"), {})[factor] = stored
     for base, half in halves.items():
-        for lack in {"a", "b"} - set(half):
+        for missing in {"a", "b"} - set(half):
             raise InputError(
-                f"{base}.weight.lora_{lack}", "no such tensor", "the partner of the other", "it was dropped"
+                f"{base}.weight.lora_{missing}", "no such tensor", "both factors of a pair", "it was dropped"
             )
     return {base: (half["a"], half["b"]) for base, half in halves.items()}
 
@@ -173,11 +145,11 @@ def _form(a: StoredTensor, b: StoredTensor, alpha: float) -> PairForm:
     return PairForm(rank, a.shape[-1], b.shape[-2], torch.promote_types(a.dtype, b.dtype), scaling)
 
 
-def _split(name: str) -> tuple[int, str]:
-    """("blk.3.attn_q") -> (3, "attn_q"); -1 for what is in no layer."""
-    words = name.split(".")
-    if words[0] == "blk" and len(words) == 3 and words[1].isdigit():
-        return int(words[1]), words[2]
+def _split_tensor_name(name: str) -> tuple[int, str]:
+    """("blk.3.attn_q") -> (3, "attn_q"); layer -1 for tensors outside the layers."""
+    parts = name.split(".")
+    if parts[0] == "blk" and len(parts) == 3 and parts[1].isdigit():
+        return int(parts[1]), parts[2]
     return -1, name
 
 
@@ -189,20 +161,20 @@ def _module(
     b: StoredTensor,
     form: PairForm,
     arch: Arch,
-    before: str,
+    prefix: str,
     facts: Any,
 ) -> Module:
     if layer < 0 and leaf == "output":
         module = "lm_head"
-    elif layer >= 0 and leaf in arch.rows:
-        module = f"{before}.{layer}.{arch.rows[leaf]}"
+    elif layer >= 0 and leaf in arch.tensors:
+        module = f"{prefix}.{layer}.{arch.tensors[leaf]}"
     else:
-        raise InputError(f"{name}.weight.lora_a", f"a tensor that is not known in {arch.name}", ", ".join(arch.rows))
-    heads = _heads(arch, leaf, facts)
+        raise InputError(f"{name}.weight.lora_a", f"a tensor that is not known in {arch.name}", ", ".join(arch.tensors))
+    heads = _permuted_heads(arch, leaf, facts)
 
     def read_module() -> LoraPair:
         rows = b.read()
-        return LoraPair(a.read(), _unpermuted(rows, heads) if heads else rows, form.scaling)
+        return LoraPair(a.read(), _unpermute_rows(rows, heads) if heads else rows, form.scaling)
 
     return Module(module, form, read_module)
 
@@ -220,8 +192,8 @@ def _experts(
     return Experts(root, layer, next(iter(counts.values())), forms, read_layer)
 
 
-def _heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
-    """How many heads' rows are permuted, 0 for none."""
+def _permuted_heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
+    """Number of heads whose rows are permuted, 0 for none."""
     if not arch.permuted or leaf not in ("attn_q", "attn_k"):
         return 0
     count = facts and (facts.heads if leaf == "attn_q" else facts.kv_heads or facts.heads)
@@ -233,82 +205,89 @@ def _heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
     return count
 
 
-def _permuted(rows: Tensor, heads: int) -> Tensor:
+def _permute_rows(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, 2, -1, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
-def _unpermuted(rows: Tensor, heads: int) -> Tensor:
+def _unpermute_rows(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     facts = adapter.model
-    if facts is None or facts.model_type not in ROWS:
+    if facts is None or facts.model_type not in ARCHITECTURES:
         raise InputError(
-            "model", "not known" if facts is None else repr(facts.model_type), f"one of {', '.join(ROWS)}",
+            "model", "not known" if facts is None else repr(facts.model_type), f"one of {', '.join(ARCHITECTURES)}",
             "give --base-model-name-or-path DIR: GGUF names the architecture" if facts is None else "",
         )  # fmt: skip
     if adapter.extras:
         raise InputError(adapter.extras[0].name, "a tensor that is no LoRA factor", "none in GGUF")
-    arch = ROWS[facts.model_type]
+    arch = ARCHITECTURES[facts.model_type]
     alpha = max(form.alpha for form in adapter.forms())
-    adapter = fitted(adapter, lambda _, form: _with_alpha(form, alpha))
-    return _write(adapter, arch, alpha, directory / FILE)
+    adapter = refit_adapter(adapter, lambda _, form: _form_with_alpha(form, alpha))
+    return _write(adapter, arch, alpha, directory / GGUF_FILE)
 
 
-def _with_alpha(form: PairForm, alpha: float) -> PairForm:
-    """The form with the one alpha: B by a power of two at the least rank that allows it, otherwise B in f32."""
+def _form_with_alpha(form: PairForm, alpha: float) -> PairForm:
+    """The form for the common alpha: B scaled by a power of two at the smallest rank that allows it, else B in f32."""
     for shift in range(-16, 17):
         rank = alpha / form.scaling * 2.0**shift
         if rank >= form.rank and rank.is_integer() and alpha / rank == form.scaling / 2.0**shift:
-            return refitted(form, int(rank), alpha / rank)
+            return refit_form(form, int(rank), alpha / rank)
         if rank > 4 * form.rank:
             break
-    return refitted(form, form.rank, alpha / form.rank)
+    return refit_form(form, form.rank, alpha / form.rank)
 
 
-def _sources(adapter: Adapter, arch: Arch) -> list[tuple[list[tuple[str, PairForm]], int, Any]]:
-    """(tensor names with forms, experts or 0, reader of their pairs) in the order of the file."""
-    leaves = {path: leaf for leaf, path in arch.rows.items()}
+def _plan_tensors(adapter: Adapter, arch: Arch) -> list[tuple[list[tuple[str, PairForm]], int, Any]]:
+    """(tensor names with forms, number of experts or 0, function that reads the pairs) in file order."""
+    leaves = {path: leaf for leaf, path in arch.tensors.items()}
     sources: list[tuple[list[tuple[str, PairForm]], int, Any]] = []
     for layer in adapter.experts:
-        if place(layer.root)[0]:
+        if split_layer_name(layer.root)[0]:
             raise InputError(layer.root, "experts outside the main layers", "none")
         named = [(f"blk.{layer.layer}.ffn_{role}_exps", form) for role, form in layer.forms.items()]
         sources.append((named, layer.experts, lambda layer=layer: list(layer.read().values())))
     for module in adapter.modules:
-        outer, number, path = place(module.name)
+        outer, number, path = split_layer_name(module.name)
         if number < 0 and path == "lm_head":
             name, heads = "output", 0
         elif not outer and path in leaves:
-            name, heads = f"blk.{number}.{leaves[path]}", _heads(arch, leaves[path], adapter.model)
+            name, heads = f"blk.{number}.{leaves[path]}", _permuted_heads(arch, leaves[path], adapter.model)
         else:
             raise InputError(module.name, f"a module that {arch.name} has no plain tensor for", ", ".join(leaves))
-        sources.append(([(name, module.form)], 0, lambda module=module, heads=heads: [_rows(module.read(), heads)]))
+        sources.append(
+            ([(name, module.form)], 0, lambda module=module, heads=heads: [_permute_pair(module.read(), heads)])
+        )
     return sources
 
 
-def _rows(pair: LoraPair, heads: int) -> LoraPair:
-    return replace(pair, b=_permuted(pair.b, heads)) if heads else pair
+def _permute_pair(pair: LoraPair, heads: int) -> LoraPair:
+    return replace(pair, b=_permute_rows(pair.b, heads)) if heads else pair
 
 
 def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[WrittenTensor]:
-    gguf = _package()
-    kinds = gguf.GGMLQuantizationType
-    types = {torch.float32: kinds.F32, torch.float16: kinds.F16, torch.bfloat16: kinds.BF16, torch.float64: kinds.F64}
+    gguf = import_gguf()
+    quant_types = gguf.GGMLQuantizationType
+    types = {
+        torch.float32: quant_types.F32,
+        torch.float16: quant_types.F16,
+        torch.bfloat16: quant_types.BF16,
+        torch.float64: quant_types.F64,
+    }
     writer = gguf.GGUFWriter(None, arch.name)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(alpha))
-    writer.add_string(KEY, json.dumps(_ours(adapter)))
-    sources = _sources(adapter, arch)
+    writer.add_string(METADATA_KEY, json.dumps(_metadata(adapter)))
+    sources = _plan_tensors(adapter, arch)
     for named, experts, _ in sources:
         for name, form in named:
-            lead = (experts,) if experts else ()
+            leading = (experts,) if experts else ()
             for half, shape in (("a", (form.rank, form.inputs)), ("b", (form.outputs, form.rank))):
-                size = form.dtype.itemsize * torch.Size((*lead, *shape)).numel()
+                size = form.dtype.itemsize * torch.Size((*leading, *shape)).numel()
                 writer.add_tensor_info(
-                    f"{name}.weight.lora_{half}", (*lead, *shape), _float32(), size, raw_dtype=types[form.dtype]
+                    f"{name}.weight.lora_{half}", (*leading, *shape), _float32(), size, raw_dtype=types[form.dtype]
                 )
     writer.open_output_file(path)
     writer.write_header_to_file(path)
@@ -320,7 +299,7 @@ def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Writt
             for half, tensor in (("a", pair.a), ("b", pair.b)):
                 tensor = tensor.to(form.dtype).contiguous()
                 writer.write_tensor_data(_array(tensor))
-                records.append(record(f"{name}.weight.lora_{half}", path.name, tensor))
+                records.append(record_tensor(f"{name}.weight.lora_{half}", path.name, tensor))
     os.fsync(writer.fout[0].fileno())
     writer.close()
     return records
@@ -329,7 +308,7 @@ def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Writt
 def _float32() -> Any:
     import numpy
 
-    return numpy.dtype("float32")  # only so that the writer does not take the shape for one of bytes
+    return numpy.dtype("float32")  # keeps the writer from interpreting the shape as bytes
 
 
 def _array(tensor: Tensor) -> Any:
@@ -338,15 +317,15 @@ def _array(tensor: Tensor) -> Any:
     return numpy.frombuffer(raw_bytes(tensor), dtype=numpy.uint8)
 
 
-def _ours(adapter: Adapter) -> dict[str, Any]:
+def _metadata(adapter: Adapter) -> dict[str, Any]:
     roots = [layer.root for layer in adapter.experts]
-    names = roots or [module.name for module in adapter.modules if stem(module.name)]
+    names = roots or [module.name for module in adapter.modules if layers_prefix(module.name)]
     return {
         "config": dict(adapter.config),
-        "stem": stem(names[0]) if names else "model.layers",
-        "block": place(roots[0])[2] if roots else "mlp",
+        "stem": layers_prefix(names[0]) if names else "model.layers",
+        "block": split_layer_name(roots[0])[2] if roots else "mlp",
         "model": adapter.model.to_json() if adapter.model else None,
     }
 
 
-DIALECT = Dialect("gguf", "llama.cpp's GGUF LoRA", claims, read, write, lambda layer: len(layer.forms))
+DIALECT = Dialect("gguf", "llama.cpp's GGUF LoRA", matches, read, write, lambda layer: len(layer.forms))

@@ -1,9 +1,10 @@
-"""kt-kernel's training output: `adapter_model.safetensors` for what is not experts, `fused_expert_lora.safetensors` for
-the experts, and a manifest with the files' sizes and sums.
+"""kt-kernel's training output: `adapter_model.safetensors` for all modules but the experts,
+`fused_expert_lora.safetensors` for the experts, and a manifest with sizes and checksums of the files.
 
-The fused file has `layers.{L}.experts.{gate,up,down}_lora_{a,b}`, a `[E, r, in]` and b `[E, out, r]`, in bf16 and
-nothing else: numbers that bf16 cannot hold are refused, not rounded. It says `layers.3` and no more, so the prefix
-comes from the other tensors' names or from our own manifest. Rank and alpha are adapter_config.json's, for everything.
+The expert file has `layers.{L}.experts.{gate,up,down}_lora_{a,b}`, a `[E, r, in]` and b `[E, out, r]`, always in bf16:
+values that bf16 cannot represent are refused, not rounded. Its names carry no prefix before `layers`, so the prefix is
+taken from the other tensors' names or from our own manifest. One rank and one alpha, those of adapter_config.json,
+apply to everything.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.config import AdapterConfig, number, read_config, written
-from ktransformers.adapters.content import Content, StoredTensor
-from ktransformers.adapters.dialects.dialect import MODEL, Dialect, module_batches
-from ktransformers.adapters.dialects.peft import leaf
-from ktransformers.adapters.fit import exactly, fitted, uniform
+from ktransformers.adapters.config import AdapterConfig, build_config, compact_number, read_config
+from ktransformers.adapters.content import Content
+from ktransformers.adapters.dialects.dialect import MODEL_FILE, Dialect, module_batches
+from ktransformers.adapters.dialects.peft import leaf_name
+from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
-from ktransformers.adapters.names import KT, ordered, place, stem
-from ktransformers.adapters.parse import ReadContext, collect, extras_of, modules_of, with_prefix
+from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
+from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
-FUSED = "fused_expert_lora.safetensors"
-MANIFEST = "kt_adapter_manifest.json"
+EXPERT_FILE = "fused_expert_lora.safetensors"
+MANIFEST_FILE = "kt_adapter_manifest.json"
 
 
-def claims(content: Content) -> bool:
-    return any(KT.fullmatch(name) for name in content.tensors)
+def matches(content: Content) -> bool:
+    return any(KT_KERNEL_KEY.fullmatch(name) for name in content.tensors)
 
 
-def read(content: Content, known: ReadContext) -> Adapter:
-    _check_sums(content)
-    config, fields = read_config(content.directory, known.lora_alpha)
-    fused = {stored.file for name, stored in content.tensors.items() if KT.fullmatch(name)}
+def read(content: Content, context: ReadContext) -> Adapter:
+    _check_manifest(content)
+    config, fields = read_config(content.directory, context.lora_alpha)
+    fused = {stored.file for name, stored in content.tensors.items() if KT_KERNEL_KEY.fullmatch(name)}
     layers: dict[int, dict[str, StoredTensor]] = {}
     rest = []
     for name, stored in content.tensors.items():
-        if match := KT.fullmatch(name):
+        if match := KT_KERNEL_KEY.fullmatch(name):
             layers.setdefault(int(match["layer"]), {})[f"{match['role']}_{match['factor']}"] = stored
         elif stored.file in fused:
             raise InputError(
@@ -53,23 +55,23 @@ def read(content: Content, known: ReadContext) -> Adapter:
             )
         else:
             rest.append(stored)
-    found, others = collect(rest)
-    modules = modules_of(found, config, known.words)
-    before, block = _where(known, [module.name for module in modules])
+    factors, non_lora = pair_factors(rest)
+    modules = build_modules(factors, config, context.naming)
+    prefix, block = _experts_prefix(context, [module.name for module in modules])
     experts = tuple(
-        _layer(f"{before}.{layer}.{block}", layer, tensors, config) for layer, tensors in sorted(layers.items())
+        _layer(f"{prefix}.{layer}.{block}", layer, tensors, config) for layer, tensors in sorted(layers.items())
     )
-    extras = extras_of(others, config)
-    return Adapter(experts, modules, extras, words=known.words, config=fields, model=known.facts)
+    extras = build_extras(non_lora, config)
+    return Adapter(experts, modules, extras, naming=context.naming, config=fields, model=context.facts)
 
 
-def _where(known: ReadContext, names: list[str]) -> tuple[str, str]:
+def _experts_prefix(context: ReadContext, names: list[str]) -> tuple[str, str]:
     """(prefix up to `layers`, block within the layer) of the experts."""
-    roots = (known.manifest or {}).get("roots")
+    roots = (context.manifest or {}).get("roots")
     if roots:
-        return str(stem(roots[0])), place(roots[0])[2]
-    stems = {found for name in names if (found := stem(name)) and not place(name)[0]}
-    return (stems.pop() if len(stems) == 1 else "model.layers"), "mlp"
+        return str(layers_prefix(roots[0])), split_layer_name(roots[0])[2]
+    prefixes = {prefix for name in names if (prefix := layers_prefix(name)) and not split_layer_name(name)[0]}
+    return (prefixes.pop() if len(prefixes) == 1 else "model.layers"), "mlp"
 
 
 def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: AdapterConfig) -> Experts:
@@ -107,30 +109,32 @@ def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: A
     return Experts(root, layer, next(iter(counts)), forms, read_layer)
 
 
-def _check_sums(content: Content) -> None:
-    """kt-kernel's own manifest, where there is one."""
-    file = content.directory / MANIFEST
+def _check_manifest(content: Content) -> None:
+    """Checks files against kt-kernel's own manifest, if there is one."""
+    file = content.directory / MANIFEST_FILE
     if not file.is_file():
         return
     try:
         document = json.loads(file.read_text())
-        artifacts = {str(name): dict(about) for name, about in document.get("artifacts", {}).items()}
+        artifacts = {str(name): dict(artifact) for name, artifact in document.get("artifacts", {}).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise InputError(str(file), f"a manifest that does not parse ({error})", "what kt-kernel wrote") from error
     if document.get("status") != "ready":
         raise InputError(str(file), f"status {document.get('status')!r}", "'ready'", "the save was not finished")
-    for name, about in artifacts.items():
-        found = content.directory / name
-        if Path(name).name != name or not found.is_file():
-            raise InputError(str(found), "no such file", f"what {MANIFEST} lists")
-        size, digest = found.stat().st_size, about.get("sha256")
-        if about.get("size", size) != size:
-            raise InputError(str(found), f"{size} bytes", f"{about['size']}, as {MANIFEST} says")
-        if digest is not None and _sum(found) != digest:
-            raise InputError(str(found), "other bytes", f"the sha256 of {MANIFEST}", "the file was changed")
+    for name, artifact in artifacts.items():
+        artifact_path = content.directory / name
+        if Path(name).name != name or not artifact_path.is_file():
+            raise InputError(str(artifact_path), "no such file", f"what {MANIFEST_FILE} lists")
+        size, digest = artifact_path.stat().st_size, artifact.get("sha256")
+        if artifact.get("size", size) != size:
+            raise InputError(str(artifact_path), f"{size} bytes", f"{artifact['size']}, as {MANIFEST_FILE} says")
+        if digest is not None and _sha256(artifact_path) != digest:
+            raise InputError(
+                str(artifact_path), "other bytes", f"the sha256 of {MANIFEST_FILE}", "the file was changed"
+            )
 
 
-def _sum(file: Path) -> str:
+def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -139,22 +143,22 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     for layer in adapter.experts:
         if set(layer.forms) != set(ROLES):
             raise InputError(f"{layer.root}.experts", f"LoRA on {', '.join(layer.forms)}", "on gate, up and down")
-    adapter = uniform(adapter)
+    adapter = make_uniform(adapter)
     for layer in adapter.experts:
         _check_bf16(layer)
-    adapter = fitted(adapter, lambda role, form: replace(form, dtype=torch.bfloat16) if role else form)
+    adapter = refit_adapter(adapter, lambda role, form: replace(form, dtype=torch.bfloat16) if role else form)
     records: list[WrittenTensor] = []
     if adapter.modules or adapter.extras:
-        records += write_safetensors(directory / MODEL, list(module_batches(adapter, with_prefix)))
+        records += write_safetensors(directory / MODEL_FILE, list(module_batches(adapter, add_prefix)))
     if adapter.experts:
-        records += write_safetensors(directory / FUSED, [_experts(layer) for layer in adapter.experts])
+        records += write_safetensors(directory / EXPERT_FILE, [_experts(layer) for layer in adapter.experts])
     default = next(adapter.forms())
-    leaves = {leaf(module) for module in adapter.modules}
-    leaves |= {adapter.words.matrix(role) for role in ROLES if adapter.experts}
-    config = written(adapter, default, {}, target_modules=ordered(leaves), target_parameters=None)
+    leaves = {leaf_name(module) for module in adapter.modules}
+    leaves |= {adapter.naming.matrix(role) for role in ROLES if adapter.experts}
+    config = build_config(adapter, default, {}, target_modules=order_targets(leaves), target_parameters=None)
     config["lora_dropout"] = adapter.config.get("lora_dropout", 0.0)
     write_json(directory / "adapter_config.json", config)
-    write_json(directory / MANIFEST, _manifest(adapter, directory, records, default))
+    write_json(directory / MANIFEST_FILE, _manifest(adapter, directory, records, default))
     return records
 
 
@@ -163,7 +167,7 @@ def _check_bf16(layer: Experts) -> None:
         return
     for role, pair in layer.read().items():
         for factor, tensor in (("A", pair.a), ("B", pair.b)):
-            if not exactly(tensor, torch.bfloat16):
+            if not survives_dtype(tensor, torch.bfloat16):
                 raise InputError(
                     f"{layer.root}.experts: lora_{factor} of {role}",
                     f"numbers in {layer.forms[role].dtype} that bf16 cannot hold",
@@ -173,12 +177,12 @@ def _check_bf16(layer: Experts) -> None:
 
 
 def _experts(layer: Experts) -> TensorBatch:
-    many = layer.experts
+    count = layer.experts
     entries: list[TensorSpec] = []
     for role in ROLES:
         form, name = layer.forms[role], f"layers.{layer.layer}.experts.{role}_lora"
-        entries.append(TensorSpec(f"{name}_a", (many, form.rank, form.inputs), torch.bfloat16))
-        entries.append(TensorSpec(f"{name}_b", (many, form.outputs, form.rank), torch.bfloat16))
+        entries.append(TensorSpec(f"{name}_a", (count, form.rank, form.inputs), torch.bfloat16))
+        entries.append(TensorSpec(f"{name}_b", (count, form.outputs, form.rank), torch.bfloat16))
 
     def read_layer() -> list[Tensor]:
         pairs = layer.read()
@@ -194,11 +198,11 @@ def _manifest(adapter: Adapter, directory: Path, records: list[WrittenTensor], f
         "status": "ready",
         "expert_weight_format": "bf16",
         "base": {"model_name_or_path": adapter.config.get("base_model_name_or_path")},
-        "lora": {"rank": form.rank, "alpha": number(form.alpha)},
+        "lora": {"rank": form.rank, "alpha": compact_number(form.alpha)},
         "artifacts": {
             name: {
                 "size": (directory / name).stat().st_size,
-                "sha256": _sum(directory / name),
+                "sha256": _sha256(directory / name),
                 "tensor_count": sum(record.file == name for record in records),
             }
             for name in files
@@ -209,7 +213,7 @@ def _manifest(adapter: Adapter, directory: Path, records: list[WrittenTensor], f
 DIALECT = Dialect(
     "kt",
     "kt-kernel's training output, experts in a file of their own",
-    claims,
+    matches,
     read,
     write,
     lambda layer: len(layer.forms),

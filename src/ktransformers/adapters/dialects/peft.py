@@ -1,10 +1,10 @@
-"""PEFT's own dialect for fused experts: two pairs a layer, experts side by side in 2-D tensors.
+"""PEFT's dialect for fused experts: two pairs per layer, the experts side by side in 2-D tensors.
 
-`{root}.experts.base_layer` is gate_up (the inner wrapper), `{root}.experts` is down (the outer one); where only one of
-them is adapted it stands at `{root}.experts`. A is `[E*r, in]`, experts outermost; B is `[out, r*E]`, experts
-*innermost*. Rows of gate_up's B are gate then up, or alternate where the model interleaves them, which only the model's
-family tells: without it such a file is refused rather than guessed. PEFT before it swapped sides for `[E, out, in]`
-parameters wrote A and B the other way round; that is seen by the sizes and read too.
+`{root}.experts.base_layer` is gate_up (the inner wrapper), `{root}.experts` is down (the outer one); if only one of
+them is adapted, it is at `{root}.experts`. A is `[E*r, in]`, experts outermost; B is `[out, r*E]`, experts *innermost*.
+Rows of gate_up's B are gate then up, or alternate if the model interleaves them. Only the model family tells which, so
+a file of an unknown model is refused rather than guessed. Older PEFT versions exchanged A and B for `[E, out, in]`
+parameters; that is detected by the sizes and read too.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.config import AdapterConfig, read_config, written
+from ktransformers.adapters.config import AdapterConfig, build_config, read_config
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save
-from ktransformers.adapters.fit import fitted, refitted, usual_scaling
+from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save_adapter
+from ktransformers.adapters.fit import most_common_scaling, refit_adapter, refit_form
 from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm
-from ktransformers.adapters.names import FUSED, factor, ordered, place
-from ktransformers.adapters.parse import LoraTensors, ReadContext, collect, extras_of, modules_of, with_prefix
+from ktransformers.adapters.names import FUSED_EXPERTS, order_targets, parse_factor, split_layer_name
+from ktransformers.adapters.parse import LoraTensors, ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.errors import InputError
 
-# PEFT >= 0.19 turns these target_modules into expert parameters, so linear layers of these names are targeted by their
-# weight instead.
-TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# PEFT >= 0.19 interprets these target_modules as expert parameters, so linear layers of these names are targeted by
+# their weight instead.
+EXPERT_TARGET_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
 class _Fused:
-    """One fused parameter: its two 2-D tensors, and whether A and B are the wrong way round."""
+    """One fused parameter: its two 2-D tensors, and whether A and B are exchanged."""
 
     parameter: str  # gate_up_proj, up_proj or down_proj
     factors: LoraTensors
@@ -57,46 +57,46 @@ class _Fused:
         return a, b.permute(2, 0, 1)
 
 
-def claims(content: Content) -> bool:
-    return content.fields is None and any(factor(name) for name in content.tensors)
+def matches(content: Content) -> bool:
+    return content.metadata is None and any(parse_factor(name) for name in content.tensors)
 
 
-def read(content: Content, known: ReadContext) -> Adapter:
-    config, fields = read_config(content.directory, known.lora_alpha)
-    found, others = collect(content.tensors.values())
+def read(content: Content, context: ReadContext) -> Adapter:
+    config, fields = read_config(content.directory, context.lora_alpha)
+    factors, non_lora = pair_factors(content.tensors.values())
     roots: dict[str, dict[str, LoraTensors]] = {}
-    for name in list(found):
-        if match := FUSED.fullmatch(name):
-            roots.setdefault(match["root"], {})["inner" if match["inner"] else "outer"] = found.pop(name)
-    layers = tuple(_layer(root, wrapped, config, known) for root, wrapped in roots.items())
-    modules = modules_of(found, config, known.words)
-    extras = extras_of(others, config)
-    return Adapter(layers, modules, extras, words=known.words, config=fields, model=known.facts)
+    for name in list(factors):
+        if match := FUSED_EXPERTS.fullmatch(name):
+            roots.setdefault(match["root"], {})["inner" if match["inner"] else "outer"] = factors.pop(name)
+    layers = tuple(_layer(root, wrapped, config, context) for root, wrapped in roots.items())
+    modules = build_modules(factors, config, context.naming)
+    extras = build_extras(non_lora, config)
+    return Adapter(layers, modules, extras, naming=context.naming, config=fields, model=context.facts)
 
 
-def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig, known: ReadContext) -> Experts:
+def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig, context: ReadContext) -> Experts:
     if "outer" not in wrapped:
         raise InputError(
             f"{root}.experts.lora_A.weight", "no such tensor", "the outer of two pairs, down_proj", "it was dropped"
         )
     if "inner" in wrapped:
-        wide = wrapped["inner"].b.shape[0], wrapped["inner"].a.shape[1]
-        narrow = wrapped["outer"].b.shape[0], wrapped["outer"].a.shape[1]
-        gated = sorted(wide) != sorted(narrow)
+        inner_shape = wrapped["inner"].b.shape[0], wrapped["inner"].a.shape[1]
+        outer_shape = wrapped["outer"].b.shape[0], wrapped["outer"].a.shape[1]
+        gated = sorted(inner_shape) != sorted(outer_shape)
         inner = _fused(root, "gate_up_proj" if gated else "up_proj", wrapped["inner"], config)
         down = _fused(root, "down_proj", wrapped["outer"], config)
         if inner.sizes[0] != down.sizes[1] and inner.sizes[1] == down.sizes[0]:
             inner, down = replace(inner, swapped=True), replace(down, swapped=True)
         parts = [inner, down]
     else:
-        parts = [_fused(root, _single(root, config), wrapped["outer"], config)]
+        parts = [_fused(root, _single_target(root, config), wrapped["outer"], config)]
     if len({part.experts for part in parts}) != 1:
         counts = " and ".join(f"{part.experts} ({part.parameter})" for part in parts)
         raise InputError(f"{root}.experts", f"tensors of {counts} experts", "one number of experts")
     forms: dict[str, PairForm] = {}
     for part in parts:
         forms |= _forms(root, part, config)
-    interleaved = _interleaved(root, known) if "gate" in forms else False
+    interleaved = _interleaved(root, context) if "gate" in forms else False
 
     def read_layer() -> dict[str, LoraPair]:
         pairs: dict[str, LoraPair] = {}
@@ -110,7 +110,7 @@ def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig,
                 pairs[role] = LoraPair(a, b, forms[role].scaling)
         return pairs
 
-    return Experts(root, place(root)[1], parts[0].experts, forms, read_layer)
+    return Experts(root, split_layer_name(root)[1], parts[0].experts, forms, read_layer)
 
 
 def _fused(root: str, parameter: str, factors: LoraTensors, config: AdapterConfig) -> _Fused:
@@ -123,16 +123,16 @@ def _fused(root: str, parameter: str, factors: LoraTensors, config: AdapterConfi
     return _Fused(parameter, factors, a[0] // rank, rank)
 
 
-def _single(root: str, config: AdapterConfig) -> str:
+def _single_target(root: str, config: AdapterConfig) -> str:
     named = {target.rpartition(".")[2] for target in config.target_parameters or []}
-    found = named & {"gate_up_proj", "up_proj", "down_proj"}
-    if len(found) != 1:
+    targets = named & {"gate_up_proj", "up_proj", "down_proj"}
+    if len(targets) != 1:
         raise InputError(
             f"{root}.experts.lora_A.weight",
             f"one pair, and target_parameters {sorted(named)}",
             "a pair for each of them, or one target",
         )
-    return found.pop()
+    return targets.pop()
 
 
 def _forms(root: str, part: _Fused, config: AdapterConfig) -> dict[str, PairForm]:
@@ -147,58 +147,58 @@ def _forms(root: str, part: _Fused, config: AdapterConfig) -> dict[str, PairForm
     return {"gate": half, "up": half}
 
 
-def _interleaved(root: str, known: ReadContext) -> bool:
-    if known.facts is None:
+def _interleaved(root: str, context: ReadContext) -> bool:
+    if context.facts is None:
         raise InputError(
             f"{root}.experts",
             "gate and up in one tensor, of a model that is not known",
             "the model's config.json, which tells how they lie",
             "give --base-model-name-or-path DIR",
         )
-    return known.facts.interleaved
+    return context.facts.interleaved
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     if adapter.experts and {"gate", "up"} <= set(adapter.experts[0].forms):
-        scaling = usual_scaling(adapter)
+        scaling = most_common_scaling(adapter)
         rank = {role: max(layer.forms[role].rank for layer in adapter.experts) for role in adapter.experts[0].forms}
-        adapter = fitted(
+        adapter = refit_adapter(
             adapter,
-            lambda role, form: refitted(form, rank[role], scaling) if role in ("gate", "up") else form,
+            lambda role, form: refit_form(form, rank[role], scaling) if role in ("gate", "up") else form,
         )
     batches = [_experts(layer, adapter) for layer in adapter.experts]
-    batches += module_batches(adapter, with_prefix)
-    return save(directory, batches, _config(adapter))
+    batches += module_batches(adapter, add_prefix)
+    return save_adapter(directory, batches, _config(adapter))
 
 
-def _parameters(layer: Experts, shared: bool) -> dict[str, PairForm]:
-    """Parameter -> form, in the order in which PEFT nests their wrappers, the innermost first."""
+def _parameter_forms(layer: Experts, shared: bool) -> dict[str, PairForm]:
+    """Parameter -> form, in the nesting order of PEFT's wrappers, innermost first."""
     forms = dict(layer.forms)
-    found: dict[str, PairForm] = {}
+    by_parameter: dict[str, PairForm] = {}
     if "gate" in forms:
         if "up" not in forms:
             raise InputError(f"{layer.root}.experts", "LoRA on gate alone", "on gate and up", "PEFT holds them in one")
         gate, up = forms.pop("gate"), forms.pop("up")
         rank = gate.rank if shared else gate.rank + up.rank
         dtype = torch.promote_types(gate.dtype, up.dtype)
-        found["gate_up_proj"] = replace(gate, rank=rank, outputs=gate.outputs + up.outputs, dtype=dtype)
-    return found | {f"{role}_proj": forms[role] for role in ("up", "down") if role in forms}
+        by_parameter["gate_up_proj"] = replace(gate, rank=rank, outputs=gate.outputs + up.outputs, dtype=dtype)
+    return by_parameter | {f"{role}_proj": forms[role] for role in ("up", "down") if role in forms}
 
 
 def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
-    parameters = _parameters(layer, adapter.shared)
+    parameters = _parameter_forms(layer, adapter.shared)
     interleaved = adapter.model is not None and adapter.model.interleaved
     paths = dict(zip(parameters, [".base_layer", ""][-len(parameters) :], strict=True))
     entries = []
     for parameter, form in parameters.items():
-        name, many = f"{with_prefix(layer.root)}.experts{paths[parameter]}", layer.experts
-        entries.append(TensorSpec(f"{name}.lora_A.weight", (many * form.rank, form.inputs), form.dtype))
-        entries.append(TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank * many), form.dtype))
+        name, count = f"{add_prefix(layer.root)}.experts{paths[parameter]}", layer.experts
+        entries.append(TensorSpec(f"{name}.lora_A.weight", (count * form.rank, form.inputs), form.dtype))
+        entries.append(TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank * count), form.dtype))
 
     def read_layer() -> list[Tensor]:
         pairs = dict(layer.read())
         if "gate_up_proj" in parameters:
-            pairs["gate_up"] = _joined(pairs.pop("gate"), pairs.pop("up"), adapter.shared, interleaved)
+            pairs["gate_up"] = _join_gate_up(pairs.pop("gate"), pairs.pop("up"), adapter.shared, interleaved)
         tensors = []
         for parameter in parameters:
             pair = pairs[parameter.removesuffix("_proj")]
@@ -209,8 +209,8 @@ def _experts(layer: Experts, adapter: Adapter) -> TensorBatch:
     return TensorBatch(tuple(entries), read_layer)
 
 
-def _joined(gate: LoraPair, up: LoraPair, shared: bool, interleaved: bool) -> LoraPair:
-    """One pair for gate_up: A as it is where it is shared, otherwise both below each other and B block-diagonal."""
+def _join_gate_up(gate: LoraPair, up: LoraPair, shared: bool, interleaved: bool) -> LoraPair:
+    """One pair for gate_up: A as it is if shared, else both A stacked and B block-diagonal."""
     upper, lower, a = gate.b, up.b, gate.a
     if not shared:
         a = torch.cat([gate.a, up.a], dim=1)
@@ -224,45 +224,49 @@ def _joined(gate: LoraPair, up: LoraPair, shared: bool, interleaved: bool) -> Lo
 def _config(adapter: Adapter) -> dict[str, object]:
     named: dict[str, PairForm] = {}
     for layer in adapter.experts:
-        for parameter, form in _parameters(layer, adapter.shared).items():
+        for parameter, form in _parameter_forms(layer, adapter.shared).items():
             named[f"{layer.root}.experts.{parameter}"] = form
-    parameters = full_or_short(adapter, set(named))
+    parameters = parameter_targets(adapter, set(named))
     modules, weights = module_targets(adapter)
     for module in adapter.modules:
-        named[f"{module.name}.weight" if leaf(module) in TAKEN else module.name] = module.form
-    return written(
+        named[f"{module.name}.weight" if leaf_name(module) in EXPERT_TARGET_NAMES else module.name] = module.form
+    return build_config(
         adapter,
-        usual([module.form for module in adapter.modules] or list(named.values())),
+        most_common_form([module.form for module in adapter.modules] or list(named.values())),
         named,
         target_modules=modules,
         target_parameters=[*parameters, *weights] or None,
     )
 
 
-def _pairs(layer: Experts) -> int:
-    return len(_parameters(layer, shared=False))
+def _count_pairs(layer: Experts) -> int:
+    return len(_parameter_forms(layer, shared=False))
 
 
-def usual(forms: list[PairForm]) -> PairForm:
+def most_common_form(forms: list[PairForm]) -> PairForm:
     return Counter(forms).most_common(1)[0][0]
 
 
-def leaf(module: Module) -> str:
+def leaf_name(module: Module) -> str:
     return module.name.rpartition(".")[2]
 
 
-def full_or_short(adapter: Adapter, names: set[str]) -> list[str]:
-    """`mlp.experts.down_proj` where every layer that could have it does, the layers' full names where not."""
+def parameter_targets(adapter: Adapter, names: set[str]) -> list[str]:
+    """`mlp.experts.down_proj` if every sparse layer is adapted, else the full names of the layers."""
     layers, facts = {layer.layer for layer in adapter.experts}, adapter.model
-    every = set(facts.sparse_layers) if facts is not None and facts.sparse_layers is not None else layers
-    return sorted({place(name)[2] for name in names} if layers == every else names)
+    expected = set(facts.sparse_layers) if facts is not None and facts.sparse_layers is not None else layers
+    return sorted({split_layer_name(name)[2] for name in names} if layers == expected else names)
 
 
 def module_targets(adapter: Adapter) -> tuple[list[str], list[str]]:
-    """(target_modules, target_parameters) for what is not routed experts."""
-    plain = {leaf(module) for module in adapter.modules} - TAKEN
-    weights = {f"{place(module.name)[2]}.weight" for module in adapter.modules if leaf(module) in TAKEN}
-    return ordered(plain), sorted(weights)
+    """(target_modules, target_parameters) of the modules that are not routed experts."""
+    plain = {leaf_name(module) for module in adapter.modules} - EXPERT_TARGET_NAMES
+    weights = {
+        f"{split_layer_name(module.name)[2]}.weight"
+        for module in adapter.modules
+        if leaf_name(module) in EXPERT_TARGET_NAMES
+    }
+    return order_targets(plain), sorted(weights)
 
 
-DIALECT = Dialect("peft", "PEFT, experts fused in 3-D parameters", claims, read, write, _pairs)
+DIALECT = Dialect("peft", "PEFT, experts fused in 3-D parameters", matches, read, write, _count_pairs)

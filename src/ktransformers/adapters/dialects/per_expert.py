@@ -1,8 +1,8 @@
 """One pair for each matrix of each expert, with PEFT's prefix: `{root}.experts.7.gate_proj.lora_A.weight` `[r, in]` and
-`lora_B` `[out, r]`. Stock PEFT (for the families whose checkpoints are per-expert), SGLang and vLLM read it.
+`lora_B` `[out, r]`. Read by stock PEFT (for families with per-expert checkpoints), SGLang and vLLM.
 
-PEFT fuses such files while loading and then gives gate_up the rank 2r of the configuration's r, whatever the tensors
-say; so r is gate's and up's rank, they are made equal, and everything else gets a pattern.
+PEFT fuses such files while loading and gives gate_up twice the configuration's r, whatever the tensors' rank. So r is
+the rank of gate and up, which are padded to the same rank, and everything else gets a pattern.
 """
 
 from __future__ import annotations
@@ -15,69 +15,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.config import AdapterConfig, number, read_config, written
+from ktransformers.adapters.config import AdapterConfig, build_config, compact_number, read_config
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save
-from ktransformers.adapters.dialects.peft import TAKEN, leaf, module_targets, usual
-from ktransformers.adapters.fit import fitted, refitted, usual_scaling
+from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save_adapter
+from ktransformers.adapters.dialects.peft import EXPERT_TARGET_NAMES, leaf_name, module_targets, most_common_form
+from ktransformers.adapters.fit import most_common_scaling, refit_adapter, refit_form
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
 from ktransformers.adapters.names import (
+    EXPERT_MODULE,
     PREFIX,
-    PROJ,
-    SINGLE,
-    W123,
+    PROJ_NAMING,
+    W123_NAMING,
     ExpertNaming,
-    factor,
-    in_files,
-    in_model,
-    ordered,
-    place,
+    name_in_checkpoint,
+    name_in_model,
+    order_targets,
+    parse_factor,
+    split_layer_name,
 )
 from ktransformers.adapters.parse import (
     LoraTensors,
     ReadContext,
-    adopt_stem,
-    collect,
-    extras_of,
-    linear,
-    modules_of,
-    with_prefix,
+    add_prefix,
+    adopt_prefix,
+    build_extras,
+    build_modules,
+    linear_sizes,
+    pair_factors,
 )
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.checkpoint.layout import MATRICES
 from ktransformers.errors import InputError
 
 
-def is_single(key: str) -> bool:
-    found = factor(key)
-    return found is not None and SINGLE.fullmatch(found[0]) is not None
+def is_expert_key(key: str) -> bool:
+    parsed = parse_factor(key)
+    return parsed is not None and EXPERT_MODULE.fullmatch(parsed[0]) is not None
 
 
-def claims(content: Content) -> bool:
-    return any(is_single(name) and name.startswith(PREFIX) for name in content.tensors)
+def matches(content: Content) -> bool:
+    return any(is_expert_key(name) and name.startswith(PREFIX) for name in content.tensors)
 
 
-def read(content: Content, known: ReadContext) -> Adapter:
-    config, fields = read_config(content.directory, known.lora_alpha)
-    found, others = collect(content.tensors.values())
+def read(content: Content, context: ReadContext) -> Adapter:
+    config, fields = read_config(content.directory, context.lora_alpha)
+    factors, non_lora = pair_factors(content.tensors.values())
     roots: dict[str, dict[int, dict[str, LoraTensors]]] = {}
-    words = known.words
-    for name in list(found):
-        if match := SINGLE.fullmatch(name):
+    naming = context.naming
+    for name in list(factors):
+        if match := EXPERT_MODULE.fullmatch(name):
             role = MATRICES[match["matrix"]]
-            words = W123 if match["matrix"] in (W123.gate, W123.up, W123.down) else words
+            naming = W123_NAMING if match["matrix"] in (W123_NAMING.gate, W123_NAMING.up, W123_NAMING.down) else naming
             expert = roots.setdefault(match["root"], {}).setdefault(int(match["expert"]), {})
             if role in expert:
-                raise InputError(found[name].a.name, f"it and {expert[role].a.name}", "one of them")
-            expert[role] = found.pop(name)
-    modules = modules_of(found, config, words)
+                raise InputError(factors[name].a.name, f"given together with {expert[role].a.name}", "one of them")
+            expert[role] = factors.pop(name)
+    modules = build_modules(factors, config, naming)
     names = [module.name for module in modules]
     layers = tuple(
-        _layer(root, adopt_stem(in_model(root, words), names), experts, config, known, words)
+        _layer(root, adopt_prefix(name_in_model(root, naming), names), experts, config, context, naming)
         for root, experts in roots.items()
     )
-    extras = extras_of(others, config)
-    return Adapter(layers, modules, extras, words=words, config=fields, model=known.facts)
+    extras = build_extras(non_lora, config)
+    return Adapter(layers, modules, extras, naming=naming, config=fields, model=context.facts)
 
 
 def _layer(
@@ -85,17 +85,17 @@ def _layer(
     root: str,
     experts: Mapping[int, Mapping[str, LoraTensors]],
     config: AdapterConfig,
-    known: ReadContext,
-    words: ExpertNaming,
+    context: ReadContext,
+    naming: ExpertNaming,
 ) -> Experts:
     count = max(experts) + 1
-    if known.facts is not None and known.facts.experts is not None:
-        count = max(count, known.facts.experts)
-    roles = [role for role in ROLES if any(role in one for one in experts.values())]
+    if context.facts is not None and context.facts.experts is not None:
+        count = max(count, context.facts.experts)
+    roles = [role for role in ROLES if any(role in matrices for matrices in experts.values())]
     forms: dict[str, PairForm] = {}
     for expert in range(count):
         for role in roles:
-            name = f"{written_root}.experts.{expert}.{words.matrix(role)}"
+            name = f"{written_root}.experts.{expert}.{naming.matrix(role)}"
             if role not in experts.get(expert, {}):
                 raise InputError(f"{name}.lora_A.weight", "no such tensor", f"one for each of {count} experts")
             form = _form(name, experts[expert][role], config)
@@ -109,26 +109,26 @@ def _layer(
 
     def stacked(role: str) -> LoraPair:
         factors = [experts[expert][role] for expert in range(count)]
-        a = torch.stack([one.a.read() for one in factors])
-        return LoraPair(a, torch.stack([one.b.read() for one in factors]), forms[role].scaling)
+        a = torch.stack([matrices.a.read() for matrices in factors])
+        return LoraPair(a, torch.stack([matrices.b.read() for matrices in factors]), forms[role].scaling)
 
-    return Experts(root, place(root)[1], count, forms, lambda: {role: stacked(role) for role in roles})
+    return Experts(root, split_layer_name(root)[1], count, forms, lambda: {role: stacked(role) for role in roles})
 
 
 def _form(name: str, factors: LoraTensors, config: AdapterConfig) -> PairForm:
-    rank, inputs, outputs = linear(factors)
+    rank, inputs, outputs = linear_sizes(factors)
     expected = config.rank(name)
     if rank != expected:
         raise InputError(factors.a.name, f"rank {rank}", f"{expected}, as adapter_config.json says")
     return PairForm(rank, inputs, outputs, factors.dtype, config.scaling(rank, name))
 
 
-def expert_batch(layer: Experts, root: str, words: ExpertNaming) -> TensorBatch:
+def expert_batch(layer: Experts, root: str, naming: ExpertNaming) -> TensorBatch:
     """All tensors of one layer, expert by expert."""
     entries = []
     for expert in range(layer.experts):
         for role, form in layer.forms.items():
-            name = f"{root}.experts.{expert}.{words.matrix(role)}"
+            name = f"{root}.experts.{expert}.{naming.matrix(role)}"
             entries.append(TensorSpec(f"{name}.lora_A.weight", (form.rank, form.inputs), form.dtype))
             entries.append(TensorSpec(f"{name}.lora_B.weight", (form.outputs, form.rank), form.dtype))
 
@@ -144,41 +144,42 @@ def expert_batch(layer: Experts, root: str, words: ExpertNaming) -> TensorBatch:
     return TensorBatch(tuple(entries), read_layer)
 
 
-def pairs(layer: Experts) -> int:
+def count_pairs(layer: Experts) -> int:
     return layer.experts * len(layer.forms)
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     if adapter.experts:
-        scaling = usual_scaling(adapter)
+        scaling = most_common_scaling(adapter)
         ranks = {role: max(layer.forms[role].rank for layer in adapter.experts) for role in adapter.experts[0].forms}
         inner = max((rank for role, rank in ranks.items() if role != "down"), default=0)
         ranks = {role: rank if role == "down" else inner for role, rank in ranks.items()}
-        adapter = fitted(adapter, lambda role, form: refitted(form, ranks[role], scaling) if role else form)
+        adapter = refit_adapter(adapter, lambda role, form: refit_form(form, ranks[role], scaling) if role else form)
 
     def spell(name: str) -> str:
-        return with_prefix(in_files(name, adapter.words))
+        return add_prefix(name_in_checkpoint(name, adapter.naming))
 
-    batches = [expert_batch(layer, spell(layer.root), adapter.words) for layer in adapter.experts]
-    return save(directory, [*batches, *module_batches(adapter, spell)], _config(adapter))
+    batches = [expert_batch(layer, spell(layer.root), adapter.naming) for layer in adapter.experts]
+    return save_adapter(directory, [*batches, *module_batches(adapter, spell)], _config(adapter))
 
 
 def _config(adapter: Adapter) -> dict[str, Any]:
     named = {
-        f"{module.name}.weight" if leaf(module) in TAKEN else module.name: module.form for module in adapter.modules
+        f"{module.name}.weight" if leaf_name(module) in EXPERT_TARGET_NAMES else module.name: module.form
+        for module in adapter.modules
     }
     forms = adapter.experts[0].forms if adapter.experts else {}
-    default = forms.get("gate") or forms.get("up") or forms.get("down") or usual(list(named.values()))
+    default = forms.get("gate") or forms.get("up") or forms.get("down") or most_common_form(list(named.values()))
     targets, weights = module_targets(adapter)
-    config = written(adapter, default, named, target_modules=targets, target_parameters=weights or None)
-    config["target_modules"] = ordered({*targets, *(adapter.words.matrix(role) for role in forms)})
+    config = build_config(adapter, default, named, target_modules=targets, target_parameters=weights or None)
+    config["target_modules"] = order_targets({*targets, *(adapter.naming.matrix(role) for role in forms)})
     down = forms.get("down", default)
-    names = "|".join(sorted({re.escape(adapter.words.down), re.escape(PROJ.down)}))
-    if down.rank != default.rank:  # matches the fused parameter of the loaded model, and the files' own names
+    names = "|".join(sorted({re.escape(adapter.naming.down), re.escape(PROJ_NAMING.down)}))
+    if down.rank != default.rank:  # matches the fused parameter of the loaded model and the names in the file
         config["rank_pattern"] |= {rf"experts\.(\d+\.)?({names})": down.rank}
     if down.alpha != default.alpha:
-        config["alpha_pattern"] |= {rf"experts\.(\d+\.)?({names})": number(down.alpha)}
+        config["alpha_pattern"] |= {rf"experts\.(\d+\.)?({names})": compact_number(down.alpha)}
     return config
 
 
-DIALECT = Dialect("per-expert", "PEFT and vLLM, one pair for each expert", claims, read, write, pairs)
+DIALECT = Dialect("per-expert", "PEFT and vLLM, one pair for each expert", matches, read, write, count_pairs)

@@ -1,41 +1,41 @@
-"""What SGLang loads, and what kt-kernel's converter writes for it: per-expert pairs without PEFT's prefix.
+"""The dialect that SGLang loads and kt-kernel's converter writes: per-expert pairs without PEFT's prefix.
 
-Experts always stand under `model.layers.{L}`, also where the model itself says `model.language_model.layers`. SGLang
-reads one r and one lora_alpha for the whole adapter and no patterns, so ranks are padded to the largest.
+Experts are always named `model.layers.{L}`, even if the model itself says `model.language_model.layers`. SGLang
+supports one r and one lora_alpha for the whole adapter and no patterns, so ranks are padded to the largest.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ktransformers.adapters.config import written
+from ktransformers.adapters.config import build_config
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save
-from ktransformers.adapters.dialects.peft import leaf
-from ktransformers.adapters.dialects.per_expert import expert_batch, is_single, pairs, read
-from ktransformers.adapters.fit import uniform
+from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save_adapter
+from ktransformers.adapters.dialects.peft import leaf_name
+from ktransformers.adapters.dialects.per_expert import count_pairs, expert_batch, is_expert_key, read
+from ktransformers.adapters.fit import make_uniform
 from ktransformers.adapters.lora import Adapter
-from ktransformers.adapters.names import in_files, ordered, place
+from ktransformers.adapters.names import name_in_checkpoint, order_targets, split_layer_name
 from ktransformers.adapters.write import WrittenTensor
 
 
-def claims(content: Content) -> bool:
-    return any(is_single(name) for name in content.tensors)
+def matches(content: Content) -> bool:
+    return any(is_expert_key(name) for name in content.tensors)
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
-    adapter = uniform(adapter)
+    adapter = make_uniform(adapter)
     batches = []
     for layer in adapter.experts:
-        outer, number, block = place(in_files(layer.root, adapter.words))
+        outer, number, block = split_layer_name(name_in_checkpoint(layer.root, adapter.naming))
         stem = f"model.{outer}.layers" if outer else "model.layers"
-        batches.append(expert_batch(layer, f"{stem}.{number}.{block}", adapter.words))
-    batches += module_batches(adapter, lambda name: in_files(name, adapter.words))
-    leaves = {leaf(module) for module in adapter.modules}
-    leaves |= {adapter.words.matrix(role) for layer in adapter.experts[:1] for role in layer.forms}
+        batches.append(expert_batch(layer, f"{stem}.{number}.{block}", adapter.naming))
+    batches += module_batches(adapter, lambda name: name_in_checkpoint(name, adapter.naming))
+    leaves = {leaf_name(module) for module in adapter.modules}
+    leaves |= {adapter.naming.matrix(role) for layer in adapter.experts[:1] for role in layer.forms}
     default = next(adapter.forms())
-    config = written(adapter, default, {}, target_modules=ordered(leaves), target_parameters=None)
-    return save(directory, batches, config)
+    config = build_config(adapter, default, {}, target_modules=order_targets(leaves), target_parameters=None)
+    return save_adapter(directory, batches, config)
 
 
-DIALECT = Dialect("sglang", "SGLang, one pair for each expert, no prefix", claims, read, write, pairs)
+DIALECT = Dialect("sglang", "SGLang, one pair for each expert, no prefix", matches, read, write, count_pairs)

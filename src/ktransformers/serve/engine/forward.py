@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ktransformers.errors import InputError
-from ktransformers.nn.linear import hasten
-from ktransformers.nn.mixed_lora import mixed
-from ktransformers.nn.norm import hasten_norms
+from ktransformers.nn.linear import patch_linears
+from ktransformers.nn.mixed_lora import use_mixed_lora
+from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
@@ -133,7 +133,7 @@ class Forward:
             torch.inference_mode(),
             attend_to_slots(spans),
             apply_linear_lora(adapter_rows, len(tokens)),
-            mixed(layers),
+            use_mixed_lora(layers),
         ):
             return self._head.logits(logit_rows, scored, inputs)
 
@@ -176,7 +176,11 @@ class SequentialForward:
             "use_cache": True,
         }
         scored = [] if chunk.logits_reader is None else [ScoredRows(0, count, chunk.logits_reader)]
-        with torch.inference_mode(), apply_linear_lora(adapter_rows, count), mixed(expert_lora(adapter_rows, count)):
+        with (
+            torch.inference_mode(),
+            apply_linear_lora(adapter_rows, count),
+            use_mixed_lora(expert_lora(adapter_rows, count)),
+        ):
             logits = self._head.logits([count - 1], scored, inputs)
         slot.tokens[chunk.position :] = chunk.tokens
         return (
@@ -194,8 +198,8 @@ class SequentialForward:
 
 def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
     """Chosen by the model's configuration; `check_against_stock` verifies the choice."""
-    hasten(model)
-    hasten_norms(model)
+    patch_linears(model)
+    patch_norms(model)
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "index_topk", None) is not None:
         kind = model.config.model_type

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.adapters import Adapter, LoraPair, read_adapter
-from ktransformers.adapters.names import place
+from ktransformers.adapters.names import split_layer_name
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import IMPLEMENTATION, is_experts
@@ -124,10 +124,10 @@ class LoraModules:
         self.device = next(model.parameters()).device
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
-                self._linears[place(name)] = module
+                self._linears[split_layer_name(name)] = module
                 module.register_forward_hook(_add_linear_lora)
             elif is_experts(module) and _is_packed_layer(module):
-                self._experts[place(name.removesuffix(".experts"))] = module
+                self._experts[split_layer_name(name.removesuffix(".experts"))] = module
 
     def open(self, source: str | Path, name: str, version: int, model: str | None) -> LoadedAdapter:
         """Read and check an adapter, and bind it. `model` is the directory with the base's config.json."""
@@ -157,14 +157,14 @@ class LoraModules:
         return LoadedAdapter(name, version, source, linear_loras, packed, matrices, factors)
 
     def _find_linear(self, source: str, name: str) -> nn.Module:
-        module = self._linears.get(place(name))
+        module = self._linears.get(split_layer_name(name))
         if module is None:
             expected = "LoRA on linear layers of this model, apart from lm_head, and on its experts"
             raise InputError(f"{source}: {name}", "no such layer", expected, "another base, or fold it with `kt merge`")
         return module
 
     def _find_experts(self, source: str, root: str) -> nn.Module:
-        module = self._experts.get(place(root))
+        module = self._experts.get(split_layer_name(root))
         if module is None:
             raise InputError(f"{source}: {root}.experts", "no such layer of experts", "this model's layers")
         return module

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.mixed_lora import MixedLora, mixed
+from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, token_rows, use_linear_lora
 
 Adapters = tuple[LoadedAdapter, ...]  # in the order of `sort_adapters`
@@ -127,7 +127,7 @@ class AdapterSet:
         }
         chosen = {columns: columns.choose(adapter_index) for columns in self._columns.values()}
         add = functools.partial(self._add, chosen, adapter_index.shape[0]) if self._stacks else None
-        with use_linear_lora(add), mixed(layers):
+        with use_linear_lora(add), use_mixed_lora(layers):
             yield
 
     def _add(

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ktransformers.adapters.manifest import FILE as MANIFEST
+from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.errors import KTError
 from ktransformers.log import logger
 from ktransformers.serve.http.registry import Registry, UnknownModel

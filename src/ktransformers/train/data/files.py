@@ -1,6 +1,7 @@
-"""Rows of json, jsonl, csv and parquet files, each with the place that it came from.
+"""Reads rows of json, jsonl, csv and parquet files, each with its position in the file.
 
-A json list is read with the line of every element kept, because "row 41 312" helps nobody who edits the file by hand.
+A JSON list is decoded element by element to keep the line of each, because an error message with a line number can be
+found in an editor and a row number cannot.
 """
 
 from __future__ import annotations
@@ -20,45 +21,45 @@ SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 @dataclass(frozen=True)
 class DataRow:
     file: str
-    line: int  # in the file; of a parquet file the number of the row, from 1
+    line: int  # in the file; for parquet the row number, from 1
     values: dict[str, Any]
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         return f"{self.file}, {'row' if self.file.endswith('.parquet') else 'line'} {self.line}"
 
 
-def bad_row(row: DataRow, given: object, expected: str, remedy: str = "") -> InputError:
-    return InputError(row.place, given, expected, remedy)
+def row_error(row: DataRow, given: object, expected: str, remedy: str = "") -> InputError:
+    return InputError(row.position, given, expected, remedy)
 
 
 def _elements(file: str, text: str) -> Iterator[tuple[int, Any]]:
-    """(line, element) of a json list, decoded one by one."""
+    """(line, element) of a JSON list, decoded one by one."""
     decoder = json.JSONDecoder()
-    line, counted = 1, 0
+    line, counted_to = 1, 0
 
-    def skip(at: int) -> int:
-        while at < len(text) and text[at] in " \t\r\n":
-            at += 1
-        return at
+    def skip(position: int) -> int:
+        while position < len(text) and text[position] in " \t\r\n":
+            position += 1
+        return position
 
-    at = skip(0) + 1
+    position = skip(0) + 1
     while True:
-        at = skip(at)
-        if at >= len(text):
+        position = skip(position)
+        if position >= len(text):
             raise InputError(f"{file}, line {line}", "a list without end", "]")
-        line += text.count("\n", counted, at)
-        counted = at
-        if text[at] == "]":
+        line += text.count("\n", counted_to, position)
+        counted_to = position
+        if text[position] == "]":
             return
         try:
-            element, end = decoder.raw_decode(text, at)
+            element, end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise InputError(f"{file}, line {error.lineno}", error.msg, "JSON") from error
         yield line, element
-        at = skip(end)
-        if at < len(text) and text[at] == ",":
-            at += 1
+        position = skip(end)
+        if position < len(text) and text[position] == ",":
+            position += 1
 
 
 def _json(file: str, text: str) -> Iterator[tuple[int, Any]]:
@@ -66,7 +67,7 @@ def _json(file: str, text: str) -> Iterator[tuple[int, Any]]:
     if first == "[":
         yield from _elements(file, text.lstrip("\ufeff"))
         return
-    try:  # one object alone, over as many lines as it likes
+    try:  # a single object, possibly over several lines
         yield 1, json.loads(text)
         return
     except json.JSONDecodeError:
@@ -106,18 +107,18 @@ def read_rows(path: Path) -> Iterator[DataRow]:
     if not path.is_file():
         raise InputError(str(path), "no such file", "a data file")
     if path.suffix not in SUFFIXES:
-        raise InputError(str(path), f"a file of kind {path.suffix or 'unknown'}", ", ".join(SUFFIXES))
+        raise InputError(str(path), f"a file of type {path.suffix or 'unknown'}", ", ".join(SUFFIXES))
     if path.suffix == ".csv":
-        found = _csv(path)
+        values_by_line = _csv(path)
     elif path.suffix == ".parquet":
-        found = _parquet(path)
+        values_by_line = _parquet(path)
     else:
         try:
-            found = _json(str(path), path.read_text(encoding="utf-8"))
+            values_by_line = _json(str(path), path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise InputError(str(path), str(error), "UTF-8") from error
-    for line, values in found:
+    for line, values in values_by_line:
         row = DataRow(str(path), line, values)
         if not isinstance(values, dict):
-            raise bad_row(row, f"a {type(values).__name__}", "an object with named fields")
+            raise row_error(row, f"a {type(values).__name__}", "an object with named fields")
         yield row

@@ -1,7 +1,7 @@
-"""A row of any of the known forms as what is trained on: a `Conversation`, a `PreferencePair`, or plain `PlainText`.
+"""Converts a row of any supported format to a `Conversation`, a `PreferencePair` or `PlainText`.
 
-Messages are dicts as chat templates take them: role, content, and tool_calls where the assistant calls a function. A
-form that is not named by dataset_info.json is recognised by its fields: `messages`, `conversations`, `prompt` with
+Messages are dicts as chat templates expect them: role, content, and tool_calls if the assistant calls a function. A
+format that dataset_info.json does not name is detected by the fields: `messages`, `conversations`, `prompt` with
 `completion`, `prompt` with `chosen` and `rejected`, `text`, `instruction`.
 """
 
@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ktransformers.train.data.files import DataRow, bad_row
+from ktransformers.train.data.files import DataRow, row_error
 from ktransformers.train.data.registry import DatasetSource
 
 Message = dict[str, Any]
@@ -24,20 +24,20 @@ class Conversation:
     raw_prompt: str | None = None  # {prompt, completion} as strings: no chat template; messages hold the completion
 
     @property
-    def chats(self) -> bool:
-        """It needs a chat template."""
+    def needs_template(self) -> bool:
+        """Whether rendering needs a chat template."""
         return self.raw_prompt is None
 
 
 @dataclass(frozen=True)
 class PlainText:
     text: str
-    chats: ClassVar[bool] = False
+    needs_template: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """`prompt` is None where prompt, chosen and rejected are plain strings, then kept in `raw`."""
+    """`raw` holds prompt, chosen and rejected if they are plain strings; `prompt` is empty then."""
 
     prompt: list[Message]
     chosen: Message
@@ -46,7 +46,7 @@ class PreferencePair:
     raw: tuple[str, str, str] | None = None
 
     @property
-    def chats(self) -> bool:
+    def needs_template(self) -> bool:
         return self.raw is None
 
 
@@ -61,7 +61,7 @@ def _text(row: DataRow, field: str, *, optional: bool = False) -> str:
         return ""
     if not isinstance(value, str):
         given = f"no {field}" if field not in row.values else f"{field}: {type(value).__name__}"
-        raise bad_row(row, given, f"text in {field}", f"the row has {', '.join(row.values) or 'no fields'}")
+        raise row_error(row, given, f"text in {field}", f"the row has {', '.join(row.values) or 'no fields'}")
     return value
 
 
@@ -71,35 +71,35 @@ def _tools(row: DataRow, field: str) -> list[Any] | None:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise bad_row(row, f"{field}: {error.msg}", "a JSON list of functions") from error
+            raise row_error(row, f"{field}: {error.msg}", "a JSON list of functions") from error
     if not value:
         return None
     if not isinstance(value, list):
-        raise bad_row(row, f"{field}: {type(value).__name__}", "a JSON list of functions")
+        raise row_error(row, f"{field}: {type(value).__name__}", "a JSON list of functions")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
-def _calls(row: DataRow, text: str) -> list[dict[str, Any]]:
+def _tool_calls(row: DataRow, text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise bad_row(
+        raise row_error(
             row, f"a function call that is no JSON ({error.msg})", '{"name": ..., "arguments": ...}'
         ) from error
-    calls = found if isinstance(found, list) else [found]
+    calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         if not isinstance(call, dict) or "name" not in call:
-            raise bad_row(row, f"a function call {call!r}", '{"name": ..., "arguments": ...}')
+            raise row_error(row, f"a function call {call!r}", '{"name": ..., "arguments": ...}')
     return [
         {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
         for call in calls
     ]
 
 
-def _turn(row: DataRow, turn: Any, source: DatasetSource) -> Message:
+def _sharegpt_message(row: DataRow, turn: Any, source: DatasetSource) -> Message:
     tags = source.tags
     if not isinstance(turn, dict):
-        raise bad_row(
+        raise row_error(
             row, f"a turn of type {type(turn).__name__}", f"an object with {tags.role_tag}, {tags.content_tag}"
         )
     role, content = turn.get(tags.role_tag), turn.get(tags.content_tag)
@@ -111,42 +111,44 @@ def _turn(row: DataRow, turn: Any, source: DatasetSource) -> Message:
         tags.system_tag: "system",
     }
     if role not in names:
-        raise bad_row(row, f"a turn from {role!r}", f"one of {', '.join(names)}")
+        raise row_error(row, f"a turn from {role!r}", f"one of {', '.join(names)}")
     if names[role] == "function":
         if not isinstance(content, str):
             content = json.dumps(content)
-        return {"role": "assistant", "content": "", "tool_calls": _calls(row, content)}
+        return {"role": "assistant", "content": "", "tool_calls": _tool_calls(row, content)}
     if not isinstance(content, str):
-        raise bad_row(row, f"{tags.content_tag}: {type(content).__name__}", "text")
+        raise row_error(row, f"{tags.content_tag}: {type(content).__name__}", "text")
     return {"role": names[role], "content": content}
 
 
-def _openai(row: DataRow, turn: Any) -> Message:
+def _openai_message(row: DataRow, turn: Any) -> Message:
     if not isinstance(turn, dict) or turn.get("role") not in ROLES:
         given = turn.get("role") if isinstance(turn, dict) else turn
-        raise bad_row(row, f"a message with role {given!r}", f"one of {', '.join(ROLES)}")
+        raise row_error(row, f"a message with role {given!r}", f"one of {', '.join(ROLES)}")
     content, calls = turn.get("content"), turn.get("tool_calls")
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise bad_row(row, f"content: {type(content).__name__}", "text")
-    kept = {key: turn[key] for key in ("reasoning_content", "name", "tool_call_id") if turn.get(key) is not None}
-    return {"role": turn["role"], "content": content, **kept, **({"tool_calls": calls} if calls else {})}
+        raise row_error(row, f"content: {type(content).__name__}", "text")
+    optional_fields = {
+        key: turn[key] for key in ("reasoning_content", "name", "tool_call_id") if turn.get(key) is not None
+    }
+    return {"role": turn["role"], "content": content, **optional_fields, **({"tool_calls": calls} if calls else {})}
 
 
 def check_order(row: DataRow, messages: list[Message]) -> list[Message]:
-    """System at most first; an assistant turn somewhere, and none before the user or a tool has spoken."""
+    """A system message only first, and a user's turn before the assistant's."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if any(message["role"] == "system" for message in turns):
-        raise bad_row(row, "a system message in the middle", "one at the beginning")
+        raise row_error(row, "a system message in the middle", "one at the beginning")
     if not turns or turns[0]["role"] != "user":
-        raise bad_row(row, f"{turns[0]['role'] if turns else 'nothing'} first", "a user's turn first")
+        raise row_error(row, f"{turns[0]['role'] if turns else 'nothing'} first", "a user's turn first")
     return messages
 
 
 def _needs_answer(row: DataRow, messages: list[Message]) -> list[Message]:
     if check_order(row, messages)[-1]["role"] != "assistant":
-        raise bad_row(row, f"{messages[-1]['role']} last", "an assistant's turn last")
+        raise row_error(row, f"{messages[-1]['role']} last", "an assistant's turn last")
     return messages
 
 
@@ -159,7 +161,7 @@ def _alpaca_prompt(row: DataRow, source: DatasetSource) -> list[Message]:
         messages.append({"role": "system", "content": system})
     for turn in row.values.get(columns.history) or []:
         if not isinstance(turn, (list, tuple)) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise bad_row(row, f"{columns.history}: {turn!r}", "pairs of texts")
+            raise row_error(row, f"{columns.history}: {turn!r}", "pairs of texts")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return [*messages, {"role": "user", "content": "\n".join(part for part in prompt if part)}]
 
@@ -180,14 +182,16 @@ def _sharegpt(row: DataRow, source: DatasetSource) -> Sample:
     columns = source.columns
     turns = row.values.get(columns.messages)
     if not isinstance(turns, list) or not turns:
-        raise bad_row(row, f"{columns.messages}: {type(turns).__name__}", "a list of turns")
-    messages = [_turn(row, turn, source) for turn in turns]
+        raise row_error(row, f"{columns.messages}: {type(turns).__name__}", "a list of turns")
+    messages = [_sharegpt_message(row, turn, source) for turn in turns]
     system = _text(row, columns.system, optional=True)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     tools = _tools(row, columns.tools)
     if source.ranking or (columns.chosen in row.values and columns.rejected in row.values):
-        chosen, rejected = (_turn(row, row.values.get(key), source) for key in (columns.chosen, columns.rejected))
+        chosen, rejected = (
+            _sharegpt_message(row, row.values.get(key), source) for key in (columns.chosen, columns.rejected)
+        )
         return _pair(row, check_order(row, messages), chosen, rejected, tools)
     return Conversation(_needs_answer(row, messages), tools)
 
@@ -196,17 +200,17 @@ def _pair(
     row: DataRow, prompt: list[Message], chosen: Message, rejected: Message, tools: list[Any] | None
 ) -> PreferencePair:
     if not prompt or prompt[-1]["role"] == "assistant":
-        raise bad_row(row, "a prompt that ends with the assistant", "a user's turn before chosen and rejected")
+        raise row_error(row, "a prompt that ends with the assistant", "a user's turn before chosen and rejected")
     for message in (chosen, rejected):
         if message["role"] != "assistant":
-            raise bad_row(row, f"an answer from {message['role']}", "the assistant's")
+            raise row_error(row, f"an answer from {message['role']}", "the assistant's")
     return PreferencePair(prompt, chosen, rejected, tools)
 
 
 def _messages(row: DataRow, value: Any, field: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise bad_row(row, f"{field}: {type(value).__name__}", "a list of messages")
-    return [_openai(row, turn) for turn in value]
+        raise row_error(row, f"{field}: {type(value).__name__}", "a list of messages")
+    return [_openai_message(row, turn) for turn in value]
 
 
 def _trl_pair(row: DataRow) -> PreferencePair:
@@ -221,15 +225,15 @@ def _trl_pair(row: DataRow) -> PreferencePair:
     if "prompt" in values:
         prompt = _messages(row, values["prompt"], "prompt")
         if len(chosen) != 1 or len(rejected) != 1:
-            raise bad_row(row, "several answers", "one message in chosen and one in rejected")
+            raise row_error(row, "several answers", "one message in chosen and one in rejected")
     else:
         prompt = chosen[:-1]
         if prompt != rejected[:-1]:
-            raise bad_row(row, "chosen and rejected that differ before the last turn", "the same prompt in both")
+            raise row_error(row, "chosen and rejected that differ before the last turn", "the same prompt in both")
     return _pair(row, check_order(row, prompt), chosen[-1], rejected[-1], tools)
 
 
-def _recognised(row: DataRow, source: DatasetSource) -> Sample:
+def _detect_format(row: DataRow, source: DatasetSource) -> Sample:
     values = row.values
     if {"chosen", "rejected"} <= values.keys() and "conversations" not in values and "instruction" not in values:
         return _trl_pair(row)
@@ -250,10 +254,10 @@ def _recognised(row: DataRow, source: DatasetSource) -> Sample:
     if "text" in values:
         return PlainText(_text(row, "text"))
     expected = "messages, conversations, prompt with completion or chosen and rejected, instruction, or text"
-    raise bad_row(row, f"fields {', '.join(map(str, values)) or 'none'}", expected)
+    raise row_error(row, f"fields {', '.join(map(str, values)) or 'none'}", expected)
 
 
 def read_sample(row: DataRow, source: DatasetSource) -> Sample:
     if source.formatting == "auto":
-        return _recognised(row, source)
+        return _detect_format(row, source)
     return _alpaca(row, source) if source.formatting == "alpaca" else _sharegpt(row, source)

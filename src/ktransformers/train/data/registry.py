@@ -1,8 +1,8 @@
-"""What a name in `dataset:` stands for: an entry of dataset_info.json, a file, or data that we may not ship.
+"""Resolves a name in `dataset:` to an entry of dataset_info.json, a file, or a note where to download it.
 
-Looked up in the user's `dataset_dir` (or `data/` in the working directory) first, then in what ships with the package.
-Entries have LLaMA-Factory's form (file_name, formatting, columns, tags, ranking, num_samples); those that would
-download are answered with the address instead, because training should not begin with a surprise.
+The user's `dataset_dir` (or `data/` in the working directory) takes precedence over the packaged datasets. Entries have
+LLaMA-Factory's fields (file_name, formatting, columns, tags, ranking, num_samples). An entry that would download data
+is refused with its address, because training should not start with an unexpected download.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ktransformers.errors import InputError
 from ktransformers.train.data.files import SUFFIXES
 
-SHIPPED = Path(__file__).resolve().parent.parent / "demo_data"
-INFO = "dataset_info.json"
+DEMO_DATA_DIR = Path(__file__).resolve().parent.parent / "demo_data"
+INFO_FILE = "dataset_info.json"
 
-# Demo sets of LLaMA-Factory that cannot be redistributed here, and where they are.
+# Demo datasets of LLaMA-Factory whose licence forbids redistribution, and where to get them.
 _LLAMA_FACTORY = "https://github.com/hiyouga/LLaMA-Factory/tree/main/data"
-ELSEWHERE = {
+NOT_REDISTRIBUTED = {
     "alpaca_en_demo": f"{_LLAMA_FACTORY} (alpaca_en_demo.json, CC BY-NC 4.0)",
     "alpaca_zh_demo": f"{_LLAMA_FACTORY} (alpaca_zh_demo.json, CC BY-NC 4.0)",
     "glaive_toolcall_zh_demo": f"{_LLAMA_FACTORY} (glaive_toolcall_zh_demo.json)",
@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 
 class DatasetColumns(BaseModel):
-    """Names of the file's fields for each part of a row."""
+    """Field names of each part of a row in the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str = "instruction"
@@ -47,7 +47,7 @@ class DatasetColumns(BaseModel):
 
 
 class Tags(BaseModel):
-    """How a turn of a conversation says who speaks."""
+    """Field and role names of a turn in a conversation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     role_tag: str = "from"
@@ -60,7 +60,7 @@ class Tags(BaseModel):
 
 
 class DatasetSource(BaseModel):
-    """One dataset: where it is and how to read it."""
+    """One dataset: its file and format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -70,84 +70,86 @@ class DatasetSource(BaseModel):
     columns: DatasetColumns = DatasetColumns()
     tags: Tags = Tags()
     num_samples: int | None = Field(default=None, ge=1)
-    fill: dict[str, str] = Field(default_factory=dict)  # {{word}} in the rows -> text
+    fill: dict[str, str] = Field(default_factory=dict)  # {{placeholder}} in the rows -> text
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
-    file = folder / INFO
+    file = folder / INFO_FILE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        entries = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(str(file), str(error), "a readable JSON object") from error
-    if not isinstance(found, dict):
-        raise InputError(str(file), type(found).__name__, "an object: name -> entry")
-    return found
+    if not isinstance(entries, dict):
+        raise InputError(str(file), type(entries).__name__, "an object: name -> entry")
+    return entries
 
 
 def _source(name: str, entry: dict[str, Any], folder: Path) -> DatasetSource:
-    where = f"{folder / INFO}, entry {name}"
+    entry_name = f"{folder / INFO_FILE}, entry {name}"
     for key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
         if entry.get(key) and not entry.get("file_name"):
-            raise InputError(where, f"{key}: {entry[key]}", "file_name", "download the data and name its file")
-    moot = {"hf_hub_url", "ms_hub_url", "om_hub_url", "licence", "origin", "subset", "split", "folder"}
+            raise InputError(entry_name, f"{key}: {entry[key]}", "file_name", "download the data and name its file")
+    ignored = {"hf_hub_url", "ms_hub_url", "om_hub_url", "licence", "origin", "subset", "split", "folder"}
     columns = {key: value for key, value in (entry.get("columns") or {}).items() if value is not None}
     for media in ("images", "videos", "audios"):
         if columns.pop(media, None):
-            raise InputError(where, f"columns.{media}", "text", "only text is trained")
+            raise InputError(entry_name, f"columns.{media}", "text", "only text is trained")
     if columns.pop("kto_tag", None):
-        raise InputError(where, "columns.kto_tag", "chosen and rejected", "stage is sft or dpo")
-    values = {key: value for key, value in entry.items() if key not in moot}
+        raise InputError(entry_name, "columns.kto_tag", "chosen and rejected", "stage is sft or dpo")
+    values = {key: value for key, value in entry.items() if key not in ignored}
     file = values.pop("file_name", None)
     if not isinstance(file, str):
-        raise InputError(where, "no file_name", "the name of a file beside it")
+        raise InputError(entry_name, "no file_name", "the name of a file beside it")
     tags = values.pop("tags", None) or {}
-    given = values.pop("formatting", "alpaca" if entry.get("columns") else "auto")
-    openai = given == "openai"
+    formatting = values.pop("formatting", "alpaca" if entry.get("columns") else "auto")
+    openai = formatting == "openai"
     defaults = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     try:
         return DatasetSource(
             name=name,
             path=folder / file,
-            formatting=given,
+            formatting=formatting,
             columns=DatasetColumns(**({"messages": "messages"} | columns if openai else columns)),
             tags=Tags(**((defaults | {"observation_tag": "tool"}) | tags if openai else tags)),
             **{key: value for key, value in values.items() if key != "columns"},
         )
     except ValidationError as error:
         first = error.errors()[0]
-        raise InputError(where, f"{'.'.join(map(str, first['loc']))}: {first.get('input')!r}", first["msg"]) from error
+        raise InputError(
+            entry_name, f"{'.'.join(map(str, first['loc']))}: {first.get('input')!r}", first["msg"]
+        ) from error
 
 
-def folders(dataset_dir: str | None) -> list[Path]:
-    own = Path(dataset_dir) if dataset_dir else Path("data")
-    if dataset_dir and not own.is_dir():
+def dataset_folders(dataset_dir: str | None) -> list[Path]:
+    user_folder = Path(dataset_dir) if dataset_dir else Path("data")
+    if dataset_dir and not user_folder.is_dir():
         raise InputError("dataset_dir", dataset_dir, "a folder")
-    return [folder for folder in (own, SHIPPED) if (folder / INFO).is_file()]
+    return [folder for folder in (user_folder, DEMO_DATA_DIR) if (folder / INFO_FILE).is_file()]
 
 
 def find_source(name: str, dataset_dir: str | None) -> DatasetSource:
-    known: dict[str, Path] = {}
-    for folder in folders(dataset_dir):
+    folder_of: dict[str, Path] = {}
+    for folder in dataset_folders(dataset_dir):
         info = _read_info(folder)
         if name in info:
             return _source(name, info[name], folder)
-        known |= {other: folder for other in info if other not in known}
+        folder_of |= {other_name: folder for other_name in info if other_name not in folder_of}
     if name.endswith(SUFFIXES):
-        places = [Path(dataset_dir) / name, Path(name)] if dataset_dir else [Path(name)]
-        for path in places:
+        candidates = [Path(dataset_dir) / name, Path(name)] if dataset_dir else [Path(name)]
+        for path in candidates:
             if path.is_file():
                 return DatasetSource(name=path.stem, path=path)
-        raise InputError("dataset", name, "a file that exists", f"looked for {', '.join(map(str, places))}")
-    if name in ELSEWHERE:
+        raise InputError("dataset", name, "a file that exists", f"looked for {', '.join(map(str, candidates))}")
+    if name in NOT_REDISTRIBUTED:
         raise InputError(
             "dataset",
             f"{name}, whose licence does not let it ship with kt",
             "an entry for it in your dataset_info.json",
-            f"get it from {ELSEWHERE[name]}",
+            f"get it from {NOT_REDISTRIBUTED[name]}",
         )
-    near = difflib.get_close_matches(name, known, n=1)
+    matches = difflib.get_close_matches(name, folder_of, n=1)
     raise InputError(
         "dataset",
-        f"{name}, which is in none of {', '.join(str(folder / INFO) for folder in folders(dataset_dir))}",
-        f"`{near[0]}`, perhaps" if near else f"one of {', '.join(known)}, or a file",
+        f"{name}, which is in none of {', '.join(str(folder / INFO_FILE) for folder in dataset_folders(dataset_dir))}",
+        f"`{matches[0]}`, perhaps" if matches else f"one of {', '.join(folder_of)}, or a file",
     )

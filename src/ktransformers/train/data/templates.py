@@ -1,8 +1,8 @@
-"""Chat templates by name, as data: what stands before and after each kind of message.
+"""Chat templates by name, as data: the text before and after each kind of message.
 
-The tokens are those that LLaMA-Factory's templates of the same name use, so that an adapter means the same to both. A
-form becomes a jinja template of the tokenizer, which is saved with the adapter. Tool calls have no form here: the
-tokenizer's own template knows the model's, and is what a run without `template` uses.
+The text matches LLaMA-Factory's templates of the same name, so an adapter works with both. A template is converted to
+jinja for the tokenizer, which is saved with the adapter. Tool calls are not covered: the tokenizer's own template
+defines them for the model, and a run without `template` uses that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ktransformers.errors import InputError
 
-THOUGHT = "<think>\n\n</think>\n\n"
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class ChatTemplate:
     system: tuple[str, str] = ("", "\n\n")
     prefix: str = ""
     default_system: str = ""
-    bos: bool = False  # the tokenizer's first token comes first
-    eos: bool = False  # the assistant's turn ends with the tokenizer's last token
-    thinks: bool = False  # an answer without thoughts gets an empty thought
-    tokens: tuple[str, ...] = ()  # what must be single tokens for the form to mean anything
+    bos: bool = False  # starts with the tokenizer's bos token
+    eos: bool = False  # the assistant's turn ends with the tokenizer's eos token
+    thinks: bool = False  # an answer without reasoning gets an empty think block
+    tokens: tuple[str, ...] = ()  # must be single tokens of the tokenizer
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
@@ -65,7 +65,7 @@ def _deepseek3(thinks: bool = False) -> ChatTemplate:
     )
 
 
-FORMS: dict[str, ChatTemplate] = {
+TEMPLATES: dict[str, ChatTemplate] = {
     "chatml": _chatml(),
     "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "qwen3": _chatml(thinks=True),
@@ -101,41 +101,41 @@ FORMS: dict[str, ChatTemplate] = {
 }
 
 
-def find_form(name: str) -> ChatTemplate:
-    if name not in FORMS:
-        near = difflib.get_close_matches(name, FORMS, n=1)
+def find_template(name: str) -> ChatTemplate:
+    if name not in TEMPLATES:
+        matches = difflib.get_close_matches(name, TEMPLATES, n=1)
         raise InputError(
             "template",
             name,
-            f"`{near[0]}`, perhaps" if near else "one of " + ", ".join(FORMS),
+            f"`{matches[0]}`, perhaps" if matches else "one of " + ", ".join(TEMPLATES),
             "leave it out to use the tokenizer's own",
         )
-    return FORMS[name]
+    return TEMPLATES[name]
 
 
-def jinja(form: ChatTemplate) -> str:
-    """The form as a chat template: system, then user and assistant in any order, then the assistant's beginning."""
+def to_jinja(template: ChatTemplate) -> str:
+    """The template in jinja: system, then user and assistant in any order, then the generation prompt."""
 
     def text(word: str) -> str:
         return "'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
-    bos = "(bos_token or '')" if form.bos else "''"
-    end = f"eos_token + {text(form.assistant[1])}" if form.eos else text(form.assistant[1])
-    system = f"{text(form.system[0])} + system + {text(form.system[1])}"
-    thought = f"({text(THOUGHT)} if '<think>' not in message['content'] else '')" if form.thinks else "''"
-    begin = text(form.assistant[0])
-    if form.thinks:
-        begin += f" + ({text(THOUGHT)} if enable_thinking is defined and enable_thinking is false else '')"
+    bos = "(bos_token or '')" if template.bos else "''"
+    end = f"eos_token + {text(template.assistant[1])}" if template.eos else text(template.assistant[1])
+    system = f"{text(template.system[0])} + system + {text(template.system[1])}"
+    thought = f"({text(EMPTY_THOUGHT)} if '<think>' not in message['content'] else '')" if template.thinks else "''"
+    begin = text(template.assistant[0])
+    if template.thinks:
+        begin += f" + ({text(EMPTY_THOUGHT)} if enable_thinking is defined and enable_thinking is false else '')"
     return (
         "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else "
-        f"{text(form.default_system)} -%}}"
-        f"{{{{- {bos} + {text(form.prefix)} -}}}}"
+        f"{text(template.default_system)} -%}}"
+        f"{{{{- {bos} + {text(template.prefix)} -}}}}"
         f"{{%- if system -%}}{{{{- {system} -}}}}{{%- endif -%}}"
         "{%- for message in messages -%}"
         "{%- if message['role'] == 'user' -%}"
-        f"{{{{- {text(form.user[0])} + message['content'] + {text(form.user[1])} -}}}}"
+        f"{{{{- {text(template.user[0])} + message['content'] + {text(template.user[1])} -}}}}"
         "{%- elif message['role'] == 'assistant' -%}"
-        f"{{{{- {text(form.assistant[0])} + {thought} + message['content'] + {end} -}}}}"
+        f"{{{{- {text(template.assistant[0])} + {thought} + message['content'] + {end} -}}}}"
         "{%- elif message['role'] != 'system' -%}"
         "{{- raise_exception('this template has no form for ' + message['role']) -}}"
         "{%- endif -%}{%- endfor -%}"
@@ -143,7 +143,7 @@ def jinja(form: ChatTemplate) -> str:
     )
 
 
-def missing_tokens(form: ChatTemplate, tokenizer: Any) -> list[str]:
-    """Marks of the form that this tokenizer spells in several tokens."""
+def missing_tokens(template: ChatTemplate, tokenizer: Any) -> list[str]:
+    """Special tokens of the template that this tokenizer does not have."""
     vocabulary = tokenizer.get_vocab()
-    return [token for token in form.tokens if token not in vocabulary]
+    return [token for token in template.tokens if token not in vocabulary]

@@ -1,0 +1,379 @@
+"""Trainer callbacks: checks that every adapter receives a gradient, measures rate and remaining time, and stops on
+signals.
+
+A LoRA pair starts with B = 0, so A has no gradient until B has changed: a pair is dead if B never got a gradient, or if
+A got none although B was nonzero. For experts only the stacked tensor must get a gradient; experts that no token
+reached are listed. The clock measures expert layers by hooks, forward and backward, and compares the time with the
+machine's peak rates (`PeakRates`), as calibrated by the planner.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ktransformers.errors import KTError
+from ktransformers.nn import ExpertStore
+from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.operator import is_placed
+from ktransformers.nn.peft_lora import expert_adapters
+from ktransformers.plan.calibrate import raise_roofs, this_machine
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One logging step."""
+
+    step: int
+    steps: int
+    epoch: float
+    values: dict[str, float]  # logged by the trainer
+    tokens_per_second: float | None
+    expert_share: float | None  # share of wall time spent in expert layers
+    memory: int  # resident bytes of this process
+    gpu_memory: int  # peak bytes on the GPU, 0 without one
+    elapsed: float
+    remaining: float
+    roof_share: float | None = None  # time at peak rates / measured time of the expert layers
+
+
+ReportProgress = Callable[[Progress], None]
+
+
+@dataclass
+class GradientTrace:
+    """Which factors of one LoRA pair have received a gradient."""
+
+    b_seen: bool = False
+    a_seen: bool = False
+    a_could: bool = False  # B was nonzero when A's gradient was checked
+    experts: Tensor | None = None  # [E], expert LoRA only: B of this expert got a gradient
+
+    @property
+    def alive(self) -> bool:
+        return self.b_seen and (self.a_seen or not self.a_could)
+
+
+class GradientCheck(TrainerCallback):
+    """Checks gradients before each optimizer step, until every pair has received one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        counts = {name: int(layer.num_experts) for name, layer in expert_adapters(model).items()}
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.traces: dict[str, GradientTrace] = {}
+        for name, parameter in trained.items():
+            if ".lora_B." not in name:
+                continue
+            module = name.partition(".lora_B.")[0]
+            self.pairs[module] = (trained[name.replace(".lora_B.", ".lora_A.")], parameter)
+            self.traces[module] = GradientTrace(
+                experts=torch.zeros(counts[module], dtype=torch.bool) if module in counts else None
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for module, (a, b) in self.pairs.items():
+            trace = self.traces[module]
+            if trace.experts is None:
+                if trace.b_seen and trace.a_seen:
+                    continue
+                trace.b_seen |= _has_gradient(b)
+            elif b.grad is not None and not bool(trace.experts.all()):
+                # b is [out, r * E], experts innermost
+                trace.experts |= b.grad.reshape(-1, len(trace.experts)).ne(0).any(0).cpu()
+                trace.b_seen |= bool(trace.experts.any())
+            if not trace.a_seen and bool(b.detach().ne(0).any()):
+                trace.a_could = True
+                trace.a_seen = _has_gradient(a)
+
+    def dead(self) -> list[str]:
+        """Modules whose adapter never received a gradient."""
+        return [module for module, trace in self.traces.items() if not trace.alive]
+
+    def unvisited(self) -> dict[str, list[int]]:
+        """Module -> experts without a gradient."""
+        experts_without_gradient = {}
+        for module, trace in self.traces.items():
+            if trace.experts is not None and not bool(trace.experts.all()):
+                experts_without_gradient[module] = torch.nonzero(~trace.experts).flatten().tolist()
+        return experts_without_gradient
+
+    def state(self) -> dict[str, Any]:
+        return {
+            module: {
+                "b_seen": trace.b_seen,
+                "a_seen": trace.a_seen,
+                "a_could": trace.a_could,
+                "experts": None if trace.experts is None else trace.experts.tolist(),
+            }
+            for module, trace in self.traces.items()
+        }
+
+    def restore(self, checkpoint: Path) -> None:
+        file = checkpoint / "kt_gradients.json"
+        if not file.is_file():
+            return
+        for module, trace in json.loads(file.read_text()).items():
+            if module in self.traces:
+                experts = trace.pop("experts")
+                self.traces[module] = GradientTrace(**trace, experts=None if experts is None else torch.tensor(experts))
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.ne(0).any())
+
+
+@dataclass(frozen=True)
+class PeakRates:
+    """Peak rates of this machine; LoRA's share of the work, a few percent, is not counted."""
+
+    flops: float  # of the bare tile-multiply loop
+    read: float  # bytes per second from memory
+
+    def seconds(self, store: ExpertStore, tokens: int, top_k: int) -> float:
+        """Time of one pass of a layer's experts, forward or backward: the larger of multiplying and reading the routed
+        experts."""
+        expert_numel = (3 if store.gated else 2) * store.hidden_size * store.intermediate_size
+        routed_share = 1 - (1 - top_k / store.num_experts) ** tokens  # of the experts, with uniform routing
+        return max(2 * tokens * top_k * expert_numel / self.flops, routed_share * store.packed_bytes / self.read)
+
+    def raised(self, share: float) -> PeakRates:
+        """Scaled rates, for a share above 1: what was measured is possible."""
+        return PeakRates(self.flops * share, self.read * share)
+
+
+def read_peak_rates() -> PeakRates | None:
+    """Rates from the planner's calibration of this machine; None if it failed."""
+    try:
+        cpu = this_machine().cpu
+    except KTError:
+        return None
+    return PeakRates(cpu.tile_flops, cpu.read_bytes)
+
+
+def _retains_experts(model: nn.Module) -> bool:
+    """Whether checkpointing is selective, so that recomputed layers reuse the experts' results."""
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    return any("context_fn" in getattr(function, "keywords", {}) for function in functions)
+
+
+class ExpertClock:
+    """Measures the time in expert layers, forward and backward, by hooks around them, and the time at peak rates.
+
+    The input passes through a view, whose gradient is complete when the experts' backward has ended; the output's
+    gradient is complete when it begins. A layer that checkpointing recomputes does so inside its own backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seconds = 0.0
+        self.peak_seconds = 0.0
+        self.peak_rates: PeakRates | None = None  # set when training begins
+        self._started = 0.0
+        self._retains = _retains_experts(model)
+        self._handles = []
+        for module in expert_modules(model).values():
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden: Any
+        hidden, ids, *rest = args
+        peak_seconds = self._peak_seconds_of(module, ids)
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(lambda gradient: self._stop(peak_seconds))
+        recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        self.peak_seconds += 0.0 if recomputing and self._retains else peak_seconds
+        self._started = time.perf_counter()
+        return (hidden, ids, *rest)
+
+    def _peak_seconds_of(self, module: nn.Module, ids: Tensor) -> float:
+        """0 without peak rates: before a layer's first call, which packs it, and for layers computed on a GPU."""
+        store = getattr(module, "kt_store", None)
+        if self.peak_rates is None or store is None or is_placed(store):
+            return 0.0
+        return self.peak_rates.seconds(store, ids.shape[:-1].numel(), ids.shape[-1])
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """`output` is None if recomputation stops early because it has what it needs."""
+        now = time.perf_counter()
+        self.seconds += now - self._started
+        self._started = now  # recomputation happens inside a backward that continues
+        if output is not None and torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(self._start)
+
+    def _start(self, gradient: Tensor) -> None:
+        self._started = time.perf_counter()
+
+    def _stop(self, peak_seconds: float) -> None:
+        self.seconds += time.perf_counter() - self._started
+        self.peak_seconds += peak_seconds
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def format_duration(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+@dataclass
+class TrainLog(TrainerCallback):
+    """Writes each logging step to trainer_log.jsonl in LLaMA-Factory's format and reports it as Progress."""
+
+    output: Path
+    clock: ExpertClock
+    report: ReportProgress
+    started_at: float = 0.0
+    first_step: int = 0
+    # time, tokens, expert seconds, seconds at peak rates
+    _last: tuple[float, ...] = field(default=(0.0,) * 4, init=False)
+    _remeasured: bool = field(default=False, init=False)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.clock.peak_rates is None:
+            self.clock.peak_rates = read_peak_rates()
+        self.started_at, self.first_step = time.perf_counter(), state.global_step
+        self._last = (self.started_at, 0.0, self.clock.seconds, self.clock.peak_seconds)
+        if state.is_world_process_zero:
+            self._truncate_log(state.global_step)
+
+    def _truncate_log(self, step: int) -> None:
+        """Drops entries after `step`, which a resumed run writes again."""
+        file = self.output / "trainer_log.jsonl"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        entries = []
+        for line in lines:
+            try:
+                if json.loads(line)["current_steps"] <= step:
+                    entries.append(line)
+            except (ValueError, KeyError):
+                continue  # a line truncated by a kill
+        self.output.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"{line}\n" for line in entries))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        now, tokens = time.perf_counter(), float(logs.get("num_tokens", 0.0))
+        expert_seconds, peak_seconds = self.clock.seconds, self.clock.peak_seconds
+        interval = max(now - self._last[0], 1e-9)
+        training = "loss" in logs
+        rate = (tokens - self._last[1]) / interval if training and self._last[1] else None
+        expert_share = (expert_seconds - self._last[2]) / interval if training else None
+        peak_share = (
+            self._share_of_peak(expert_seconds - self._last[2], peak_seconds - self._last[3]) if training else None
+        )
+        if training:
+            self._last = (now, tokens, expert_seconds, peak_seconds)
+        elapsed = now - self.started_at
+        done = max(state.global_step - self.first_step, 1)
+        remaining = elapsed / done * (state.max_steps - state.global_step)
+        values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+        self._write(state, values, elapsed, remaining, rate)
+        gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        epoch = float(state.epoch or 0.0)
+        progress = (
+            state.global_step,
+            state.max_steps,
+            epoch,
+            values,
+            rate,
+            expert_share,
+            _resident_bytes(),
+            gpu,
+            elapsed,
+            remaining,
+            peak_share,
+        )
+        self.report(Progress(*progress))
+
+    def _share_of_peak(self, measured: float, peak_seconds: float) -> float | None:
+        """Time at peak rates over measured time, None if nothing was computed on the CPU. A share above 1 means that
+        calibration ran on a busy machine: it is repeated once, and after that the observed rate counts as the peak."""
+        peak = self.clock.peak_rates
+        if peak is None or peak_seconds <= 0:
+            return None
+        share = peak_seconds / max(measured, 1e-9)
+        if share <= 1:
+            return share
+        if self._remeasured:
+            self.clock.peak_rates = peak.raised(share)
+        else:
+            self._remeasured, rates = True, raise_roofs()
+            self.clock.peak_rates = PeakRates(max(peak.flops, rates.tile_flops), max(peak.read, rates.read_bytes))
+        return 1.0
+
+    def _write(
+        self, state: Any, values: dict[str, float], elapsed: float, remaining: float, rate: float | None
+    ) -> None:
+        names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "eval_loss", "rewards/accuracies": "accuracy"}
+        line = {"current_steps": state.global_step, "total_steps": state.max_steps}
+        line |= {word: values[name] for name, word in names.items() if name in values}
+        line |= {
+            "epoch": values.get("epoch", state.epoch),
+            "percentage": round(100 * state.global_step / max(state.max_steps, 1), 2),
+            "elapsed_time": format_duration(elapsed),
+            "remaining_time": format_duration(remaining),
+        }
+        if rate is not None:
+            line |= {"throughput": round(rate, 2), "total_tokens": int(values["num_tokens"])}
+        with (self.output / "trainer_log.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+class Interrupted(KTError):
+    """The run was stopped by a signal, after a checkpoint was saved."""
+
+    def __init__(self, name: str, step: int) -> None:
+        super().__init__(f"{name}: stopped after step {step}, which was saved; resume with resume_from_checkpoint=true")
+        self.signal = name
+
+
+class Stopper(TrainerCallback):
+    """SIGTERM and Ctrl-C end the run after the current step with a checkpoint; a second signal ends it immediately."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.received is not None:
+            control.should_save = control.should_training_stop = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
