@@ -152,7 +152,9 @@ def test_graphs_are_recaptured_when_residents_change(
         engine.step()
     assert capture.captures == 1, "in the same memory"
     callbacks = placement.engines[0].callbacks
-    callbacks._captured[0] = [(ready, placement.layers[0].store) for ready in callbacks._ready.values()]  # as a capture does
+    callbacks._captured[0] = [
+        (ready, placement.layers[0].store) for ready in callbacks._ready.values()
+    ]  # as a capture does
     placement.place_residents(count=3)
     placed_harness.run(engine)
     assert capture.captures == 2, "captured anew"
