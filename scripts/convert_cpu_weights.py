@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ktransformers.cli.quant import run_quant, say_unused
+from ktransformers.cli.quant import run_quant, warn_ignored
 from ktransformers.errors import KTError
 
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = parser().parse_args()
-    say_unused(
+    warn_ignored(
         threadpool_count=given.threadpool_count,
         resume_layer=given.resume_layer,
         gpu=given.gpu,

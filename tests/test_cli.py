@@ -1,4 +1,4 @@
-"""The `kt` command as a user runs it, and the ground under it: environment, log, errors, memory."""
+"""The `kt` command as a user runs it, and the base modules: environment, log, errors, memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kt(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def forked(*words: str, **variables: str) -> Ended:
-    """As `kt`, where the verb would import torch."""
+    """As `kt`, for verbs that import torch."""
     return python("from ktransformers.cli.main import main; main()", *words, **variables)
 
 
@@ -36,7 +36,7 @@ def test_version() -> None:
     assert system.version_of("ktransformers") == ktransformers.__version__
 
 
-def test_version_says_what_it_runs_on() -> None:
+def test_verbose_version_lists_packages() -> None:
     found = json.loads(kt("version", "--json").stdout)
     assert found["ktransformers"] == ktransformers.__version__ and found["torch"] == system.version_of("torch")
     assert found["cpu variant"] and found["platform"].startswith("Linux ")

@@ -14,7 +14,7 @@ from checkpoint.conversions import logits, tiny
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
-from ktransformers.cli.quant import duration, format_word, parse_layers
+from ktransformers.cli.quant import format_duration, normalise_format, parse_layers
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant.receipt import WINDOW_TOKENS, read_receipt, read_text, split_windows
@@ -91,7 +91,7 @@ def test_script_of_the_old_name(
     words = ["-i", source, "--input-type", "bf16", "-o", tmp_path / "out", "--quant-method", "int4", "--gpu"]
     monkeypatch.setattr(sys, "argv", ["convert_cpu_weights.py", *map(str, words)])
     script.main()
-    assert "--gpu has no meaning here" in capsys.readouterr().err
+    assert "--gpu has no effect here" in capsys.readouterr().err
     assert read_receipt(tmp_path / "out").formats["down"] == "int4:32"
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-3], "--quant-method", "awq"])
     with pytest.raises(SystemExit, match="convert_cpu_weights: quant-method: given awq"):
@@ -174,10 +174,10 @@ def test_refusals(source: Path, tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert [format_word(word) for word in ("MOE_INT8", "moe_int4", "int4:64", "Q8_0")] == [
+    assert [normalise_format(word) for word in ("MOE_INT8", "moe_int4", "int4:64", "Q8_0")] == [
         "int8",
         "int4",
         "int4:64",
         "q8_0",
     ]
-    assert [duration(seconds) for seconds in (0.51, 59.4, 61, 3723)] == ["0.5 s", "59.4 s", "1:01", "1:02:03"]
+    assert [format_duration(seconds) for seconds in (0.51, 59.4, 61, 3723)] == ["0.5 s", "59.4 s", "1:01", "1:02:03"]

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.browser import BINARY, browsing
-from tests.serve.conftest import Bench, listening, service_of
+from tests.support.browser import BINARY, browsing
+from tests.support.serving import EngineHarness, make_service, run_app
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BINARY is None, reason="no Chromium here")]
 
 
-def test_two_columns_and_a_curve(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_page_shows_two_columns_and_a_loss_curve(
+    harness: EngineHarness, adapters: dict[str, Path], tmp_path: Path
+) -> None:
     pytest.importorskip("fastapi")
     from ktransformers.serve.http.api import create_app
     from ktransformers.serve.http.training import TrainingLog
@@ -21,8 +23,8 @@ def test_two_columns_and_a_curve(bench: Bench, adapters: dict[str, Path], tmp_pa
     lines = [{"current_steps": step, "total_steps": 9, "loss": 4 - step / 4} for step in range(1, 9)]
     lines.append({"current_steps": 8, "total_steps": 9, "eval_loss": 2.5})
     (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    app = create_app(service_of(bench, adapters), training=TrainingLog(tmp_path))
-    with listening(app) as url, browsing(url, tmp_path / "profile") as page:
+    app = create_app(make_service(harness, adapters), training=TrainingLog(tmp_path))
+    with run_app(app) as url, browsing(url, tmp_path / "profile") as page:
         page.wait("typeof names !== 'undefined' && names.length === 3")
         assert page.run("[...at('adapter').options].map((one) => one.value)") == ["tiny:one", "tiny:attention"]
         page.run("at('tokens').value = 12; at('prompt').value = 'Hello'; at('ask').requestSubmit(); 1")

@@ -1,4 +1,6 @@
-"""`kt prove` and its cheap half at the end of a training: what is right passes, what was tampered with is named."""
+"""`kt prove`, and the check of the saved adapter at the end of training: intact adapters pass, tampered tensors are
+named.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ torch.set_num_threads(2)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A tiny model, trained for a few steps with rows held out, and what the run said."""
+    """A tiny model, trained for a few steps with held-out rows, and the output of the run."""
     from tests.train.conftest import Quiet, recipe
     from tests.train.runs import run
 
@@ -46,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.fixture
 def output(trained: tuple[Path, list[str]], tmp_path: Path) -> Path:
-    """A copy to be tampered with."""
+    """A copy to tamper with."""
     return Path(shutil.copytree(trained[0], tmp_path / "out"))
 
 
@@ -63,7 +65,7 @@ def changed_value(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def changed_slightly(tensors: dict[str, torch.Tensor]) -> None:
-    """By no more than bf16 changes."""
+    """Change values by no more than bf16 rounding."""
     tensors[EXPERTS][3, :] *= 1.01
 
 
@@ -90,17 +92,17 @@ def run(folder: Path, *words: str) -> Any:
     return CliRunner().invoke(app, [str(folder), *words])
 
 
-def test_training_reads_its_adapter_back(trained: tuple[Path, list[str]]) -> None:
-    said = [note for note in trained[1] if note.startswith("reloaded:")]
-    assert len(said) == 1 and "24 tensors trained, saved and read back" in said[0]
-    assert "3 held-out rows are the same to the bit" in said[0]
+def test_saved_adapter_equals_trained_adapter(trained: tuple[Path, list[str]]) -> None:
+    lines = [note for note in trained[1] if note.startswith("reloaded:")]
+    assert len(lines) == 1 and "24 tensors trained, saved and read back" in lines[0]
+    assert "3 held-out rows are the same to the bit" in lines[0]
     record = proof_record.read_record(trained[0])
     assert record is not None and record.held_out and len(record.rows) == 3 and record.dtype == "float32"
     assert difference(record.adapter, record.base).mean > 0.1
     assert "model.layers.1.mlp.experts" in record.adapter.projections and len(record.adapter.projections) == 10
 
 
-def test_what_was_trained_is_proven(trained: tuple[Path, list[str]]) -> None:
+def test_trained_adapter_is_proven(trained: tuple[Path, list[str]]) -> None:
     done = run(trained[0], "--json")
     assert done.exit_code == 0, done.output
     proof = json.loads(done.stdout)
@@ -114,13 +116,13 @@ def test_what_was_trained_is_proven(trained: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("edit", [changed_value, swapped, dropped])
-def test_the_manifest_names_the_tensor(output: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def test_manifest_names_the_changed_tensor(output: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
     change(output, edit)
     done = run(output)
     assert done.exit_code == 1 and EXPERTS in done.stderr
 
 
-def test_a_dropped_tensor_without_a_manifest(output: Path) -> None:
+def test_dropped_tensor_without_manifest_is_reported(output: Path) -> None:
     change(output, dropped, manifest=False)
     done = run(output, "--json")
     assert done.exit_code == 1 and "layers.1.mlp.experts" in json.loads(done.stdout)["culprit"]
@@ -134,39 +136,39 @@ def test_a_dropped_tensor_without_a_manifest(output: Path) -> None:
         (changed_attention, "model.layers.0.self_attn.v_proj"),
     ],
 )
-def test_without_a_manifest_the_numbers_name_the_layer(
+def test_changed_tensor_without_manifest_names_the_layer(
     output: Path, edit: Callable[[dict[str, torch.Tensor]], None], culprit: str
 ) -> None:
-    from ktransformers.prove.run import against_record, check_tensors, trainer_graph
-    from ktransformers.serve.target import resolve
+    from ktransformers.prove.run import check_record, check_tensors, run_trainer_model
+    from ktransformers.serve.target import resolve_target
 
     change(output, edit, manifest=False)
     record, base = proof_record.read_record(output), json.loads((output / "adapter_config.json").read_text())
     assert record is not None
     folder, content = Path(base["base_model_name_or_path"]), open_content(output)
     assert check_tensors(content, str(folder))[0].passed is None
-    graph = trainer_graph(resolve(str(output)), content, record.rows, torch.float32, "cpu")
-    found = against_record(record, graph)
-    assert found.passed is False and found.culprit == culprit
+    graph = run_trainer_model(resolve_target(str(output)), content, record.rows, torch.float32, "cpu")
+    actual = check_record(record, graph)
+    assert actual.passed is False and actual.culprit == culprit
 
 
-def test_a_server_that_forgets_the_experts(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.serve.engine.forward.expert_shares", lambda shares, rows: {})
+def test_server_without_expert_lora_fails(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.serve.engine.forward.expert_lora", lambda adapter_rows, tokens: {})
     done = run(output)
     assert done.exit_code == 1 and "not proven: model.layers.0.mlp.experts" in done.stderr
     lines = [line for line in done.stdout.splitlines() if "DIFFERENT" in line]
     assert len(lines) == 1 and lines[0].startswith("server, adapter")
 
 
-def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
-    """It has the base alone: the adapter is loaded for the proof and unloaded afterwards."""
-    from ktransformers.prove.server import in_process
+def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
+    """The server has only the base: the adapter is loaded for the proof and unloaded afterwards."""
+    from ktransformers.prove.server import start_server
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.target import Target, resolve
+    from ktransformers.serve.target import Target, resolve_target
 
-    target = resolve(str(trained[0]))
-    launch = Launch(str(target.model), dtype="float32", device="cpu", tokens=2048)
-    with in_process(launch, Target(target.model, name="base"), lambda line: None) as (url, _):
+    target = resolve_target(str(trained[0]))
+    launch = Launch(str(target.model), dtype="float32", device="cpu", max_total_tokens=2048)
+    with start_server(launch, Target(target.model, name="base"), lambda line: None) as (url, _):
         done = run(trained[0], "--server", url, "--json")
         assert done.exit_code == 0, done.output
         from ktransformers.serve.client import Client
@@ -174,8 +176,8 @@ def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
         assert Client(url, None).models() == ["base"]
 
 
-def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Trained on int8 experts beside the base: the proof and the server find them, and stock PEFT is not asked."""
+def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Trained on int8 experts beside the base: proof and server find them, and stock PEFT is left out."""
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan, parse_formats
     from tests.train.conftest import Quiet, recipe
@@ -194,10 +196,10 @@ def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, l
     assert "pass --kt-weight-path" in str(run(tmp_path / "out").exception)
 
 
-def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Trained in float32: the graph says what was recorded and what stock PEFT says; bf16 is the server's alone."""
-    from ktransformers.prove.run import against_record, trainer_graph
-    from ktransformers.serve.target import resolve
+def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Trained in float32: the trainer's model equals the record and stock PEFT; only the server uses bf16."""
+    from ktransformers.prove.run import check_record, run_trainer_model
+    from ktransformers.serve.target import resolve_target
     from tests.train.conftest import Quiet, recipe
     from tests.train.runs import run as train
 
@@ -209,38 +211,38 @@ def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_p
     for what in ("as trained", "server, adapter", "server, base", "stock PEFT"):
         assert checks[what]["passed"] and checks[what]["difference"]["max"] < 2e-5, what
     assert "trained with experts in f32, served in bf16: max 0.00" in checks["server, adapter"]["said"]
-    record, target = proof_record.read_record(output), resolve(str(output))
+    record, target = proof_record.read_record(output), resolve_target(str(output))
     assert record is not None and target.precision == "f32"
 
     def as_trained(precision: str) -> Any:
-        graph = trainer_graph(target, open_content(output), record.rows, torch.float32, "cpu", precision)
-        return against_record(record, graph)
+        graph = run_trainer_model(target, open_content(output), record.rows, torch.float32, "cpu", precision)
+        return check_record(record, graph)
 
     assert as_trained("bf16").passed is False  # what rounding changes would be taken for a fault
     change(output, changed_slightly, manifest=False)
-    found = as_trained("f32")
-    assert found.passed is False and found.culprit == "model.layers.1.mlp.experts"
+    actual = as_trained("f32")
+    assert actual.passed is False and actual.culprit == "model.layers.1.mlp.experts"
 
 
-def test_an_adapter_that_was_not_saved_whole(trained: tuple[Path, list[str]], output: Path) -> None:
-    """The cheap half: the file is read into the model that learned it."""
+def test_incomplete_adapter_is_refused(trained: tuple[Path, list[str]], output: Path) -> None:
+    """The check at the end of training: the file is read back into the trained model."""
     from peft import PeftModel
 
     from ktransformers.nn import load_model
 
     base = json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"]
     model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), str(output), is_trainable=True)
-    made = proof_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
-    assert proof_record.check_reload(model, output, made).difference.is_zero
+    created = proof_record.record(model, [list(range(5, 60)), list(range(90, 130))], held_out=False)
+    assert proof_record.check_reload(model, output, created).difference.is_zero
     change(output, changed_value)
     with pytest.raises(KTError, match=r"^model\.layers\.1\.mlp\.experts: .* is not what was trained"):
-        proof_record.check_reload(model, output, made)
+        proof_record.check_reload(model, output, created)
     change(output, dropped)
     with pytest.raises(KTError, match=rf"^{EXPERTS}: trained, and not read back"):
-        proof_record.check_reload(model, output, made)
+        proof_record.check_reload(model, output, created)
 
 
-def test_noise_lets_single_tokens_pass_and_not_more() -> None:
+def test_noise_floor_allows_single_tokens_only() -> None:
     plain = LogprobsAndNorms((torch.zeros(200),))
 
     def with_outliers(count: int, noise: float = 0.0) -> LogprobsAndNorms:

@@ -1,7 +1,6 @@
-"""A headless Chromium, driven over its DevTools protocol with nothing but the standard library: open, evaluate, look.
+"""A headless Chromium, driven over its DevTools protocol with the standard library only: open, evaluate, inspect.
 
-The protocol is JSON over a WebSocket; of that, what is needed here is a handshake, masked text frames out and text
-frames in.
+The protocol is JSON over a WebSocket; this implements a handshake, masked text frames out and text frames in.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Page:
             more = self._socket.recv(65536)
             assert more, "the browser has closed the connection"
             self._held += more
-        found, self._held = self._held[:count], self._held[count:]
-        return found
+        actual, self._held = self._held[:count], self._held[count:]
+        return actual
 
     def _read(self) -> Any:
         data, last = b"", False
@@ -64,10 +63,10 @@ class Page:
         data, mask = json.dumps({"id": self._calls, "method": method, "params": parameters}).encode(), os.urandom(4)
         size = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xfe" + struct.pack(">H", len(data))
         self._socket.sendall(b"\x81" + size + mask + bytes(one ^ mask[at % 4] for at, one in enumerate(data)))
-        while (found := self._read()).get("id") != self._calls:
-            self._note(found)
-        assert "error" not in found, found
-        return found["result"]
+        while (actual := self._read()).get("id") != self._calls:
+            self._note(actual)
+        assert "error" not in actual, actual
+        return actual["result"]
 
     def _note(self, event: Any) -> None:
         if event["method"] == "Runtime.exceptionThrown":
@@ -79,9 +78,9 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of an expression."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        actual = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in actual, actual
+        return actual["result"].get("value")
 
     def wait(self, script: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
@@ -97,8 +96,8 @@ def _eventually(look: Callable[[], Any], seconds: float = 60) -> Any:
     end = time.monotonic() + seconds
     while True:
         try:
-            if found := look():
-                return found
+            if actual := look():
+                return actual
         except (OSError, ValueError):
             pass
         assert time.monotonic() < end, "the browser did not start"

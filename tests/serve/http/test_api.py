@@ -1,4 +1,4 @@
-"""The API as users meet it: through the `openai` client and through plain HTTP, on a socket of this machine."""
+"""The API through the `openai` client and through plain HTTP, on a local socket."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Bench, Served, listening, service_of
+from tests.support.serving import EngineHarness, RunningServer, make_service, run_app
 
 openai = pytest.importorskip("openai")
 
-ASKED = [{"role": "user", "content": "Tell me about the sea."}]
+MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Any:
+def client(served: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
@@ -43,29 +43,31 @@ def get(url: str, path: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def ids(bench: Bench, text: str) -> list[int]:
-    found: list[int] = bench.tokenizer(text)["input_ids"]
-    return found
+def ids(harness: EngineHarness, text: str) -> list[int]:
+    actual: list[int] = harness.tokenizer(text)["input_ids"]
+    return actual
 
 
-def test_models_and_health(client: Any, served: Served) -> None:
+def test_models_and_health(client: Any, served: RunningServer) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "tiny:one", "tiny:attention"]
     assert client.models.retrieve("tiny:one").id == "tiny:one"
     assert get(served.url, "/health") == (200, '{"status":"ok"}')
 
 
 @pytest.mark.parametrize(("model", "adapter"), [("tiny", None), ("tiny:one", "one"), ("one", "one")])
-def test_the_model_name_chooses_base_or_adapter(client: Any, bench: Bench, model: str, adapter: str | None) -> None:
-    said = client.completions.create(model=model, prompt="The sea is", max_tokens=8, temperature=0, logprobs=2)
-    expected = bench.alone(ids(bench, "The sea is"), adapter)
-    assert said.choices[0].text == expected.text
-    assert said.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=2e-5)
-    assert said.choices[0].finish_reason == "length"
-    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len(ids(bench, "The sea is")), 8)
+def test_model_name_selects_base_or_adapter(
+    client: Any, harness: EngineHarness, model: str, adapter: str | None
+) -> None:
+    response = client.completions.create(model=model, prompt="The sea is", max_tokens=8, temperature=0, logprobs=2)
+    expected = harness.alone(ids(harness, "The sea is"), adapter)
+    assert response.choices[0].text == expected.text
+    assert response.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+    assert response.choices[0].finish_reason == "length"
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (len(ids(harness, "The sea is")), 8)
 
 
-def test_chat_whole_and_streamed(client: Any) -> None:
-    same = {"model": "tiny:one", "messages": ASKED, "temperature": 0, "max_completion_tokens": 12, "logprobs": True}
+def test_streamed_chat_equals_complete_chat(client: Any) -> None:
+    same = {"model": "tiny:one", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12, "logprobs": True}
     whole = client.chat.completions.create(**same, top_logprobs=3)
     parts = list(
         client.chat.completions.create(**same, top_logprobs=3, stream=True, stream_options={"include_usage": True})
@@ -84,28 +86,28 @@ def test_chat_whole_and_streamed(client: Any) -> None:
         assert bytes(one.bytes).decode(errors="replace") == one.token
 
 
-def test_the_template_gets_its_variables(client: Any, served: Served) -> None:
+def test_chat_template_receives_its_variables(client: Any, served: RunningServer) -> None:
     tokenizer = served.service.tokenizer
     for thinking in (True, False):
         text = tokenizer.apply_chat_template(
-            ASKED, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+            MESSAGES, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
         )
-        said = client.chat.completions.create(
+        response = client.chat.completions.create(
             model="tiny",
-            messages=ASKED,
+            messages=MESSAGES,
             max_tokens=1,
             extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
         )
-        assert said.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert response.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_developer_is_system_and_parts_are_text(served: Served) -> None:
+def test_developer_role_is_system_and_parts_are_text(served: RunningServer) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
     def prompt(*messages: dict[str, Any]) -> tuple[int, ...]:
-        asked = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *ASKED], "max_tokens": 1})
-        found: tuple[int, ...] = served.service.chat(asked).ask.prompt
-        return found
+        requested = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, *MESSAGES], "max_tokens": 1})
+        actual: tuple[int, ...] = served.service.chat(requested).request.prompt
+        return actual
 
     plain = prompt({"role": "system", "content": "Be brief."})
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
@@ -124,7 +126,7 @@ def test_n_and_seed(client: Any) -> None:
     assert first.usage.completion_tokens == 24
 
 
-def test_stop_strings_and_tokens(client: Any, bench: Bench) -> None:
+def test_stop_strings_and_tokens(client: Any, harness: EngineHarness) -> None:
     whole = client.completions.create(model="tiny", prompt="Once", max_tokens=24, temperature=0).choices[0].text
     stop = whole[9:12]
     cut = client.completions.create(model="tiny", prompt="Once", max_tokens=24, temperature=0, stop=[stop, "never"])
@@ -132,33 +134,33 @@ def test_stop_strings_and_tokens(client: Any, bench: Bench) -> None:
     assert cut.choices[0].finish_reason == "stop"
     parts = client.completions.create(model="tiny", prompt="Once", max_tokens=24, temperature=0, stop=stop, stream=True)
     assert "".join(part.choices[0].text for part in parts) == cut.choices[0].text
-    tokens = bench.alone(ids(bench, "Once"), max_tokens=6).tokens
+    tokens = harness.alone(ids(harness, "Once"), max_tokens=6).tokens
     ended = client.completions.create(
         model="tiny", prompt="Once", max_tokens=24, temperature=0, extra_body={"stop_token_ids": [tokens[3]]}
     )
     assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens <= 4
 
 
-def test_echo_scores_a_batch_of_token_prompts_as_lm_eval_asks(client: Any, bench: Bench) -> None:
-    prompts = [ids(bench, "The sea is deep and blue."), ids(bench, "One two")]
-    said = client.completions.create(
+def test_echo_scores_batch_of_token_prompts_like_lm_eval(client: Any, harness: EngineHarness) -> None:
+    prompts = [ids(harness, "The sea is deep and blue."), ids(harness, "One two")]
+    response = client.completions.create(
         model="tiny:one", prompt=prompts, max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
     )
-    for prompt, choice in zip(prompts, said.choices, strict=True):
-        told = choice.logprobs
-        assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == len(prompt) + 1
-        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
-        expected = bench.alone(prompt, "one", max_tokens=0, prompt_logprobs=True)
+    for prompt, choice in zip(prompts, response.choices, strict=True):
+        reported = choice.logprobs
+        assert len(reported.tokens) == len(reported.token_logprobs) == len(reported.text_offset) == len(prompt) + 1
+        assert reported.token_logprobs[0] is None and reported.top_logprobs[0] is None
+        expected = harness.alone(prompt, "one", max_tokens=0, prompt_logprobs=True)
         scores = [score.logprob for event in expected.events for score in event.prompt_scores][1:]
-        assert told.token_logprobs[1:-1] == pytest.approx(scores, abs=2e-5)
-        for token, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+        assert reported.token_logprobs[1:-1] == pytest.approx(scores, abs=2e-5)
+        for token, top in zip(reported.token_logprobs[1:], reported.top_logprobs[1:], strict=True):
             assert max(top.values()) >= token
 
 
-def test_echo_of_text_has_its_offsets(client: Any) -> None:
+def test_echo_of_text_reports_offsets(client: Any) -> None:
     text = "The sea is deep."
-    said = client.completions.create(model="tiny", prompt=text, max_tokens=0, logprobs=1, echo=True)
-    choice = said.choices[0]
+    response = client.completions.create(model="tiny", prompt=text, max_tokens=0, logprobs=1, echo=True)
+    choice = response.choices[0]
     assert choice.text == text
     starts = choice.logprobs.text_offset
     assert starts[0] == 0 and starts == sorted(starts) and starts[-1] < len(text)
@@ -174,7 +176,7 @@ def test_echo_of_text_has_its_offsets(client: Any) -> None:
         (b"[" * 100_000, 400, "recursion"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "temperature"),
         ({"prompt": "a"}, 400, "model"),
-        ({"model": "other", "prompt": "a"}, 404, "not served; there is tiny, tiny:one"),
+        ({"model": "other", "prompt": "a"}, 404, "not served; expected one of tiny, tiny:one"),
         ({"model": "tiny:none", "prompt": "a"}, 404, "not served"),
         ({"model": "tiny", "prompt": "a", "wishes": 3}, 400, "wishes"),
         ({"model": "tiny", "prompt": "a", "max_tokens": "8"}, 400, "max_tokens"),
@@ -187,29 +189,31 @@ def test_echo_of_text_has_its_offsets(client: Any) -> None:
         (b'{"model": "tiny", "prompt": "\\ud800"}', 400, ""),
     ],
 )
-def test_what_is_wrong_is_said_in_openais_envelope(served: Served, body: Any, status: int, words: str) -> None:
-    code, said = post(served.url, "/v1/completions", body)
+def test_invalid_requests_get_openai_error_envelope(served: RunningServer, body: Any, status: int, words: str) -> None:
+    code, response = post(served.url, "/v1/completions", body)
     assert code == status
-    assert set(said["error"]) == {"message", "type", "param", "code"}
-    assert words.lower() in said["error"]["message"].lower()
+    assert set(response["error"]) == {"message", "type", "param", "code"}
+    assert words.lower() in response["error"]["message"].lower()
 
 
-def test_wrong_chats(served: Served, client: Any) -> None:
+def test_invalid_chats_are_refused(served: RunningServer, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="image_url"):
         picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         client.chat.completions.create(model="tiny", messages=picture)
     with pytest.raises(openai.BadRequestError, match="own variables"):
         client.chat.completions.create(
-            model="tiny", messages=ASKED, extra_body={"chat_template_kwargs": {"tokenize": True}}
+            model="tiny", messages=MESSAGES, extra_body={"chat_template_kwargs": {"tokenize": True}}
         )
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="nobody", messages=ASKED)
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
     assert post(served.url, "/v1/nothing", {})[0] == 404
     assert json.loads(get(served.url, "/v1/nothing")[1])["error"]["type"] == "not_found_error"
     assert get(served.url, "/v1/completions")[0] == 405
 
 
-def test_adapters_come_and_go_while_requests_run(client: Any, served: Served, adapters: dict[str, Path]) -> None:
+def test_adapters_are_loaded_and_unloaded_while_requests_run(
+    client: Any, served: RunningServer, adapters: dict[str, Path]
+) -> None:
     running = client.completions.create(
         model="tiny:one",
         prompt="Once upon",
@@ -219,12 +223,12 @@ def test_adapters_come_and_go_while_requests_run(client: Any, served: Served, ad
         extra_body={"ignore_eos": True},
     )
     next(iter(running))
-    code, said = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["two"])})
-    assert code == 200 and said["loaded_adapters"]["two"] == str(adapters["two"])
+    code, response = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["two"])})
+    assert code == 200 and response["loaded_adapters"]["two"] == str(adapters["two"])
     assert "tiny:two" in [model.id for model in client.models.list()]
     two = client.completions.create(model="tiny:two", prompt="Once upon", max_tokens=8, temperature=0).choices[0].text
-    code, said = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["one"])})
-    assert code == 400 and "not loaded yet" in said["error"]["message"]
+    code, response = post(served.url, "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["one"])})
+    assert code == 400 and "not loaded yet" in response["error"]["message"]
     replaced = {"lora_name": "two", "lora_path": str(adapters["one"]), "load_inplace": True}
     assert post(served.url, "/load_lora_adapter", replaced)[0] == 200
     one = client.completions.create(model="tiny:two", prompt="Once upon", max_tokens=8, temperature=0).choices[0].text
@@ -236,17 +240,17 @@ def test_adapters_come_and_go_while_requests_run(client: Any, served: Served, ad
     assert post(served.url, "/v1/unload_lora_adapter", {"lora_name": "two"})[0] == 404
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="tiny:two", prompt="Once upon")
-    code, said = post(served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": "/no/such/place"})
-    assert code == 404 and "/no/such/place" in said["error"]["message"]
-    code, said = post(
+    code, response = post(served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": "/no/such/place"})
+    assert code == 404 and "/no/such/place" in response["error"]["message"]
+    code, response = post(
         served.url, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(Path(__file__).parent)}
     )
-    assert code == 400 and said["error"]["param"] == "lora_path"
+    assert code == 400 and response["error"]["param"] == "lora_path"
     rest = list(running)
     assert rest[-1].choices[0].finish_reason == "length"
 
 
-def test_who_leaves_is_taken_out(served: Served) -> None:
+def test_disconnected_client_is_cancelled(served: RunningServer) -> None:
     engine = served.service.engine
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 450, "ignore_eos": True}
     for stream in (True, False):
@@ -269,27 +273,27 @@ def test_who_leaves_is_taken_out(served: Served) -> None:
     assert not engine.running
 
 
-def test_a_full_queue_a_key_and_a_timeout(bench: Bench, adapters: dict[str, Path]) -> None:
+def test_full_queue_missing_key_and_timeout_are_refused(harness: EngineHarness, adapters: dict[str, Path]) -> None:
     from ktransformers.serve.http.api import create_app
 
-    service = service_of(bench, adapters, timeout=0.4, running=1, queued=1)
-    with listening(create_app(service, api_key="secret")) as url:
+    service = make_service(harness, adapters, timeout=0.4, max_running_requests=1, max_queued_requests=1)
+    with run_app(create_app(service, api_key="secret")) as url:
         key = {"Authorization": "Bearer secret"}
         short = {"model": "tiny", "prompt": "Once", "max_tokens": 1}
         assert post(url, "/v1/completions", short)[0] == 401
         assert post(url, "/v1/completions", short, Authorization="Bearer wrong")[0] == 401
         assert get(url, "/health")[0] == 200 and get(url, "/metrics")[0] == 401
         assert post(url, "/v1/completions", short, **key)[0] == 200
-        code, said = post(url, "/v1/completions", {**short, "n": 4}, **key)
-        assert code == 429 and said["error"]["type"] == "rate_limit_error"
-        code, said = post(url, "/v1/completions", {**short, "max_tokens": 500, "ignore_eos": True}, **key)
-        assert code == 504 and said["error"]["code"] == "timeout"
+        code, response = post(url, "/v1/completions", {**short, "n": 4}, **key)
+        assert code == 429 and response["error"]["type"] == "rate_limit_error"
+        code, response = post(url, "/v1/completions", {**short, "max_tokens": 500, "ignore_eos": True}, **key)
+        assert code == 504 and response["error"]["code"] == "timeout"
         text = get(url, "/metrics", **key)[1]
         assert 'kt_requests_total{path="/v1/completions",status="429"} 1' in text
         assert 'kt_finished_total{finish="timeout"} 1' in text
 
 
-def test_metrics_count(served: Served, client: Any) -> None:
+def test_metrics_count_requests(served: RunningServer, client: Any) -> None:
     def read() -> dict[str, float]:
         lines = [line.split(" ") for line in get(served.url, "/metrics")[1].splitlines() if line[0] != "#"]
         return {name: float(value) for name, value in lines}
@@ -301,7 +305,7 @@ def test_metrics_count(served: Served, client: Any) -> None:
     assert after["kt_adapters"] == 2 and after["kt_running_sequences"] == 0
 
 
-def test_openapi_describes_every_path(served: Served) -> None:
+def test_openapi_describes_every_path(served: RunningServer) -> None:
     text = get(served.url, "/openapi.json")[1]
     document = json.loads(text)
     schemas = document["components"]["schemas"]
@@ -313,7 +317,7 @@ def test_openapi_describes_every_path(served: Served) -> None:
     assert {"200", "400", "404", "429"} <= set(answers) and "422" not in answers
 
 
-def test_the_page_asks_nobody_else(served: Served) -> None:
+def test_page_loads_nothing_from_other_hosts(served: RunningServer) -> None:
     status, page = get(served.url, "/")
     assert status == 200 and "<title>ktransformers</title>" in page
     outside = [word for word in re.findall(r"https?://[^\s\"'<>]+", page) if "www.w3.org/2000/svg" not in word]
@@ -321,23 +325,23 @@ def test_the_page_asks_nobody_else(served: Served) -> None:
     for path in re.findall(r'fetch\("([^"?]+)', page):
         assert get(served.url, path)[0] in (200, 405), path
     assert json.loads(get(served.url, "/training")[1]) == {"directory": None, "lines": [], "next": 0}
-    status, said = get(served.url, "/training?after=x")
-    assert status == 400 and "after" in json.loads(said)["error"]["message"]
+    status, response = get(served.url, "/training?after=x")
+    assert status == 400 and "after" in json.loads(response)["error"]["message"]
 
 
-def test_kt_eval_scores_through_the_server(served: Served, bench: Bench) -> None:
-    """Text prompts by their offsets, token prompts by their count: both are the engine's own numbers."""
+def test_kt_eval_scores_through_the_server(served: RunningServer, harness: EngineHarness) -> None:
+    """Text prompts by offsets, token prompts by count: both equal the engine's scores."""
     from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
     from ktransformers.evaluate.remote import Endpoint, RemoteBackend
 
     question = Question(EvalPrompt("The sea is", chat=False), (" deep", " very dry indeed"))
     expected = []
     for text in question.continuations:
-        whole = ids(bench, question.prompt.text + text)
-        heard = bench.alone(whole, "one", max_tokens=0, prompt_logprobs=True)
-        scores = [score.logprob for event in heard.events for score in event.prompt_scores]
-        expected.append(sum(scores[len(ids(bench, question.prompt.text)) :]))
-    for tokens in (None, PromptTokenizer(bench.tokenizer, "tiny")):
+        whole = ids(harness, question.prompt.text + text)
+        recorded = harness.alone(whole, "one", max_tokens=0, prompt_logprobs=True)
+        scores = [score.logprob for event in recorded.events for score in event.prompt_scores]
+        expected.append(sum(scores[len(ids(harness, question.prompt.text)) :]))
+    for tokens in (None, PromptTokenizer(harness.tokenizer, "tiny")):
         backend = RemoteBackend(Endpoint(served.url), "tiny:one", tokens)
-        (found,) = backend.likelihoods([question])
-        assert [one.logprob for one in found] == pytest.approx(expected, abs=1e-4)
+        (actual,) = backend.likelihoods([question])
+        assert [one.logprob for one in actual] == pytest.approx(expected, abs=1e-4)

@@ -24,24 +24,22 @@ from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs, why_
 from ktransformers.serve.http.metrics import render
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.target import Target
-from tests.serve.conftest import Bench, Heard
-from tests.serve.test_engine import text
-from tests.serve.test_gpu import APART, await_answer
+from tests.support.serving import GPU_TOLERANCE, EngineHarness, RecordedEvents, random_prompt, wait_for_finish
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*bf16.*")]
 ROUNDED = 0.05  # residents round what they are given to bf16: a sum in another order may fall on another step of it
 
 
 @pytest.fixture(scope="module")
-def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[Bench]:
+def on_gpu(model_directory: Path, adapters: dict[str, Path]) -> Iterator[EngineHarness]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield Bench(model_directory, adapters, device="cuda")
+    yield EngineHarness(model_directory, adapters, device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture
-def placement(on_gpu: Bench, adapters: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Placement]:
+def placement(on_gpu: EngineHarness, adapters: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Placement]:
     """With graphs; by the parameter a policy and a number of residents. Adapters are loaded behind the engine, as by a
     server."""
     policy, count = getattr(request, "param", ("resident", 2))
@@ -49,7 +47,7 @@ def placement(on_gpu: Bench, adapters: dict[str, Path], request: pytest.FixtureR
     assert made is not None and not made.left
     made.place_residents(count=count)
     names = adapters.items()
-    on_gpu.residents = {name: on_gpu.places.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
+    on_gpu.loaded = {name: on_gpu.lora_modules.open(path, name, 1, str(on_gpu.directory)) for name, path in names}
     on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, made)
     assert not why_not(on_gpu.forward, made)
     yield made
@@ -58,27 +56,29 @@ def placement(on_gpu: Bench, adapters: dict[str, Path], request: pytest.FixtureR
 
 
 def ask(
-    bench: Bench, engine: Any, lengths: list[tuple[int, int]], names: list[str | None] | None = None
-) -> list[Heard]:
+    harness: EngineHarness, engine: Any, lengths: list[tuple[int, int]], names: list[str | None] | None = None
+) -> list[RecordedEvents]:
     """Prompts of so many tokens, answers of so many."""
     given = zip(range(len(lengths)), lengths, names or [None] * len(lengths), strict=True)
-    made = [bench.sequence(text(seed, length), name, max_tokens=new) for seed, (length, new), name in given]
-    bench.run(engine, *(one for one, _ in made))
-    return [heard for _, heard in made]
+    made = [harness.sequence(random_prompt(seed, length), name, max_tokens=new) for seed, (length, new), name in given]
+    harness.run(engine, *(one for one, _ in made))
+    return [recorded for _, recorded in made]
 
 
-def launched(bench: Bench, lengths: list[tuple[int, int]], names: list[str | None] | None = None) -> list[Heard]:
+def launched(
+    harness: EngineHarness, lengths: list[tuple[int, int]], names: list[str | None] | None = None
+) -> list[RecordedEvents]:
     """The same kernel by kernel."""
-    graphs, bench.forward.graphs = bench.forward.graphs, None
+    graphs, harness.forward.graphs = harness.forward.graphs, None
     try:
-        return ask(bench, bench.engine(), lengths, names)
+        return ask(harness, harness.engine(), lengths, names)
     finally:
-        bench.forward.graphs = graphs
+        harness.forward.graphs = graphs
 
 
 def uncaptured(
-    bench: Bench, placement: Placement, lengths: list[tuple[int, int]], names: list[str | None]
-) -> list[Heard]:
+    harness: EngineHarness, placement: Placement, lengths: list[tuple[int, int]], names: list[str | None]
+) -> list[RecordedEvents]:
     """The same steps as in graphs, but computed again. With adapters and residents kernel by kernel is another way,
     whose roundings may send a token to another expert."""
 
@@ -92,24 +92,24 @@ def uncaptured(
         again()
         return again
 
-    graphs, bench.forward.graphs = bench.forward.graphs, DecodeGraphs(bench.model, placement, record)
+    graphs, harness.forward.graphs = harness.forward.graphs, DecodeGraphs(harness.model, placement, record)
     try:
-        return ask(bench, bench.engine(running=4), lengths, names)
+        return ask(harness, harness.engine(max_running_requests=4), lengths, names)
     finally:
-        bench.forward.graphs = graphs
+        harness.forward.graphs = graphs
 
 
-def replayed(bench: Bench) -> int:
-    assert bench.forward.graphs is not None
-    return bench.forward.graphs.replayed
+def replayed(harness: EngineHarness) -> int:
+    assert harness.forward.graphs is not None
+    return harness.forward.graphs.replayed
 
 
-def told(heard: Heard) -> list[Score]:
-    assert heard.finish == "length", heard.events[-1].error
-    return [score for event in heard.events for score in event.scores]
+def told(recorded: RecordedEvents) -> list[Score]:
+    assert recorded.finish == "length", recorded.events[-1].error
+    return [score for event in recorded.events for score in event.scores]
 
 
-def agree(found: list[Heard], wanted: list[Heard], apart: float = ROUNDED) -> None:
+def agree(found: list[RecordedEvents], wanted: list[RecordedEvents], apart: float = ROUNDED) -> None:
     for one, two in zip(found, wanted, strict=True):
         alike(told(one), told(two), apart)
 
@@ -127,53 +127,53 @@ def alike(found: list[Score], wanted: list[Score], apart: float) -> None:
 @pytest.mark.parametrize(
     "placement", [("resident", 0), ("resident", 2), ("resident", 6), ("auto", 2)], indirect=True, ids=str
 )
-def test_answers_are_the_same(on_gpu: Bench, placement: Placement) -> None:
+def test_completions_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
     """Seven sequences, of which six run at once: steps of 1, 2, 4 and 8 rows, prompts between them."""
     lengths = [(5, 30), (40, 22), (9, 31), (70, 18), (1, 25), (12, 40), (33, 28)]
-    engine = on_gpu.engine(running=6)
+    engine = on_gpu.engine(max_running_requests=6)
     found = ask(on_gpu, engine, lengths)
     assert replayed(on_gpu) > engine.counts.steps // 2
     agree(
         found,
         launched(on_gpu, lengths),
-        ROUNDED if any(engine.executor.residents for engine in placement.engines) else APART,
+        ROUNDED if any(engine.executor.residents for engine in placement.engines) else GPU_TOLERANCE,
     )
 
 
 @pytest.mark.parametrize("placement", [("resident", 0)], indirect=True, ids=str)
-def test_slots_grow_and_prefixes_are_found(on_gpu: Bench, placement: Placement) -> None:
+def test_growing_slots_and_cached_prefixes_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
     engine = on_gpu.engine()
     (first,) = ask(on_gpu, engine, [(60, 100)])
     assert replayed(on_gpu) == 99 - CAPTURE_AT + 1, "one graph for all capacities"
-    agree([first], launched(on_gpu, [(60, 100)]), APART)
-    longer = text(0, 60) + first.tokens[:80]
+    agree([first], launched(on_gpu, [(60, 100)]), GPU_TOLERANCE)
+    longer = random_prompt(0, 60) + first.tokens[:80]
     again, later = on_gpu.sequence(longer, max_tokens=20)
     on_gpu.run(engine, again)
     assert later.events[-1].cached == len(longer) - 1
-    alike(told(later), told(first)[80:], APART)
+    alike(told(later), told(first)[80:], GPU_TOLERANCE)
 
 
 @pytest.mark.parametrize("placement", [("resident", 0), ("resident", 2), ("resident", 6)], indirect=True, ids=str)
-def test_adapters(on_gpu: Bench, placement: Placement) -> None:
+def test_adapters_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
     """Ranks, attention alone, and the base, at first all in one batch; then others beside whoever is left."""
     lengths: list[tuple[int, int]] = [(10, 20), (20, 34), (5, 30), (7, 25), (6, 12)]
     names = ["one", None, "two", "attention", "one"]
-    engine = on_gpu.engine(running=4)
+    engine = on_gpu.engine(max_running_requests=4)
     found = ask(on_gpu, engine, lengths, names)
     assert replayed(on_gpu) > engine.counts.steps // 2
-    agree(found, uncaptured(on_gpu, placement, lengths, names), APART)
+    agree(found, uncaptured(on_gpu, placement, lengths, names), GPU_TOLERANCE)
     if not any(one.executor.residents for one in placement.engines):
-        agree(found, launched(on_gpu, lengths, names), APART)
+        agree(found, launched(on_gpu, lengths, names), GPU_TOLERANCE)
 
 
 @pytest.mark.parametrize("placement", [("resident", 2)], indirect=True, ids=str)
-def test_base_rows_beside_adapters_have_the_base_s_bits(on_gpu: Bench, placement: Placement) -> None:
+def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness, placement: Placement) -> None:
     def logits(names: list[str | None], told: int) -> torch.Tensor:
         slots = [KVSlot(None, capacity=64) for _ in names]
-        adapters = [on_gpu.residents[name] if name else None for name in names]
+        adapters = [on_gpu.loaded[name] if name else None for name in names]
         graphs, on_gpu.forward.graphs = on_gpu.forward.graphs, None
         for row, (slot, adapter) in enumerate(zip(slots, adapters, strict=True)):
-            on_gpu.forward.run([Chunk(slot, text(row, 9), 0, adapter)])
+            on_gpu.forward.run([Chunk(slot, random_prompt(row, 9), 0, adapter)])
         on_gpu.forward.graphs = graphs
         for step in range(told):
             pieces = [
@@ -188,16 +188,16 @@ def test_base_rows_beside_adapters_have_the_base_s_bits(on_gpu: Bench, placement
     assert torch.equal(mixture[[1, 3]], base[[1, 3]]) and not torch.equal(mixture[0], base[0])
 
 
-def test_an_adapter_is_unloaded_and_another_comes(
-    on_gpu: Bench, placement: Placement, adapters: dict[str, Path]
+def test_unloaded_adapter_is_replaced_by_another(
+    on_gpu: EngineHarness, placement: Placement, adapters: dict[str, Path]
 ) -> None:
     """What its graphs held goes, other graphs of the same pool go on, and the memory serves others."""
     engine, lengths = on_gpu.engine(), [(10, 16), (9, 16)]
     wanted = uncaptured(on_gpu, placement, lengths, ["one", None])
     for version in range(2, 5):
-        on_gpu.residents["one"] = on_gpu.places.open(adapters["one"], "one", version, str(on_gpu.directory))
-        agree(ask(on_gpu, engine, lengths, ["one", None]), wanted, APART)
-        engine.forget(("one", version))
+        on_gpu.loaded["one"] = on_gpu.lora_modules.open(adapters["one"], "one", version, str(on_gpu.directory))
+        agree(ask(on_gpu, engine, lengths, ["one", None]), wanted, GPU_TOLERANCE)
+        engine.drop_adapter(("one", version))
         engine.step()
         assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs.sets
         assert not any(one.callbacks._terms or one.executor.shelf._held for one in placement.engines)
@@ -205,8 +205,8 @@ def test_an_adapter_is_unloaded_and_another_comes(
     assert replayed(on_gpu) > 3 * 2 * (12 - CAPTURE_AT - 2)
 
 
-def test_residents_change(on_gpu: Bench, placement: Placement) -> None:
-    one, heard = on_gpu.sequence(text(0, 10), max_tokens=60)
+def test_graphs_are_recaptured_when_residents_change(on_gpu: EngineHarness, placement: Placement) -> None:
+    one, recorded = on_gpu.sequence(random_prompt(0, 10), max_tokens=60)
     engine = on_gpu.engine()
     engine.submit([one])
     for step in range(59):
@@ -217,10 +217,10 @@ def test_residents_change(on_gpu: Bench, placement: Placement) -> None:
         engine.step()
     on_gpu.run(engine)
     assert replayed(on_gpu) == 59 - 2 * (CAPTURE_AT - 1), "renewed where they were, or captured anew"
-    agree([heard], launched(on_gpu, [(10, 60)]))
+    agree([recorded], launched(on_gpu, [(10, 60)]))
 
 
-def test_counts_are_kept(on_gpu: Bench, placement: Placement) -> None:
+def test_routing_counts_match_eager(on_gpu: EngineHarness, placement: Placement) -> None:
     """Statistics are those of every token, replayed or not; padding counts nowhere."""
     ask(on_gpu, on_gpu.engine(), [(6, 30), (7, 30), (8, 30)])
     rows = [int(row.sum()) for row in placement.counts()]
@@ -230,8 +230,8 @@ def test_counts_are_kept(on_gpu: Bench, placement: Placement) -> None:
 
 
 @pytest.mark.parametrize("placement", [("stream", 0)], indirect=True, ids=str)
-def test_what_is_streamed_is_not_captured(
-    on_gpu: Bench, placement: Placement, caplog: pytest.LogCaptureFixture
+def test_streamed_experts_are_not_captured(
+    on_gpu: EngineHarness, placement: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):
         found = ask(on_gpu, on_gpu.engine(), [(6, 12)])
@@ -239,8 +239,8 @@ def test_what_is_streamed_is_not_captured(
     agree(found, launched(on_gpu, [(6, 12)]))
 
 
-def test_who_waits_for_the_device_is_found_before_the_capture(
-    on_gpu: Bench, placement: Placement, caplog: pytest.LogCaptureFixture
+def test_device_sync_is_detected_before_capture(
+    on_gpu: EngineHarness, placement: Placement, caplog: pytest.LogCaptureFixture
 ) -> None:
     def look(module: nn.Module, given: tuple[Any, ...], out: torch.Tensor) -> None:
         float(out.sum())
@@ -258,20 +258,20 @@ def test_who_waits_for_the_device_is_found_before_the_capture(
     assert replayed(on_gpu), "nothing is left of the attempt"
 
 
-def test_as_it_is_served(model_directory: Path) -> None:
+def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     """`kt serve` with a GPU: bf16, in the engine's own thread, policy and residents by themselves."""
-    launch = Launch(str(model_directory), memory=0.01, running=4, context=256)
+    launch = Launch(str(model_directory), memory=0.01, max_running_requests=4, context_length=256)
     said: list[str] = []
     service = open_service(launch, Target(model_directory, name="tiny"), said.append)
-    assert "in CUDA graphs, up to 32" in said[-1], said
-    bench = Bench.__new__(Bench)
-    bench.directory, bench.tokenizer, bench.forward = model_directory, service.tokenizer, service.engine.forward
+    assert "in CUDA graphs, batches of up to 32" in said[-1], said
+    harness = EngineHarness.__new__(EngineHarness)
+    harness.directory, harness.tokenizer, harness.forward = model_directory, service.tokenizer, service.engine.forward
     service.engine.start()
     try:
-        made = [bench.sequence(text(seed, 25), max_tokens=40) for seed in range(3)]
+        made = [harness.sequence(random_prompt(seed, 25), max_tokens=40) for seed in range(3)]
         service.engine.submit([one for one, _ in made])
-        for _, heard in made:
-            await_answer(heard)
+        for _, recorded in made:
+            wait_for_finish(recorded)
     finally:
         service.engine.stop()
     steps = service.engine.replayed
@@ -283,10 +283,12 @@ def test_as_it_is_served(model_directory: Path) -> None:
     )
     assert "in CUDA graphs" in said[-1] and alone.placement.placement.policy == "resident"
     assert not any(engine.executor.residents for engine in alone.placement.placement.engines)
-    bench.forward = alone.engine.forward
-    ask(bench, alone.engine, [(9, 20)])
+    harness.forward = alone.engine.forward
+    ask(harness, alone.engine, [(9, 20)])
     assert alone.engine.replayed > 10, "an engine without residents has the CPU's experts"
     off = open_service(
-        Launch(str(model_directory), memory=0.01, no_graphs=True), Target(model_directory, name="tiny"), said.append
+        Launch(str(model_directory), memory=0.01, disable_cuda_graph=True),
+        Target(model_directory, name="tiny"),
+        said.append,
     )
-    assert off.engine.forward.graphs is None and said[-1].endswith("kernel by kernel: --disable-cuda-graph")
+    assert off.engine.forward.graphs is None and said[-1].endswith("without CUDA graphs: --disable-cuda-graph")

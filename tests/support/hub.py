@@ -1,6 +1,7 @@
-"""A hub on loopback, as much of Hugging Face's as a download asks for: the commit, the tree, and files by ranges.
+"""A hub on loopback with the part of Hugging Face's API that a download needs: the commit, the tree, and files by
+range.
 
-`cut` breaks connections: after so many bytes of a body the socket is closed, as often as `cuts` says.
+`cut` closes a connection after so many bytes of a body, `cuts` times.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ class Hub:
         self._server.server_close()
 
     def tree(self) -> list[dict[str, Any]]:
-        found = []
+        actual = []
         for name, body in self.files.items():
             blob = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
             entry: dict[str, Any] = {"type": "file", "path": name, "size": len(body), "oid": blob}
             if name.endswith(LFS):
                 sha256 = hashlib.sha256(body).hexdigest()
                 entry["lfs"] = {"oid": sha256, "size": len(body), "pointerSize": 100}
-            found.append(entry)
-        return found
+            actual.append(entry)
+        return actual
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         hub = self
@@ -82,13 +83,13 @@ class Hub:
                     self._file(body=True)
 
             def _file(self, body: bool) -> None:
-                found = re.match(rf"/{hub.repo}/resolve/(\w+)/(.+)$", self.path.partition("?")[0])
-                if not found or found[2] not in hub.files:
+                actual = re.match(rf"/{hub.repo}/resolve/(\w+)/(.+)$", self.path.partition("?")[0])
+                if not actual or actual[2] not in hub.files:
                     self.send_error(404)
                     return
-                whole = hub.lies.get(found[2], hub.files[found[2]])
+                whole = hub.lies.get(actual[2], hub.files[actual[2]])
                 asked = self.headers.get("Range")
-                hub.asked += [(found[2], asked)] if body else []
+                hub.asked += [(actual[2], asked)] if body else []
                 start = int(asked.split("=")[1].split("-")[0]) if asked and not hub.ignores_ranges else 0
                 data = whole[start:]
                 self.send_response(206 if start else 200)

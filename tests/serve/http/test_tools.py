@@ -1,4 +1,4 @@
-"""Answers that are JSON, and calls of tools."""
+"""JSON schemas and tool calls in responses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ktransformers.serve.http.tools import CallsApart, ToolCall, read_calls
-from tests.serve.conftest import Served
+from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parse_calls
+from tests.support.serving import RunningServer
 
 TOOL = {
     "type": "function",
@@ -29,50 +29,50 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ASKED = [{"role": "user", "content": "How is the weather?"}]
+ACTIVE = [{"role": "user", "content": "How is the weather?"}]
 
 
-def test_calls_in_json_and_in_tags() -> None:
+def test_json_and_tagged_calls_are_parsed() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bonn"}}\n</tool_call>'
-    assert read_calls(text, [TOOL]) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
+    assert parse_calls(text, [TOOL]) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
     tagged = (
         "<tool_call>\n<function=weather>\n<parameter=town>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>"
     )
-    before, calls = read_calls(tagged, [TOOL])
+    before, calls = parse_calls(tagged, [TOOL])
     assert before == "" and json.loads(calls[0].arguments) == {"town": "12", "days": 3}
-    assert len(read_calls(text + text, [TOOL])[1]) == 2
+    assert len(parse_calls(text + text, [TOOL])[1]) == 2
 
 
 @pytest.mark.parametrize("text", ["no call", "<tool_call>\nnot JSON\n</tool_call>", '<tool_call>{"a": 1}</tool_call>'])
-def test_what_is_no_call_stays_text(text: str) -> None:
-    assert read_calls(text, [TOOL]) == (text, [])
+def test_text_without_a_call_stays_text(text: str) -> None:
+    assert parse_calls(text, [TOOL]) == (text, [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_text_before_a_call_goes_on_and_the_call_is_kept(size: int) -> None:
+def test_text_before_a_call_is_emitted_and_the_call_is_held(size: int) -> None:
     text = 'a < b <tool <tool_call>{"name": "x"}</tool_call>'
-    apart = CallsApart()
+    apart = ToolCallSplitter()
     out = "".join(apart.add(text[at : at + size]) for at in range(0, len(text), size))
     assert out == "a < b <tool " and apart.end() == '<tool_call>{"name": "x"}</tool_call>'
-    plain = CallsApart()
+    plain = ToolCallSplitter()
     assert "".join(plain.add(letter) for letter in "a <tool") + plain.end() == "a <tool"
 
 
-def test_without_the_package_json_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_without_llguidance_is_refused(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.serve.http import grammar
     from ktransformers.serve.http.protocol import ChatRequest
     from ktransformers.serve.http.service import ApiError
 
     monkeypatch.setattr(grammar, "PACKAGE", "no_such_package")
-    asked = {"model": "tiny", "messages": ASKED, "response_format": {"type": "json_object"}}
+    requested = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
     with pytest.raises(ApiError, match="pip install"):
-        served.service.chat(ChatRequest.model_validate(asked))
+        served.service.chat(ChatRequest.model_validate(requested))
 
 
 class TestConstrained:
     @pytest.fixture
-    def client(self, served: Served) -> Any:
+    def client(self, served: RunningServer) -> Any:
         pytest.importorskip("llguidance")
         openai = pytest.importorskip("openai")
         return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
@@ -81,46 +81,46 @@ class TestConstrained:
     def test_an_answer_follows_its_schema(self, client: Any, model: str) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
         for seed in range(3):
-            said = client.chat.completions.create(
-                model=model, messages=ASKED, response_format=form, seed=seed, max_tokens=300
+            response = client.chat.completions.create(
+                model=model, messages=ACTIVE, response_format=form, seed=seed, max_tokens=300
             )
-            assert said.choices[0].finish_reason == "stop"
-            found = json.loads(said.choices[0].message.content)
-            assert set(found) == {"name", "age"} and 0 <= found["age"] <= 99 and len(found["name"]) <= 5
+            assert response.choices[0].finish_reason == "stop"
+            actual = json.loads(response.choices[0].message.content)
+            assert set(actual) == {"name", "age"} and 0 <= actual["age"] <= 99 and len(actual["name"]) <= 5
 
     def test_a_json_object(self, client: Any) -> None:
-        said = client.chat.completions.create(
+        response = client.chat.completions.create(
             model="tiny",
-            messages=ASKED,
+            messages=ACTIVE,
             response_format={"type": "json_object"},
             seed=1,
             max_tokens=40,
             logit_bias={},
         )
-        assert said.choices[0].message.content.lstrip().startswith("{")
+        assert response.choices[0].message.content.lstrip().startswith("{")
 
     def test_a_schema_that_is_none(self, client: Any) -> None:
         import openai
 
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "number of sorts"}}}
         with pytest.raises(openai.BadRequestError, match="response_format"):
-            client.chat.completions.create(model="tiny", messages=ASKED, response_format=form)
+            client.chat.completions.create(model="tiny", messages=ACTIVE, response_format=form)
         with pytest.raises(openai.BadRequestError, match=r"json_schema\.schema"):
-            client.chat.completions.create(model="tiny", messages=ASKED, response_format={"type": "json_schema"})
+            client.chat.completions.create(model="tiny", messages=ACTIVE, response_format={"type": "json_schema"})
 
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
     def test_a_call_that_is_required(self, client: Any, choice: Any) -> None:
         same = {
             "model": "tiny",
-            "messages": ASKED,
+            "messages": ACTIVE,
             "tools": [TOOL],
             "tool_choice": choice,
             "seed": 3,
             "max_tokens": 250,
         }
-        said = client.chat.completions.create(**same)
-        (call,) = said.choices[0].message.tool_calls
-        assert said.choices[0].finish_reason == "tool_calls" and call.function.name == "weather"
+        response = client.chat.completions.create(**same)
+        (call,) = response.choices[0].message.tool_calls
+        assert response.choices[0].finish_reason == "tool_calls" and call.function.name == "weather"
         assert set(json.loads(call.function.arguments)) == {"town", "days"}
         parts = list(client.chat.completions.create(**same, stream=True))
         deltas = [part.choices[0].delta for part in parts]
@@ -129,20 +129,20 @@ class TestConstrained:
         assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_the_template_is_told_of_tools(served: Served) -> None:
+def test_chat_template_receives_tools(served: RunningServer) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
-    asked = {"model": "tiny", "messages": ASKED, "max_tokens": 4}
+    requested = {"model": "tiny", "messages": ACTIVE, "max_tokens": 4}
     service = served.service
-    plain = service.chat(ChatRequest.model_validate(asked))
-    offered = service.chat(ChatRequest.model_validate({**asked, "tools": [TOOL]}))
-    refused = service.chat(ChatRequest.model_validate({**asked, "tools": [TOOL], "tool_choice": "none"}))
-    text = service.tokenizer.decode(offered.ask.prompt)
+    plain = service.chat(ChatRequest.model_validate(requested))
+    offered = service.chat(ChatRequest.model_validate({**requested, "tools": [TOOL]}))
+    refused = service.chat(ChatRequest.model_validate({**requested, "tools": [TOOL], "tool_choice": "none"}))
+    text = service.tokenizer.decode(offered.request.prompt)
     assert "weather" in text and "<tool_call>" in text
-    assert plain.ask.prompt == refused.ask.prompt
-    assert service.reads_calls(offered) and not service.reads_calls(refused)
+    assert plain.request.prompt == refused.request.prompt
+    assert service.parses_calls(offered) and not service.parses_calls(refused)
     history = [
-        *ASKED,
+        *ACTIVE,
         {
             "role": "assistant",
             "content": None,
@@ -152,6 +152,6 @@ def test_the_template_is_told_of_tools(served: Served) -> None:
         },
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
     ]
-    again = service.chat(ChatRequest.model_validate({**asked, "messages": history, "tools": [TOOL]}))
-    text = service.tokenizer.decode(again.ask.prompt)
+    again = service.chat(ChatRequest.model_validate({**requested, "messages": history, "tools": [TOOL]}))
+    text = service.tokenizer.decode(again.request.prompt)
     assert '{"town": "Bonn"}' in text and "rain" in text

@@ -1,4 +1,4 @@
-"""`kt` as a whole: JSON everywhere, questions only on a terminal, exit codes, completion, and a page that says all."""
+"""`kt` across verbs: JSON output, prompts only on a terminal, exit codes, completion, and docs that list everything."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ktransformers import settings
 from ktransformers.cli import ask
 from ktransformers.cli.main import app
 from ktransformers.errors import InputError
-from tests.cli.conftest import Call, model_files, write_model
-from tests.cli.hub import Hub
+from tests.support.cli import RunKt, model_files, write_model
+from tests.support.hub import Hub
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(Path(sys.executable).with_name("kt"))
@@ -41,16 +41,16 @@ def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", command
 
 
-def test_every_verb_has_json_and_says_what_it_does() -> None:
-    found = dict(commands(typer.main.get_command(app)))
-    assert {"run", "chat", "doctor", "version", "bench", "microbench", "config set", "model verify"} <= set(found)
-    for name, command in found.items():
+def test_every_verb_has_json_and_help() -> None:
+    actual = dict(commands(typer.main.get_command(app)))
+    assert {"run", "chat", "doctor", "version", "bench", "microbench", "config set", "model verify"} <= set(actual)
+    for name, command in actual.items():
         options = {word for parameter in command.params for word in parameter.opts}
         assert "--json" in options or name in WITHOUT_JSON | PASSED_ON, name
         assert command.help and "coming soon" not in command.help.lower(), name
 
 
-def test_page_names_every_verb_and_every_setting() -> None:
+def test_docs_list_every_verb_and_setting() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     for name, command in commands(typer.main.get_command(app)):
         word = name.removeprefix("model ").removeprefix("config ")
@@ -58,20 +58,20 @@ def test_page_names_every_verb_and_every_setting() -> None:
     assert all(key in page or key.partition(".")[2] in page for key in settings.keys())  # noqa: SIM118 (a function)
 
 
-def test_links_of_the_page_lead_somewhere() -> None:
+def test_links_in_docs_resolve() -> None:
     for page in ("cli.md", "environment.md"):
         for target in re.findall(r"\]\(([\w-]+\.md)", (ROOT / "docs" / page).read_text()):
             assert (ROOT / "docs" / target).is_file(), target
 
 
-def test_nobody_is_asked_without_a_terminal(kt: Call, tmp_path: Path) -> None:
+def test_missing_argument_without_a_terminal_is_refused(kt: RunKt, tmp_path: Path) -> None:
     kt("model", "add", str(write_model(tmp_path / "disk" / "m")))
     for words in (("plan",), ("run",), ("bench",), ("model", "download")):
         done = kt(*words)
         assert done.code == 1 and "given nothing" in done.error, words
 
 
-def test_questions_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_argument_on_a_terminal_is_prompted(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     monkeypatch.setattr(ask, "can_ask", lambda: True)
@@ -89,14 +89,14 @@ def test_questions_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "b owner/name" in lines and lines[-1] == "deleted" and "a number from 1 to 3" in done.stderr
     done = CliRunner().invoke(asked, [], input="3\nx/y\nn\n")
     assert "c x/y" in done.stdout.splitlines() and "deleted" not in done.stdout and done.exit_code == 1
-    with pytest.raises(InputError):  # --json asks nobody
+    with pytest.raises(InputError):  # --json never prompts
         ask.for_text("REPO", None, "id", "an id", quiet=True)
     with pytest.raises(InputError):  # nothing to choose from
         ask.for_choice("MODEL", None, [], "one")
 
 
 def on_terminal(words: list[str], environment: dict[str, str], typed: str = "") -> tuple[int, str]:
-    """Exit status and what a terminal of its own has shown."""
+    """Exit status and output of a command on its own pseudo-terminal."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | environment)
     os.close(theirs)
@@ -114,8 +114,8 @@ def on_terminal(words: list[str], environment: dict[str, str], typed: str = "") 
     return running.wait(), shown.decode()
 
 
-def test_a_real_terminal_is_asked_and_gets_no_colours(kt: Call, tmp_path: Path) -> None:
-    """`kt plan` without a model, the answer typed; the model is too small to plan, so it ends with our error."""
+def test_pseudo_terminal_is_prompted_without_colours(kt: RunKt, tmp_path: Path) -> None:
+    """`kt plan` without a model, the answer typed; the model is too small to plan, so it ends with an InputError."""
     kt("model", "add", str(write_model(tmp_path / "disk" / "some-moe")))
     status, shown = on_terminal([PROGRAM, "plan"], {"NO_COLOR": "1", "TERM": "xterm-256color"}, "1\n")
     assert status == 1 and "1  some-moe" in shown and "kt: config.json" in shown
@@ -123,7 +123,7 @@ def test_a_real_terminal_is_asked_and_gets_no_colours(kt: Call, tmp_path: Path) 
     assert status == 0 and "doctor" in helped and "\x1b[" not in shown + helped
 
 
-def test_exit_codes(kt: Call, tmp_path: Path) -> None:
+def test_exit_codes(kt: RunKt, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([PROGRAM, *words], capture_output=True, text=True)
 
@@ -135,7 +135,9 @@ def test_exit_codes(kt: Call, tmp_path: Path) -> None:
     assert run("config", "path").returncode == 0
 
 
-def test_a_full_disk_is_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_reported_without_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from ktransformers.cli import main
 
     def fail(number: int) -> None:
@@ -152,7 +154,7 @@ def test_a_full_disk_is_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: 
         fail(errno.EINVAL)
 
 
-def test_an_interrupted_download_ends_with_130(kt: Call, tmp_path: Path) -> None:
+def test_interrupted_download_exits_with_130(kt: RunKt, tmp_path: Path) -> None:
     files = model_files() | {"model-00001-of-00002.safetensors": bytes(1 << 20)}
     with Hub(files, cut=1000, cuts=10**6) as hub:
         words = [PROGRAM, "model", "download", hub.repo, "--json"]
@@ -168,7 +170,7 @@ def test_an_interrupted_download_ends_with_130(kt: Call, tmp_path: Path) -> None
     assert running.stdout is not None and running.stdout.read() == b""
 
 
-def test_shells_complete_names(kt: Call, tmp_path: Path) -> None:
+def test_shell_completion_lists_names(kt: RunKt, tmp_path: Path) -> None:
     kt("model", "add", str(write_model(tmp_path / "disk" / "some-moe")))
 
     def complete(*words: str) -> list[str]:
@@ -181,8 +183,8 @@ def test_shells_complete_names(kt: Call, tmp_path: Path) -> None:
     assert complete("kt", "config", "get", "server.") == ["server.host", "server.port"]
 
 
-def test_answers_as_json_lines(kt: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A pipe of questions becomes a pipe of answers; the conversation is kept, and gone on with."""
+def test_chat_prints_json_lines(kt: RunKt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Questions are piped in and answers out; the conversation is saved and continued."""
     from typer.testing import CliRunner
 
     from ktransformers.serve.client import Client

@@ -1,5 +1,6 @@
-"""New tokens over slots known by their addresses: Triton's kernels and torch's twin against float64. Without a GPU the
-kernels run in Triton's interpreter where it is asked for (TRITON_INTERPRET=1), the twin always."""
+"""Decode attention over slots found by address: the Triton kernels and the torch fallback against float64. Without a
+GPU the kernels run in Triton's interpreter if TRITON_INTERPRET=1; the fallback always runs.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.decode_attention import ASKED, CAPACITY, FIRST, POSITION, CacheLines
+from ktransformers.serve.graphs.decode_attention import ACTIVE, CAPACITY, FIRST_ADDRESS, POSITION, CacheLines
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WAYS = [
+BACKENDS = [
     pytest.param("twin", "cpu", id="twin"),
     pytest.param(
         "kernels", "cpu", id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
@@ -26,12 +27,12 @@ WAYS = [
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
-def attend(way: str, *given: object) -> Tensor:
-    if way == "twin":
-        return decode_attention._plain(*given)  # type: ignore[arg-type]
+def attend(backend: str, *given: object) -> Tensor:
+    if backend == "twin":
+        return decode_attention._attend_in_torch(*given)  # type: ignore[arg-type]
     kernels = pytest.importorskip("ktransformers.serve.graphs.decode_attention_triton")
-    found: Tensor = kernels.attend(*given)
-    return found
+    actual: Tensor = kernels.attend(*given)
+    return actual
 
 
 def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> KVSlot:
@@ -64,16 +65,19 @@ def oracle(query: Tensor, slot: KVSlot, end: int, kind: AttentionSpec) -> Tensor
 
 
 def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
-    """Of two layers, of which the second is looked at; None: nobody asked for this row."""
-    table = torch.zeros(FIRST + 4, len(slots), dtype=torch.int64)
+    """The table of two layers, of which the second is used; None: an inactive row."""
+    table = torch.zeros(FIRST_ADDRESS + 4, len(slots), dtype=torch.int64)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot is not None:
-            table[POSITION, row], table[CAPACITY, row], table[ASKED, row] = position, slot.capacity, 1
-            table[FIRST + 1, row], table[FIRST + 3, row] = slot.keys[2].data_ptr(), slot.values[2].data_ptr()
+            table[POSITION, row], table[CAPACITY, row], table[ACTIVE, row] = position, slot.capacity, 1
+            table[FIRST_ADDRESS + 1, row], table[FIRST_ADDRESS + 3, row] = (
+                slot.keys[2].data_ptr(),
+                slot.values[2].data_ptr(),
+            )
     return table
 
 
-@pytest.mark.parametrize(("way", "device"), WAYS)
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize(
     ("sizes", "dtype", "window", "extra"),
     [
@@ -88,11 +92,11 @@ def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
         ((4, 4, 192, 128), torch.float32, None, "sinks"),
     ],
 )
-def test_numbers(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, extra: str, way: str, device: str
+def test_decode_attention_matches_float64(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, extra: str, backend: str, device: str
 ) -> None:
     heads, groups, key, value = sizes
-    if way == "kernels" and device == "cpu" and dtype == torch.bfloat16:
+    if backend == "kernels" and device == "cpu" and dtype == torch.bfloat16:
         dtype = torch.float16  # the interpreter multiplies the bits of bf16 as if they were integers
     torch.manual_seed(0)
     lengths = [1, 33, 0, 700, 64]
@@ -102,29 +106,29 @@ def test_numbers(
     new_keys = torch.randn(len(slots), groups, key).to(dtype).to(device).transpose(0, 1)
     new_values = torch.randn(len(slots), groups, value).to(dtype).to(device).transpose(0, 1)
     sinks = torch.randn(heads).to(dtype).to(device) if extra == "sinks" else None
-    kind = AttentionSpec(2, key**-0.5, window, 1.5 if extra == "cap" else None, sinks)
+    spec = AttentionSpec(2, key**-0.5, window, 1.5 if extra == "cap" else None, sinks)
     table = table_of(slots, lengths).to(device)
-    found = attend(way, table, CacheLines(FIRST + 1, FIRST + 3), kind, query, new_keys, new_values)
-    assert found.shape == (len(slots), heads, value) and found.dtype == dtype
+    actual = attend(backend, table, CacheLines(FIRST_ADDRESS + 1, FIRST_ADDRESS + 3), spec, query, new_keys, new_values)
+    assert actual.shape == (len(slots), heads, value) and actual.dtype == dtype
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         if slot is None:
-            assert not found[row].any()
+            assert not actual[row].any()
             continue
         assert torch.equal(slot.keys[2][:, length], new_keys[:, row])
         assert torch.equal(slot.values[2][:, length], new_values[:, row])
-        wanted = oracle(query[:, row], slot, length + 1, kind)
+        expected = oracle(query[:, row], slot, length + 1, spec)
         limit = LIMITS[dtype]
-        torch.testing.assert_close(found[row].cpu().double(), wanted, rtol=limit, atol=limit)
+        torch.testing.assert_close(actual[row].cpu().double(), expected, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize(("way", "device"), WAYS)
-def test_a_row_is_the_same_whoever_is_beside_it(way: str, device: str) -> None:
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_row_is_bit_identical_in_every_batch(backend: str, device: str) -> None:
     torch.manual_seed(0)
     slots: list[KVSlot | None] = [filled(length, (2, 32, 32), torch.bfloat16, device) for length in (300, 20, 9)]
     query, key = (torch.randn(heads, 3, 32).bfloat16().to(device) for heads in (8, 2))
-    places, kind = CacheLines(FIRST + 1, FIRST + 3), AttentionSpec(2, 0.2, None, None, None)
-    together = attend(way, table_of(slots, [300, 20, 9]).to(device), places, kind, query, key, key)
+    cache_lines, spec = CacheLines(FIRST_ADDRESS + 1, FIRST_ADDRESS + 3), AttentionSpec(2, 0.2, None, None, None)
+    together = attend(backend, table_of(slots, [300, 20, 9]).to(device), cache_lines, spec, query, key, key)
     for row, length in enumerate((300, 20, 9)):
         table, part = table_of([slots[row]], [length]).to(device), slice(row, row + 1)
-        alone = attend(way, table, places, kind, query[:, part], key[:, part], key[:, part])
+        alone = attend(backend, table, cache_lines, spec, query[:, part], key[:, part], key[:, part])
         assert torch.equal(alone[0], together[row])
