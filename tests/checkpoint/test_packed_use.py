@@ -46,14 +46,14 @@ import json, os, random, signal, sys, time
 import torch
 from pathlib import Path
 from ktransformers.quant.convert import convert
-from ktransformers.quant.plan import make_plan, wanted
+from ktransformers.quant.plan import make_plan, parse_formats
 source, out, generator, seen = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(7), []
 def attempt(slow):
     child = os.fork()
     if child == 0:
         def progress(done, total, word):
             time.sleep(slow)
-        convert(make_plan(source, wanted("int4"), 2), out, progress=progress if slow else None)
+        convert(make_plan(source, parse_formats("int4"), 2), out, progress=progress if slow else None)
         os._exit(0)
     return child
 journal = out.with_name(out.name + ".partial") / "journal.jsonl"
@@ -275,12 +275,12 @@ import sys, threading
 import torch
 from pathlib import Path
 import ktransformers.quant.convert as run
-from ktransformers.quant.plan import make_plan, wanted
+from ktransformers.quant.plan import make_plan, parse_formats
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 run.STORE_BYTES = 8 << 20
-run.convert(make_plan(sys.argv[1], wanted(sys.argv[4]), 2), sys.argv[2] + ".first")  # imports, threads, caches
+run.convert(make_plan(sys.argv[1], parse_formats(sys.argv[4]), 2), sys.argv[2] + ".first")  # imports, threads, caches
 highest, over = [0], threading.Event()
 def watch():
     while not over.wait(0.002):
@@ -288,7 +288,7 @@ def watch():
 start = anonymous()
 thread = threading.Thread(target=watch)
 thread.start()
-run.convert(make_plan(sys.argv[3], wanted(sys.argv[4]), 2), sys.argv[2])
+run.convert(make_plan(sys.argv[3], parse_formats(sys.argv[4]), 2), sys.argv[2])
 over.set()
 thread.join()
 print(highest[0] - start)

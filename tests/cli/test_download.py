@@ -85,8 +85,8 @@ def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
     target = tmp_path / "m"
     code = (
         "import sys; from pathlib import Path; from ktransformers.checkpoint import hub\n"
-        "hub.CHUNK, hub.PAUSE = 1 << 16, 60.0\n"
-        "listing = hub.select(hub.list_files(sys.argv[1], endpoint=sys.argv[2]))\n"
+        "hub.CHUNK_BYTES, hub.RETRY_SECONDS = 1 << 16, 60.0\n"
+        "listing = hub.select_files(hub.list_files(sys.argv[1], endpoint=sys.argv[2]))\n"
         "hub.download(listing, Path(sys.argv[3]), endpoint=sys.argv[2])\n"
     )
     with Hub(big_model(), cut=4 << 20, cuts=1) as hub:
@@ -211,7 +211,7 @@ def test_verify_finds_every_damage(tmp_path: Path) -> None:
     assert "its shape [100] does not" in texts(verify(place))
     second.write_bytes(safetensors({"d": ("F8_E4M3", [100], b"\2" * 100)}))
     found = texts(verify(place))
-    assert "1 tensors that the index puts here are not: c" in found and "warning model.safetensors.index.json" in found
+    assert "1 tensors of the index are missing in it: c" in found and "warning model.safetensors.index.json" in found
     second.unlink()
     assert "the index names it, and it is missing" in texts(verify(place))
     second.write_bytes(whole[second])

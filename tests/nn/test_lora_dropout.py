@@ -56,7 +56,7 @@ def exact_with_dropout(case: Case, lora: ExpertLora, drop: Dropout) -> tuple[Ten
         if not 0 <= e < EXPERTS:
             continue
         x = hidden[token]
-        thin = x * mask(drop.share, drop.seed, place, 1, len(x))
+        thin = x * mask(drop.rate, drop.seed, place, 1, len(x))
         up = layer.up[e].double() @ x
         if layer.gate is None:
             inner = torch.nn.functional.silu(up + add(lora.up, e, thin))
@@ -70,7 +70,7 @@ def exact_with_dropout(case: Case, lora: ExpertLora, drop: Dropout) -> tuple[Ten
                 more = add(lora.gate, e, thin), add(lora.up, e, thin)
             inner = torch.nn.functional.silu(gate + more[0]) * (up + more[1])
         y = layer.down[e].double() @ inner + add(
-            lora.down, e, inner * mask(drop.share, drop.seed, place, 2, len(inner))
+            lora.down, e, inner * mask(drop.rate, drop.seed, place, 2, len(inner))
         )
         rows.append((token, y * weights[token, slot]))
     out = torch.zeros(case.hidden.shape, dtype=torch.float64)
