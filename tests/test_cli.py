@@ -14,7 +14,7 @@ import pytest
 import ktransformers
 from ktransformers import env, log, system
 from ktransformers.errors import InputError, KTError
-from tests.forked import Ended, python
+from tests.support.forked import Ended, python
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,4 +1,4 @@
-"""Safetensors directories: whole, sharded, broken; and the experts of a layer read from them."""
+"""Safetensors directories: single files, shards, broken ones; and the experts of a layer read from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def verify(directory: Path, shape: ExpertShape = SHAPE) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_single_experts(tmp_path: Path, parts: int, dtype: torch.dtype) -> None:
+def test_per_expert_tensors_are_read(tmp_path: Path, parts: int, dtype: torch.dtype) -> None:
     tensors = layer(dtype)
     shards = Shards.of_directory(write(tmp_path, tensors, parts))
     assert sorted(shards.names) == sorted(tensors)
@@ -61,7 +61,7 @@ def test_single_experts(tmp_path: Path, parts: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_fused_experts(tmp_path: Path, transposed: bool) -> None:
+def test_fused_tensors_are_read(tmp_path: Path, transposed: bool) -> None:
     shape = ExpertShape(3, 8, 6, biased=True, transposed=transposed)
     assert shape.fused()["gate_up"] == ((3, 8, 12) if transposed else (3, 12, 8))
     names = {"gate_up": "gate_up_proj", "down": "down_proj", "gate_up_bias": "gate_up_proj_bias"}
@@ -77,7 +77,7 @@ def test_fused_experts(tmp_path: Path, transposed: bool) -> None:
         check_experts(shards, found, ExpertShape(3, 8, 6, transposed=transposed))
 
 
-def test_missing_and_misshapen(tmp_path: Path) -> None:
+def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path: Path) -> None:
     name = f"{ROOT}.1.up_proj.weight"
     tensors = layer()
     missing = {key: tensor for key, tensor in tensors.items() if key != name}
@@ -97,7 +97,7 @@ def test_missing_and_misshapen(tmp_path: Path) -> None:
         verify(write(tmp_path, tensors | {f"{ROOT}.gate_up_proj": torch.zeros(3, 12, 8)}))
 
 
-def test_broken_directories(tmp_path: Path) -> None:
+def test_broken_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
         Shards.of_directory(tmp_path)
     write(tmp_path, layer(), parts=2)

@@ -1,5 +1,5 @@
-"""Releases of every kind in safetensors, written here and read back: the numbers of the source bit for bit, or a
-refusal by name."""
+"""Released safetensors formats, written by the tests and read back: the source's values bit for bit, or an error that
+names the tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ktransformers.checkpoint import Encoded, ExpertShape
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
-
-from .reading import MODULE, numbers, same, save
-from .releases import KINDS
+from tests.support.expert_sources import MODULE, numbers, same, save
+from tests.support.releases import KINDS
 
 E, H, I = 3, 256, 160  # noqa: E741
 SHAPE = ExpertShape(E, H, I)
@@ -56,7 +55,7 @@ def test_experts_of_a_release(kind: str, tmp_path: Path) -> None:
     same(numbers(layer), expected)  # and again
 
 
-def test_scale_that_divides(tmp_path: Path) -> None:
+def test_compressed_tensors_global_scale_is_inverted(tmp_path: Path) -> None:
     """compressed-tensors divide by the outer scale; we multiply by its inverse, a rounding of float32 apart."""
     make = KINDS["nvfp4 compressed"][0]
     parts, value = make(64, 64, 1)
@@ -91,7 +90,7 @@ def test_mixed_formats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", [0, 64, 160])
 def test_groups_of_compressed_tensors(group: int, tmp_path: Path) -> None:
-    from .releases import packed_int4
+    from tests.support.releases import packed_int4
 
     parts, value = packed_int4(64, 320, 1, group or 320)
     source = open_source(save(tmp_path, {f"x.{ending}": part for ending, part in parts.items()}))
@@ -158,7 +157,7 @@ def refuse(directory: Path, tensors: dict[str, Tensor], message: str, words: dic
         list(layer.chunks())
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_refused_by_name(tmp_path: Path) -> None:
     tensors, _ = written("fp8 blocks")
     name = f"{MODULE}.1.up_proj.weight"
     without = {key: part for key, part in tensors.items() if key != f"{name}_scale_inv"}
@@ -213,7 +212,7 @@ def test_methods_are_refused_by_name(words: dict[str, Any], message: str) -> Non
         accept("config.json", words)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_path_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="given no such file or directory"):
         open_source(tmp_path / "nowhere")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

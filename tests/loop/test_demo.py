@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.loop.settings import read_loop
 from ktransformers.loop.stages import places_of, recipe_of, stages_of
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"

@@ -184,12 +184,12 @@ def judge(found: dict[str, Run], write: Any) -> None:
     assert apart(ours, stock) <= 3 * noise
 
 
-def test_small_on_the_cpu() -> None:
+def test_small_layers_on_the_cpu_match_stock_training() -> None:
     judge(runs(SMALL), sys.stdout.write)
 
 
 @pytest.mark.gpu
-def test_real_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_layers_match_stock_training_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """About two minutes, up to 60 GB on the GPU (the float32 model) and 15 GB of host memory."""
     assert torch.get_float32_matmul_precision() == "highest", "float32 is to be the truth"
     found = runs(REAL)

@@ -1,10 +1,10 @@
-"""What a gigabyte of packed experts costs in memory: the packed bytes and a little, through forward and backward."""
+"""Memory of a gigabyte of packed experts: the packed bytes and a small constant, through forward and backward."""
 
 from __future__ import annotations
 
 import json
 
-from tests.forked import python
+from tests.support.forked import python
 
 SCRIPT = """
 import json, torch
@@ -35,7 +35,7 @@ print(json.dumps({"packed": packed, "grown": after - before, "parameters": param
 """
 
 
-def test_a_gigabyte_of_experts() -> None:
+def test_memory_of_a_gigabyte_of_experts_is_bounded() -> None:
     done = python(SCRIPT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

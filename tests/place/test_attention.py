@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ktransformers.nn.attention_graphs import replay, signature
 from ktransformers.nn.attention_graphs.replay import LOST, GraphedAttention, GraphPair, record_attention
-from tests.nn.families import VOCABULARY, build
+from tests.support.tiny_models import VOCABULARY, build
 
 CPU = torch.device("cpu")
 LENGTH = 40  # of a sequence, in a place for 64

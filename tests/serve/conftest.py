@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ktransformers.adapters import LoraPair, facts_of, in_memory, write_adapter
-from tests.nn.families import FAMILIES, build, save
+from tests.support.tiny_models import FAMILIES, build, save
 
 DATA = Path(__file__).parents[1] / "data"
 HIDDEN, WIDE, EXPERTS, LAYERS = 64, 40, 6, 2

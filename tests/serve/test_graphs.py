@@ -21,9 +21,9 @@ from ktransformers.serve.engine.forward import Chunk, Forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Sampling
 from ktransformers.serve.graphs.decode_graphs import LEAST, Compute, DecodeGraphs, why_not
-from tests.nn.families import build
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text
+from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 

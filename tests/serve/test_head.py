@@ -14,8 +14,8 @@ from ktransformers.serve import forecast
 from ktransformers.serve.engine import head
 from ktransformers.serve.engine.forward import Chunk, Forward, open_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
-from tests.nn.families import build
 from tests.serve.conftest import Bench, service_of
+from tests.support.tiny_models import build
 
 QWEN = open_shape("qwen3-30b-a3b")
 

@@ -25,8 +25,8 @@ from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VA
 from ktransformers.serve.http.training import TrainingLog, Watch
 from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve
-from tests.forked import python
 from tests.serve.conftest import Bench, Served
+from tests.support.forked import python
 
 # The launch lines of the guides for SGLang with kt-kernel, whole.
 LINES = [

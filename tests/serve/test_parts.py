@@ -23,8 +23,8 @@ from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
 from ktransformers.serve.engine.lora import LoraModules
 from ktransformers.serve.engine.sampling import Sampling, choose, generator, scores
 from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
-from tests.nn.families import FAMILIES, build
 from tests.serve.conftest import Bench, Heard
+from tests.support.tiny_models import FAMILIES, build
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ktransformers.train.batches import budget_parts, cut_pairs, pair_weights
 from ktransformers.train.preference import Answers, pair_losses
 from ktransformers.train.settings import LoraSettings, PreferenceSettings
 from ktransformers.train.targets import find_targets, trained_numbers
-from tests.nn.families import COMMON, FAMILIES
+from tests.support.tiny_models import COMMON, FAMILIES
 
 
 def skeleton(family: str) -> Any:

@@ -17,7 +17,7 @@ from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.rows import ROWS, Grid, RowAttention, attend_by_rows, attends_fully
 from ktransformers.train.trainers import SupervisedTrainer
-from tests.nn.families import build
+from tests.support.tiny_models import build
 
 from .conftest import recipe
 from .runs import difference, first_gradients, run

@@ -17,7 +17,7 @@ from ktransformers.train import watch
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.watch import ExpertClock, PeakRates, TrainLog
-from tests.nn.families import build, tokens
+from tests.support.tiny_models import build, tokens
 
 LAYERS = 2
 

@@ -1,7 +1,7 @@
-"""Matrices as releases write them, with random bits, and the numbers that these bits stand for.
+"""Matrices in the formats of releases, with random bits, and their decoded values.
 
-Every function returns (tensors by ending, float32 `[N, K]`). The numbers are computed here from the descriptions of the
-formats, word by word and on purpose not with the package's own decoder.
+Every function returns (tensors by ending, float32 `[N, K]`). The values are computed from the descriptions of the
+formats, independently of the package's own decoder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Expert LoRA on two processes: stock DDP over gloo on the CPU, gradients those of one process with twice the batch."""
+"""Expert LoRA on two ranks with stock DDP over gloo on the CPU: gradients equal those of one process with twice the
+batch."""
 
 from __future__ import annotations
 
@@ -16,9 +17,8 @@ from ktransformers.nn import attach
 from ktransformers.nn.distributed import DDP_NAME_PREFIXES
 from ktransformers.nn.peft_lora import lora_parameters
 from ktransformers.nn.placeholder import Placeholder
-from tests.forked import Forked
-
-from .families import build
+from tests.support.forked import Forked
+from tests.support.tiny_models import build
 
 ATTENTION = ["q_proj", "v_proj"]
 EXPERTS = ["gate_proj", "up_proj", "down_proj"]
@@ -49,7 +49,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_names_for_ddp() -> None:
+def test_ddp_ignores_placeholders_and_expert_lora() -> None:
     peft = adapted(0, ATTENTION + EXPERTS)
     ignored = set(peft._ddp_params_and_buffers_to_ignore)  # found on the model inside
     left = {name for name, _ in peft.named_parameters() if name not in ignored}
@@ -67,8 +67,8 @@ RANK = """
 import sys, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tests.nn.families import tokens
-from tests.nn.test_ddp import *
+from tests.support.tiny_models import tokens
+from tests.nn.test_distributed import *
 from ktransformers.nn import average_expert_gradients
 torch.set_num_threads(1)
 backend, device = sys.argv[1:]
@@ -132,7 +132,7 @@ def run(tmp_path: Path, processes: int, backend: str, device: str) -> None:
     assert done.stdout.strip().endswith("fine")
 
 
-def test_two_processes() -> None:
+def test_gradients_of_two_ranks_equal_one_process_with_twice_the_batch() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -145,6 +145,6 @@ def test_two_processes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("processes", "backend"), [(2, "gloo"), (1, "nccl")])
-def test_mixed_devices(processes: int, backend: str, tmp_path: Path) -> None:
+def test_expert_lora_on_the_host_and_attention_on_a_gpu(processes: int, backend: str, tmp_path: Path) -> None:
     """Experts' LoRA on the host, the rest on a GPU: two processes share one over gloo; nccl gets no host tensors."""
     run(tmp_path, processes, backend, "cuda")

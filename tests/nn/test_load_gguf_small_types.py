@@ -1,5 +1,5 @@
-"""Whole models whose experts are in GGUF's smallest types: the file, the packed directory and an adapter on them,
-against the model with the numbers that the `gguf` package reads there."""
+"""Models with experts in GGUF's smallest types: the file, the packed directory and an adapter on them, against the
+model with the weights that the `gguf` package decodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint.blocks import SMALL, random_blocks
-from checkpoint.conversions import pack
-from checkpoint.releases import write_gguf
 from transformers import PreTrainedModel
 
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.nn import load_model
 from ktransformers.plan.formats import format_of
-
-from .families import build, save, tokens
-from .test_formats import EXACT, logits, stores
+from tests.support.gguf_blocks import SMALL, random_blocks
+from tests.support.loaded_models import EXACT, stores
+from tests.support.packing import pack
+from tests.support.releases import write_gguf
+from tests.support.tiny_models import build, logits, save, tokens
 
 ROLES = ("gate", "up", "down")
 LAYERS = len(SMALL) // len(ROLES)
@@ -59,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return full, folder / "experts.gguf", save(model, folder / "plain")
 
 
-def test_file_and_packed_directory(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_file_and_packed_directory_match_the_decoded_model(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
     full, experts, plain = made
     found = load_model(full, experts=experts, dtype=torch.float32)
     assert [store.formats[role] for store in stores(found) for role in ROLES] == list(SMALL)
@@ -74,7 +73,7 @@ def test_file_and_packed_directory(made: tuple[Path, Path, Path], tmp_path: Path
     assert torch.equal(logits(load_model(tmp_path / "packed", dtype=torch.float32)), logits(found))
 
 
-def test_an_adapter_gets_the_gradients_of_their_numbers(made: tuple[Path, Path, Path]) -> None:
+def test_adapter_gets_the_gradients_of_the_decoded_model(made: tuple[Path, Path, Path]) -> None:
     from peft import LoraConfig, get_peft_model
 
     full, experts, plain = made

@@ -1,4 +1,4 @@
-"""Packed directories in use: killed while they are written, altered afterwards, opened by two processes at once."""
+"""Packed directories in use: conversions killed and resumed, altered files, two processes that share a directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from nn.families import build, save, tokens
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,9 +21,9 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.store import LAYOUT_VERSION
 from ktransformers.quant import convert as run
-from tests.forked import Forked, python
-
-from .conversions import contents, edit, logits, pack, repack, tiny
+from tests.support.forked import Forked, python
+from tests.support.packing import contents, edit, mapped_pages, pack, repack, tiny
+from tests.support.tiny_models import build, logits, save, tokens
 
 LAYER = "packed-00001.safetensors"
 
@@ -72,7 +71,7 @@ print(json.dumps({"seen": seen, "last": os.waitstatus_to_exitcode(status)}))
 """
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+def test_killed_conversion_is_resumed(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=6), tmp_path / "out"
     done = python(KILLED, origin, out)
     assert done.returncode == 0, done.stderr
@@ -89,7 +88,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     load_model(out, verify=True)
 
 
-def test_a_decayed_layer_is_written_again(tmp_path: Path) -> None:
+def test_damaged_layer_is_converted_again(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=3), tmp_path / "out"
     pack(origin, out, "int8", layers={0, 1})
     file = tmp_path / "out.partial" / LAYER
@@ -111,7 +110,7 @@ def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
-def test_truncated_or_missing(copy: Path) -> None:
+def test_truncated_or_missing_files_are_refused(copy: Path) -> None:
     whole = (copy / LAYER).read_bytes()
     for open_it in (load_model, AutoModelForCausalLM.from_pretrained):
         (copy / LAYER).write_bytes(whole[:-4096])
@@ -129,7 +128,7 @@ def test_truncated_or_missing(copy: Path) -> None:
             open_it(copy)
 
 
-def test_altered(copy: Path) -> None:
+def test_altered_contents_are_refused_with_verify(copy: Path) -> None:
     whole = (copy / LAYER).read_bytes()
     text = whole.index(b'"conversion":"') + len('"conversion":"')
     flip(copy / LAYER, text)
@@ -142,7 +141,7 @@ def test_altered(copy: Path) -> None:
         load_model(copy, verify=True)
 
 
-def test_foreign(copy: Path, packed: Path, tmp_path: Path) -> None:
+def test_files_of_another_conversion_are_refused(copy: Path, packed: Path, tmp_path: Path) -> None:
     """A layer of another conversion with the same names and sizes, a manifest, and a configuration."""
     pack(packed.parent / "model", tmp_path / "other", "int8")
     own = (copy / LAYER).read_bytes()
@@ -169,14 +168,14 @@ def rewrite_manifest(directory: Path, **changes: Any) -> None:
     edit(directory, quantization_config=config)
 
 
-def test_another_layout_version(copy: Path) -> None:
+def test_another_layout_version_is_refused(copy: Path) -> None:
     rewrite_manifest(copy, layout=LAYOUT_VERSION + 1)
     for open_it in (load_model, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(InputError, match=f"layout {LAYOUT_VERSION + 1}, expected layout .*; run kt quant again"):
             open_it(copy)
 
 
-def test_another_model(copy: Path) -> None:
+def test_packed_directory_of_another_model_is_refused(copy: Path) -> None:
     edit(copy, moe_intermediate_size=32)
     with pytest.raises(InputError, match=r"intermediate 64, .*expected .*intermediate 32, .*as config\.json says"):
         load_model(copy)
@@ -223,19 +222,7 @@ while sign.exists():
 """
 
 
-def mapped_pages(process: int, directory: Path) -> tuple[int, int]:
-    """Bytes of the directory's packed files in the memory of a process, whole and as its share."""
-    sums, inside = {"Rss": 0, "Pss": 0}, False
-    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
-        word = line.split()
-        if "-" in word[0] and not word[0].endswith(":"):
-            inside = str(directory / "packed-") in line
-        elif inside and word[0].removesuffix(":") in sums:
-            sums[word[0].removesuffix(":")] += int(word[1]) * 1024
-    return sums["Rss"], sums["Pss"]
-
-
-def test_two_processes_share_one_copy(tmp_path: Path) -> None:
+def test_two_processes_share_mapped_pages(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_hidden_layers": 2}
     pack(tiny(tmp_path / "model", **sizes), tmp_path / "out", "bf16")
     packed = sum(file.stat().st_size for file in (tmp_path / "out").glob("packed-*"))
@@ -295,7 +282,7 @@ print(highest[0] - start)
 """
 
 
-def test_memory_does_not_grow_with_the_layer(tmp_path: Path) -> None:
+def test_memory_of_a_conversion_is_bounded(tmp_path: Path) -> None:
     """Two threads: their matrices and those that wait, the small store, intermediates; less than half of the layer."""
     small = tiny(tmp_path / "small")
     sizes = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 48, "num_hidden_layers": 1}
@@ -306,7 +293,7 @@ def test_memory_does_not_grow_with_the_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_bound_on_a_large_layer(tmp_path: Path) -> None:
+def test_memory_of_a_conversion_of_large_layers_is_bounded(tmp_path: Path) -> None:
     """One matrix for each thread and 1 GiB, with two layers of 1.2 GB."""
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 2048, "num_experts": 48, "num_hidden_layers": 2}
     small = tiny(tmp_path / "small")
@@ -318,7 +305,7 @@ def test_memory_bound_on_a_large_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stock_without_us_in_an_environment_of_its_own(packed: Path, tmp_path: Path) -> None:
+def test_transformers_without_ktransformers_refuses_a_packed_directory(packed: Path, tmp_path: Path) -> None:
     """A virtual environment that sees every package of this one but ours."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)

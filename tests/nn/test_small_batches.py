@@ -1,5 +1,5 @@
-"""Few rows of an expert: inference multiplies its codes as they lie, and training, whatever it keeps and however it is
-checkpointed, computes with the rounded weights of backward."""
+"""Small batches of quantised experts: inference multiplies the packed codes, training always uses the rounded weights
+of backward, with or without retained activations and under checkpointing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.experts import experts_forward
 from ktransformers.nn.operator import apply_experts
-
-from .families import build
+from tests.support.tiny_models import build
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 96, 64
 
@@ -28,7 +27,7 @@ def made(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
     return store, hidden, torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.rand(3, 2, generator=random)
 
 
-def test_learning_sees_rounded_weights(isa: str) -> None:
+def test_training_uses_rounded_weights(isa: str) -> None:
     store, hidden, ids, weights = made(isa)
     rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)
     for retain in (True, False):
@@ -52,7 +51,7 @@ class Experts(nn.Module):
         return experts_forward(self, hidden, ids, weights)
 
 
-def test_reentrant_checkpointing(isa: str) -> None:
+def test_reentrant_checkpointing_uses_rounded_weights_in_both_passes(isa: str) -> None:
     """Its first pass is without gradients, and must give what the second one learns from."""
     store, hidden, ids, weights = made(isa)
     name, stock = next(iter(expert_modules(build("qwen3_moe")).items()))

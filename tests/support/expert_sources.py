@@ -1,4 +1,4 @@
-"""A checkpoint written to a folder, and a layer of it read back as numbers, for the tests of all sources."""
+"""Writes a checkpoint to a folder and reads an expert layer back as decoded tensors, for tests of all sources."""
 
 from __future__ import annotations
 

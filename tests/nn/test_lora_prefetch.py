@@ -1,4 +1,4 @@
-"""Factors that are packed before they are asked for: the next layer's, once, and with the numbers that it has then."""
+"""Prefetch of LoRA packing: the following layer's factors are packed once, with their current values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answer(store: ExpertStore, factors: LoraFactors) -> torch.Tensor:
     return store.forward(hidden, ids, weights, adapters=[packed_adapter(store, factors)])
 
 
-def test_the_layer_that_came_next_is_packed() -> None:
+def test_prefetch_packs_the_following_layer() -> None:
     layers = [layer(seed) for seed in range(3)]
     with ThreadPoolExecutor(1) as worker:
         ahead = LoraPrefetch(worker)
@@ -58,7 +58,7 @@ def test_the_layer_that_came_next_is_packed() -> None:
     assert torch.equal(answer(*layers[1]), answer(fresh, layers[1][1]))
 
 
-def test_what_changes_meanwhile_is_packed_when_it_is_asked_for() -> None:
+def test_factors_changed_after_prefetch_are_packed_again() -> None:
     store, factors = layer(0)
     before = answer(store, factors)
     factors.tensors[0].mul_(2)
@@ -71,7 +71,7 @@ def test_what_changes_meanwhile_is_packed_when_it_is_asked_for() -> None:
     assert torch.equal(again, answer(fresh, factors)) and not torch.equal(again, before)
 
 
-def test_recomputation_is_no_walk() -> None:
+def test_recomputation_does_not_change_the_layer_order() -> None:
     """The layers of a checkpointed model come by backwards in a backward pass; the order of the walk forward stays."""
     (first, _), (second, _) = layer(0), layer(1)
     ahead = LoraPrefetch(worker := Recorder())
@@ -86,7 +86,7 @@ def test_recomputation_is_no_walk() -> None:
     assert worker.asked == [second]
 
 
-def test_inference_tensors_are_left_to_whoever_asks() -> None:
+def test_prefetch_skips_inference_tensors() -> None:
     store, factors = layer(0)
     with torch.inference_mode():
         mine = LoraFactors(factors.roles, tuple(tensor.clone() for tensor in factors.tensors), factors.scales)
@@ -96,6 +96,6 @@ def test_inference_tensors_are_left_to_whoever_asks() -> None:
         assert not torch.equal(answer(store, mine), before)
 
 
-def test_nothing_to_pack() -> None:
+def test_prefetch_without_packed_adapter_does_nothing() -> None:
     repack_last(ExpertStore(EXPERTS, HIDDEN, WIDE))
     LoraPrefetch().layer_done(layer(0)[0])

@@ -1,8 +1,8 @@
-"""Python code in a process of its own for the price of a fork, where `python -c` would first import torch for seconds.
+"""Runs Python code in a forked process, because `python -c` would import torch for seconds.
 
-One process has imported what most of it needs and has computed nothing: no variant is chosen, no thread runs, no pool
-exists. Every piece of code runs in a fork of that one, with words, variables, output and exit code as an interpreter
-has them. Not for what is to be told about imports or about the end of an interpreter.
+A fork server has imported the packages that most code needs and has computed nothing: no CPU variant is chosen, no
+thread runs, no pool exists. Every piece of code runs in a fork of it, with arguments, environment, output and exit code
+like those of an interpreter. Not for tests of imports or of interpreter shutdown.
 """
 
 from __future__ import annotations
