@@ -66,8 +66,8 @@ def test_tensor_file_is_safetensors_with_page_aligned_tensors(tmp_path: Path) ->
     mapped = map_file(path, "prefault")
     for name, tensor in TENSORS.items():
         slot = layout.slots[name]
-        found = mapped[slot.offset : slot.offset + slot.bytes].view(tensor.dtype).view(tensor.shape)
-        assert torch.equal(found, tensor)
+        actual = mapped[slot.offset : slot.offset + slot.bytes].view(tensor.dtype).view(tensor.shape)
+        assert torch.equal(actual, tensor)
 
 
 def test_tensor_file_is_renamed_when_complete(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def save_manifest(directory: Path, words: dict[str, Any]) -> None:
 
 def test_manifest_round_trip(tmp_path: Path) -> None:
     save_manifest(tmp_path, manifest_document(manifest()))
-    found = read_manifest(tmp_path)
-    assert found == manifest()
+    actual = read_manifest(tmp_path)
+    assert actual == manifest()
     # A text model out of the files of the vision model around it has another name for the same layer.
-    assert found.locate("model.layers.3.mlp.experts") is found.layers[0]
+    assert actual.locate("model.layers.3.mlp.experts") is actual.layers[0]
     with pytest.raises(InputError, match=r"model\.layers\.4\.mlp\.experts: given no expert tensors"):
-        found.locate("model.layers.4.mlp.experts")
+        actual.locate("model.layers.4.mlp.experts")
 
 
 def test_altered_manifests_are_refused(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_altered_manifests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="colour: Extra inputs are not permitted"):
         read_manifest(tmp_path)
     save_manifest(tmp_path, words)
-    other = manifest_document(manifest(conversion="8"))
-    (tmp_path / "kt_packed.json").write_text(json.dumps(other))
+    altered = manifest_document(manifest(conversion="8"))
+    (tmp_path / "kt_packed.json").write_text(json.dumps(altered))
     with pytest.raises(InputError, match="the directory has files of two conversions"):
         read_manifest(tmp_path)
     (tmp_path / "kt_packed.json").write_text("{")
@@ -202,15 +202,15 @@ def test_journal_resumes_after_an_interruption(tmp_path: Path) -> None:
     (journal.directory / JOURNAL_FILE).write_text(text + '{"file": "c", "rec')  # a kill in the middle of a line
     (journal.directory / ".c.partial").write_bytes(b"half")
     (journal.directory / "b").write_bytes(b"dota")
-    again = ConversionJournal(tmp_path / "out", plan | {"conversion": "two"})
-    assert again.plan["conversion"] == "one"
-    assert set(again.shards) == {"a", "b"}
-    assert again.drop_damaged() == ["b"]
-    assert set(again.shards) == {"a"} and again.details == {"a": {"of": "a"}}
-    assert not (again.directory / ".c.partial").exists()
-    enter(again, "b", b"data again")
+    resumed = ConversionJournal(tmp_path / "out", plan | {"conversion": "two"})
+    assert resumed.plan["conversion"] == "one"
+    assert set(resumed.shards) == {"a", "b"}
+    assert resumed.drop_damaged() == ["b"]
+    assert set(resumed.shards) == {"a"} and resumed.details == {"a": {"of": "a"}}
+    assert not (resumed.directory / ".c.partial").exists()
+    enter(resumed, "b", b"data again")
     assert not (tmp_path / "out").exists()
-    again.publish()
+    resumed.publish()
     assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == ["a", "b"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 

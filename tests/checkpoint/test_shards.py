@@ -49,10 +49,10 @@ def test_per_expert_tensors_are_read(tmp_path: Path, parts: int, dtype: torch.dt
     shards = Shards.of_directory(write(tmp_path, tensors, parts))
     assert sorted(shards.names) == sorted(tensors)
     assert f"{ROOT}.0.up_proj.weight" in shards and "lm_head.weight" not in shards
-    found = locate(find_experts(shards.names), ROOT)
-    check_experts(shards, found, SHAPE)
+    actual = locate(find_experts(shards.names), ROOT)
+    check_experts(shards, actual, SHAPE)
     shards.release()
-    pieces = list(read_experts(shards, found, SHAPE))
+    pieces = list(read_experts(shards, actual, SHAPE))
     assert [piece.first_expert for piece in pieces] == [0, 1, 2]
     for piece in pieces:
         assert not piece.fused and set(piece.tensors) == {"gate", "up", "down"}
@@ -68,13 +68,13 @@ def test_fused_tensors_are_read(tmp_path: Path, transposed: bool) -> None:
     names["down_bias"] = "down_proj_bias"
     tensors = {f"{ROOT}.{names[role]}": torch.randn(size) for role, size in shape.fused().items()}
     shards = Shards.of_directory(write(tmp_path, tensors))
-    found = locate(find_experts(shards.names), ROOT)
-    check_experts(shards, found, shape)
-    (piece,) = read_experts(shards, found, shape)
+    actual = locate(find_experts(shards.names), ROOT)
+    check_experts(shards, actual, shape)
+    (piece,) = read_experts(shards, actual, shape)
     assert piece.fused
     assert all(torch.equal(tensor, tensors[f"{ROOT}.{names[role]}"]) for role, tensor in piece.tensors.items())
     with pytest.raises(InputError, match=r"down_proj_bias: given a tensor that these experts have no use for"):
-        check_experts(shards, found, ExpertShape(3, 8, 6, transposed=transposed))
+        check_experts(shards, actual, ExpertShape(3, 8, 6, transposed=transposed))
 
 
 def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_broken_directories_are_refused(tmp_path: Path) -> None:
             Shards.of_directory(tmp_path)
     index.write_text(json.dumps({"weight_map": home}))
     part = tmp_path / "part-1.safetensors"
-    whole = part.read_bytes()
-    part.write_bytes(whole[: len(whole) // 2])
+    intact = part.read_bytes()
+    part.write_bytes(intact[: len(intact) // 2])
     with pytest.raises(InputError, match=r"part-1\.safetensors: given a file that does not open"):
         Shards.of_directory(tmp_path)
     part.unlink()

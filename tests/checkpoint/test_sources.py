@@ -122,12 +122,12 @@ def test_gpt_oss(tmp_path: Path) -> None:
     shape = ExpertShape(E, H, I, biased=True, transposed=True)
     layer = open_source(save(tmp_path, tensors), {"quant_method": "mxfp4"}).layer(MODULE, shape, interleaved=True)
     assert layer.formats == dict.fromkeys(SIZES, "mxfp4")
-    found = numbers(layer)
-    same(found, expected)
+    actual = numbers(layer)
+    same(actual, expected)
     stock = convert_moe_packed_tensors(
         tensors[f"{MODULE}.gate_up_proj_blocks"], tensors[f"{MODULE}.gate_up_proj_scales"], dtype=torch.float32
     )
-    assert torch.equal(stock.transpose(1, 2)[:, 0::2], found["gate"])
+    assert torch.equal(stock.transpose(1, 2)[:, 0::2], actual["gate"])
     short = tensors | {f"{MODULE}.down_proj_scales": tensors[f"{MODULE}.down_proj_scales"][:, :8].clone()}
     with pytest.raises(InputError, match=r"down_proj_scales: given U8 \[3, 8, 5\], expected U8 \[3, 256, 5\]"):
         open_source(save(tmp_path, short)).layer(MODULE, shape, interleaved=True)

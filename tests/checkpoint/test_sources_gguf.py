@@ -91,21 +91,21 @@ def test_unsupported_gguf_files_are_refused(tmp_path: Path) -> None:
     tensors, _ = gguf_layer({"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"})
     file = tmp_path / "a.gguf"
     write_gguf(file, "qwen3moe", {}, tensors)
-    whole = file.read_bytes()
+    intact = file.read_bytes()
     with pytest.raises(
         InputError, match=r"ffn_gate_exps\.weight: given shape \[3, 512, 256\], expected \[3, 160, 256\]"
     ):
         open_source(file).layer(MODULE, ExpertShape(E, 256, 160))
     with pytest.raises(InputError, match=r"layers\.7\.mlp\.experts: given neither blk\.7\.ffn_gate_exps\.weight nor"):
         open_source(file).layer("model.layers.7.mlp.experts", GGUF_SHAPE)
-    file.write_bytes(whole[:-1000])
+    file.write_bytes(intact[:-1000])
     with pytest.raises(InputError, match=r"ffn_down_exps\.weight: given .* bytes in a\.gguf, .* not complete"):
         open_source(file)
     for end in (3, 20, 90, 200):
-        file.write_bytes(whole[:end])
+        file.write_bytes(intact[:end])
         with pytest.raises(InputError, match=r"a\.gguf: given a file that does not open"):
             open_source(file)
-    file.write_bytes(whole)
+    file.write_bytes(intact)
     write_gguf(tmp_path / "b.gguf", "qwen3moe", {}, tensors)
     with pytest.raises(InputError, match=r"several models \(a\.gguf, b\.gguf\)"):
         open_source(tmp_path)

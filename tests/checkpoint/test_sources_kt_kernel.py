@@ -64,8 +64,8 @@ def test_incomplete_tree_is_refused(tmp_path: Path) -> None:
         for expert in range(2):
             write_kt_tree(tmp_path, 0, expert, role, "INT8", kt_parts(n, k, role, "INT8", 2, 1)[0])
     file = next((tmp_path / "_layer_0" / "_numa_1").glob("INT8_up_1_*_quant_.kt"))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-5])
+    intact = file.read_bytes()
+    file.write_bytes(intact[:-5])
     with pytest.raises(InputError, match=r"_quant_\.kt: given 65531 bytes, expected 65536, as its name says"):
         open_source(tmp_path)
     file.unlink()

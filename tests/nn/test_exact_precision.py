@@ -136,8 +136,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stock() -> PreTrainedModel:
-    made: PreTrainedModel = fine(build("qwen3_moe"))
-    return made
+    model: PreTrainedModel = fine(build("qwen3_moe"))
+    return model
 
 
 def test_float32_model_matches_the_stock_model(exact: tuple[str, str], directory: Path) -> None:
@@ -148,14 +148,14 @@ def test_float32_model_matches_the_stock_model(exact: tuple[str, str], directory
     rounded = load_model(directory, dtype=torch.float32)
     assert (logits(rounded) - logits(stock())).abs().max() > 1e-3, "numbers that bf16 holds show nothing"
 
-    mine, theirs = shifted(adapt(ours, **MODULES)), shifted(adapt(stock(), **MODULES))
-    assert (logits(mine) - logits(theirs)).abs().max() < 2e-5
-    got, want = gradients(mine), gradients(theirs)
+    kt_model, stock_model = shifted(adapt(ours, **MODULES)), shifted(adapt(stock(), **MODULES))
+    assert (logits(kt_model) - logits(stock_model)).abs().max() < 2e-5
+    got, want = gradients(kt_model), gradients(stock_model)
     assert got.keys() == want.keys()
     for name, gradient in want.items():
         assert (got[name] - gradient).norm() / gradient.norm().clamp(min=1e-6) < 1e-5, name
-    asked = {"input_ids": tokens()[:, :5], "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(mine.generate(**asked), theirs.generate(**asked))
+    options = {"input_ids": tokens()[:, :5], "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(kt_model.generate(**options), stock_model.generate(**options))
 
 
 def test_attach_uses_the_given_precision() -> None:

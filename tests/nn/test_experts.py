@@ -60,8 +60,10 @@ def test_attach_with_free_removes_the_parameters(tmp_path: Path) -> None:
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
     attach(model, free=True, isa="generic")
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
-    ghosts = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, Placeholder))
-    assert ghosts == 2 * 6 * 3 * 64 * 40
+    placeholder_elements = sum(
+        parameter.numel() for parameter in model.parameters() if isinstance(parameter, Placeholder)
+    )
+    assert placeholder_elements == 2 * 6 * 3 * 64 * 40
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
     assert {module.kt_store.isa for module in expert_modules(model).values()} == {"generic"}
     with pytest.raises(ValueError, match="not serializable"):

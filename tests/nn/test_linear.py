@@ -32,10 +32,10 @@ def test_small_batch_products_match_float64(shape: tuple[int, int], dtype: torch
     for rows in range(1, ROWS + 1):
         outs = [torch.empty(rows, weight.shape[0], dtype=dtype) for weight in weights]
         pool.linear(x[:rows], weights, outs)
-        for found, wanted, kept in zip(outs, want, alone, strict=True):
-            apart = (found.double() - wanted[:rows]).abs().max() / wanted.abs().max()
+        for actual, wanted, kept in zip(outs, want, alone, strict=True):
+            apart = (actual.double() - wanted[:rows]).abs().max() / wanted.abs().max()
             assert apart < (2**-8 if dtype == torch.bfloat16 else 1e-5)
-            kept.append(found[0])
+            kept.append(actual[0])
     assert all(torch.equal(row, kept[0]) for kept in alone for row in kept), "a row depends on its neighbours"
 
 
@@ -114,10 +114,10 @@ def test_layers_with_the_same_input_become_one_call() -> None:
         """And of how many matrices in all."""
         before = pool.calls, pool.matrices
         with torch.inference_mode():
-            for found, wanted in zip(model(*given), stock(*given), strict=True):
-                assert found.shape == wanted.shape
-                assert (found.float() - wanted.float()).norm() < 5e-3 * wanted.float().norm()
-                found.zero_()  # who is given a result owns it
+            for actual, wanted in zip(model(*given), stock(*given), strict=True):
+                assert actual.shape == wanted.shape
+                assert (actual.float() - wanted.float()).norm() < 5e-3 * wanted.float().norm()
+                actual.zero_()  # who is given a result owns it
         return pool.calls - before[0], pool.matrices - before[1]
 
     def rows() -> torch.Tensor:
@@ -153,8 +153,8 @@ def test_router_weight_is_patched_and_stays_a_parameter() -> None:
         many = torch.randn(ROWS + 1, 512).bfloat16()
         assert torch.equal(F.linear(many, router.weight), F.linear(many, stock.weight))
         assert torch.equal(F.linear(x.float(), router.weight.float()), F.linear(x.float(), stock.weight.float()))
-    for one in (router, stock):
-        one(x)[0].sum().backward()
+    for module in (router, stock):
+        module(x)[0].sum().backward()
     assert torch.equal(router.weight.grad, stock.weight.grad)
     state = router.state_dict()
     assert type(state["weight"]) is torch.Tensor and torch.equal(state["weight"], stock.weight)

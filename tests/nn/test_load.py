@@ -58,12 +58,12 @@ def test_loaded_family_matches_the_stock_model(family: str, tmp_path: Path) -> N
     # The experts matter: with others in their place the logits would not fit.
     module = next(module for module in got.modules() if hasattr(module, "kt_store"))
     shape = module.kt_store
-    other = ExpertStore(shape.num_experts, shape.hidden_size, shape.intermediate_size, gated=False)
-    other.pack(
+    ungated = ExpertStore(shape.num_experts, shape.hidden_size, shape.intermediate_size, gated=False)
+    ungated.pack(
         up=torch.zeros(shape.num_experts, shape.intermediate_size, shape.hidden_size),
         down=torch.zeros(shape.num_experts, shape.hidden_size, shape.intermediate_size),
     )
-    module.kt_store = other
+    module.kt_store = ungated
     assert (logits(got) - reference).abs().max() > 20 * EXACT
 
 
@@ -82,11 +82,11 @@ def test_bf16_error_is_not_larger_than_stock(family: str, tmp_path: Path) -> Non
 def test_sharded_checkpoint_in_several_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     save(build("qwen3_moe").to(dtype), tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    seen: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     model = load_model(
-        str(tmp_path), dtype=torch.float32, device="cpu", progress=lambda done, layers: seen.append((done, layers))
+        str(tmp_path), dtype=torch.float32, device="cpu", progress=lambda done, layers: calls.append((done, layers))
     )
-    assert seen == [(1, 2), (2, 2)]
+    assert calls == [(1, 2), (2, 2)]
     torch.testing.assert_close(logits(model), logits(stock(tmp_path)), rtol=2e-3, atol=2e-3)
 
 
@@ -151,12 +151,12 @@ def edit_config(directory: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.mark.parametrize("way", ["argument", "config.json"])
-def test_from_pretrained_with_a_kt_config(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["argument", "config.json"])
+def test_from_pretrained_with_a_kt_config(method: str, tmp_path: Path) -> None:
     model = build("mixtral")
     save(model, tmp_path)
     options: dict[str, Any] = {}
-    if way == "argument":
+    if method == "argument":
         options["quantization_config"] = KTConfig(isa="generic")
     else:
         edit_config(tmp_path, quantization_config={"quant_method": "kt", "isa": "generic"})
@@ -164,7 +164,7 @@ def test_from_pretrained_with_a_kt_config(way: str, tmp_path: Path) -> None:
     assert [store.isa for store in stores(loaded)] == ["generic", "generic"]
     torch.testing.assert_close(logits(loaded), logits(model), rtol=EXACT, atol=EXACT)
     assert loaded.config.to_dict()["quantization_config"] == {"quant_method": "kt", "isa": "generic"}
-    if way == "config.json":  # load_model's own arguments count
+    if method == "config.json":  # load_model's own arguments count
         assert len(stores(load_model(tmp_path, dtype=torch.float32))) == 2
 
 
@@ -274,7 +274,7 @@ def test_peak_memory_of_loading_is_bounded(tmp_path: Path) -> None:
     save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
     done = python(MEMORY, tmp_path / "small", tmp_path / "large")
     assert done.returncode == 0, done.stderr
-    highest, packed, one = map(int, done.stdout.split())
+    highest, packed, layer_bytes = map(int, done.stdout.split())
     # Blocks of 16 k tiles lie one tile further apart than they are long (csrc/moe/weights.cpp).
-    assert packed == 4 * one == 4 * 24 * 3 * 512 * 512 * 2 * 33 // 32
-    assert 0.9 * packed < highest < packed + one + (32 << 20)
+    assert packed == 4 * layer_bytes == 4 * 24 * 3 * 512 * 512 * 2 * 33 // 32
+    assert 0.9 * packed < highest < packed + layer_bytes + (32 << 20)

@@ -83,8 +83,8 @@ def test_prepared_directory_writes_non_expert_weights_in_bf16(kind: str, tmp_pat
     source, out = tmp_path / "model", tmp_path / "kt"
     want = release(source, kind)
     before = {file.name: file.read_bytes() for file in source.iterdir()}
-    found = prepare(source, out)
-    assert found.quantised is not None and found.quantised.startswith(f"'{KINDS[kind][2]['quant_method']}'")
+    actual = prepare(source, out)
+    assert actual.quantised is not None and actual.quantised.startswith(f"'{KINDS[kind][2]['quant_method']}'")
     written = json.loads((out / "config.json").read_text())["quantization_config"]
     assert written == {"quant_method": "kt", "source": KINDS[kind][2], "experts": str(source)}
     for load in (load_model, AutoModelForCausalLM.from_pretrained):
@@ -105,9 +105,9 @@ def test_float32_experts_use_unrounded_values(tmp_path: Path) -> None:
     make, _, words = KINDS["fp8 blocks"]
     save(build("qwen3_moe", **SIZES), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    made = {name: make(*t.shape, i) for i, (name, t) in enumerate(tensors.items()) if ".experts." in name}
-    want = stock(tmp_path, tensors | {name: value for name, (_, value) in made.items()})
-    for name, (parts, _) in made.items():
+    quantised = {name: make(*t.shape, i) for i, (name, t) in enumerate(tensors.items()) if ".experts." in name}
+    want = stock(tmp_path, tensors | {name: value for name, (_, value) in quantised.items()})
+    for name, (parts, _) in quantised.items():
         del tensors[name]
         tensors |= {f"{name.removesuffix('.weight')}.{ending}": part for ending, part in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -147,8 +147,8 @@ def test_experts_from_a_kt_kernel_tree(method: str, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     original = dict(tensors)
     for seed, name in enumerate(tensors):
-        if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
-            layer, expert, role = int(found[1]), int(found[2]), found[3]
+        if actual := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
+            layer, expert, role = int(actual[1]), int(actual[2]), actual[3]
             parts, value = kt_parts(*tensors[name].shape, role, method, 2, seed)
             write_kt_tree(tmp_path / "tree", layer, expert, role, method, parts)
             tensors[name] = value.bfloat16().float()
@@ -166,10 +166,10 @@ def test_model_from_merged_kt_kernel_files(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     merged = {}
     for seed, name in enumerate(list(tensors)):
-        if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
-            parts, value = kt_parts(*tensors[name].shape, found[3], "INT8", 1, seed)
+        if actual := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
+            parts, value = kt_parts(*tensors[name].shape, actual[3], "INT8", 1, seed)
             tensors[name] = value.bfloat16().float()
-            base = f"blk.{found[1]}.ffn_{found[3]}_exps.{found[2]}.numa.0"
+            base = f"blk.{actual[1]}.ffn_{actual[3]}_exps.{actual[2]}.numa.0"
             merged |= {f"{base}.weight": parts[0][0].view(torch.int8), f"{base}.scale": parts[0][1]}
         else:
             merged[re.sub(r"^model\.", "", name.replace("model.layers.", "blk."))] = tensors[name]

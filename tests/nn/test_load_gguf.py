@@ -35,10 +35,10 @@ def test_model_from_a_gguf_file_matches_the_stock_model(family: str, tmp_path: P
     tensors = to_gguf(model, arch, kinds)
     file = tmp_path / "model-Q4_M.gguf"
     write_gguf(file, arch, gguf_fields(model.config, arch), tensors)
-    found = load_model(file, dtype=torch.float32)
-    assert type(found) is type(model)
-    assert {role: kind.upper() for role, kind in stores(found)[-1].formats.items()} == kinds
-    torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
+    actual = load_model(file, dtype=torch.float32)
+    assert type(actual) is type(model)
+    assert {role: kind.upper() for role, kind in stores(actual)[-1].formats.items()} == kinds
+    torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
 
 
 def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
     (directory / "config.json").write_bytes((full / "config.json").read_bytes())
     write_gguf(directory / "m.gguf", "qwen3moe", {}, tensors)
     want = logits(model)
-    for found in (
+    for actual in (
         load_model(directory, dtype=torch.float32),
         load_model(full, experts=directory / "m.gguf", dtype=torch.float32),
     ):
-        assert stores(found)[0].formats["up"] == "q8_0"
-        torch.testing.assert_close(logits(found), want, rtol=EXACT, atol=EXACT)
+        assert stores(actual)[0].formats["up"] == "q8_0"
+        torch.testing.assert_close(logits(actual), want, rtol=EXACT, atol=EXACT)
     prepare(directory, tmp_path / "kt")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "kt", dtype=torch.float32)
     assert stores(plain)[0].formats["up"] == "q8_0"
@@ -103,6 +103,6 @@ def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
             tensors[f"blk.{layer}.ffn_{role}_exps.weight"] = (data, "MXFP4")
             part.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)).transpose(1, 2))
     write_gguf(tmp_path / "gpt-oss.gguf", "gpt-oss", {}, tensors)
-    found = load_model(tmp_path, dtype=torch.float32)
-    assert stores(found)[0].formats == dict.fromkeys(("gate", "up", "down"), "mxfp4")
-    torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
+    actual = load_model(tmp_path, dtype=torch.float32)
+    assert stores(actual)[0].formats == dict.fromkeys(("gate", "up", "down"), "mxfp4")
+    torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)

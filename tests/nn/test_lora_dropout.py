@@ -18,8 +18,8 @@ from tests.support.lora_cases import LORA_FORMS, apply_lora, factor_tensors, mak
 from tests.support.operator_cases import OperatorCase, relative_error
 
 
-def with_dropout(lora: ExpertLora, share: float = 0.4) -> ExpertLora:
-    return replace(lora, dropout=share)
+def with_dropout(lora: ExpertLora, rate: float = 0.4) -> ExpertLora:
+    return replace(lora, dropout=rate)
 
 
 def seeded(case: OperatorCase, lora: ExpertLora, retain: bool = True, seed: int = 3) -> tuple[Tensor, list[Tensor]]:
@@ -61,10 +61,10 @@ def test_dropout_rate_and_mean() -> None:
     case = OperatorCase("generic", tokens=20)
     lora = make_lora(case, LORA_FORMS["down"])
     base = apply_experts(case.store, case.hidden, case.ids, case.weights).detach()
-    whole = apply_lora(case, lora)[0] - base
+    undropped = apply_lora(case, lora)[0] - base
     runs = torch.stack([seeded(case, with_dropout(lora, 0.3), seed=s)[0] - base for s in range(300)])
-    assert relative_error(runs.mean(0), whole.double()) < 0.1
-    assert relative_error(runs[0], whole.double()) > 0.3  # 0.3 / 0.7 of the variance of one run
+    assert relative_error(runs.mean(0), undropped.double()) < 0.1
+    assert relative_error(runs[0], undropped.double()) > 0.3  # 0.3 / 0.7 of the variance of one run
     assert not torch.equal(runs[0], runs[1])
 
 

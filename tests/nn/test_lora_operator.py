@@ -52,11 +52,11 @@ def test_same_tensor_as_both_a_is_a_shared_a(isa: str) -> None:
     half = b.shape[1] // 2
     apart = replace(fused, gate_up=None, gate=Factor(a, b[:, :half], scale), up=Factor(a, b[:, half:], scale))
     assert factors_of(apart).roles == ("gate_a", "gate_b", "up_b", "down_a", "down_b")
-    one = apply_lora(case, fused)
+    single = apply_lora(case, fused)
     out = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=apart)
     grads = torch.autograd.grad(out, [case.hidden, case.weights, *factor_tensors(fused)], case.grad)
-    assert torch.equal(out, one[0])
-    for x, y in zip(grads, one[1], strict=True):
+    assert torch.equal(out, single[0])
+    for x, y in zip(grads, single[1], strict=True):
         assert torch.equal(x, y)
 
 
@@ -175,8 +175,8 @@ def test_rows_with_different_adapters_in_one_call(isa: str) -> None:
     for index in range(-1, 4):
         rows = which == index
         alone = [] if index < 0 else [adapters[index]]
-        one = case.store.forward(hidden, case.ids, weights, adapters=alone)
-        assert torch.equal(mixed[rows], one[rows])
+        single = case.store.forward(hidden, case.ids, weights, adapters=alone)
+        assert torch.equal(mixed[rows], single[rows])
 
 
 def test_wrong_factors_are_refused_by_name() -> None:
@@ -200,9 +200,9 @@ def test_wrong_factors_are_refused_by_name() -> None:
         OperatorCase("generic", gated=False).store.new_adapter(gate_rank=4)
     with pytest.raises(ValueError, match="shared"):
         case.store.new_adapter(gate_rank=4, up_rank=8, shared=True)
-    other = OperatorCase("generic").store.new_adapter(down_rank=4)
+    foreign = OperatorCase("generic").store.new_adapter(down_rank=4)
     with pytest.raises(ValueError, match="another layer"):
-        case.store.forward(case.hidden, case.ids, case.weights, adapters=[other])
+        case.store.forward(case.hidden, case.ids, case.weights, adapters=[foreign])
     with pytest.raises(ValueError, match="adapter: given 1 for token 3"):
         which = torch.tensor([0, -1, 0, 1] + [0] * 19, dtype=torch.int32)
         case.store.forward(case.hidden, case.ids, case.weights, adapter=which, adapters=[case.store.new_adapter()])

@@ -30,7 +30,7 @@ def curve(isa: str | None) -> list[float]:
     )
     optimizer = torch.optim.AdamW((p for p in peft.parameters() if p.requires_grad), lr=5e-4)
     batches = tokens(8).split(2)
-    found = []
+    actual = []
     peft.train()
     for step in range(STEPS):
         batch = batches[step % len(batches)]
@@ -38,8 +38,8 @@ def curve(isa: str | None) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        actual.append(loss.item())
+    return actual
 
 
 stock_curve = functools.cache(lambda: curve(None))
@@ -50,9 +50,9 @@ stock_curve = functools.cache(lambda: curve(None))
     [name if name in (VARIANTS[0], VARIANTS[-1]) else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
 )
 def test_loss_curve_matches_the_stock_model(variant: str) -> None:
-    expected, found = torch.tensor(stock_curve()), torch.tensor(curve(variant))
+    expected, actual = torch.tensor(stock_curve()), torch.tensor(curve(variant))
     assert expected[-8:].mean() < 0.5 * expected[:8].mean(), "the stock model does not learn either"
     # Rounding of LoRA to bf16, and of activations where the variant multiplies bf16, now and then sends a token to
     # another expert and moves a single step; over the four batches it must neither show nor lean to one side.
-    off = (found / expected - 1).view(-1, 4).mean(1)
+    off = (actual / expected - 1).view(-1, 4).mean(1)
     assert off.abs().max() < 0.04 and off.mean().abs() < 0.005, (float(off.abs().max()), float(off.mean()))

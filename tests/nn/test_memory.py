@@ -38,7 +38,7 @@ print(json.dumps({"packed": packed, "grown": after - before, "parameters": param
 def test_memory_of_a_gigabyte_of_experts_is_bounded() -> None:
     done = python(SCRIPT)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["packed"] > 1 << 30
-    assert found["grown"] < 1.1 * found["packed"]
-    assert 2.0 <= found["grown"] / found["parameters"] < 2.2
+    actual = json.loads(done.stdout)
+    assert actual["packed"] > 1 << 30
+    assert actual["grown"] < 1.1 * actual["packed"]
+    assert 2.0 <= actual["grown"] / actual["parameters"] < 2.2

@@ -44,11 +44,11 @@ def test_rms_norm_is_patched_and_matches(dtype: torch.dtype) -> None:
     assert patch_norms(norm) == 1 and patch_norms(norm) == 0
     assert torch.equal(norm.weight, weight)
     with torch.no_grad():
-        found = norm(x)
+        actual = norm(x)
         many = torch.randn(MAX_ELEMENTS // 96 + 1, 96).to(dtype)
         assert norm(many).shape == many.shape
-    assert found.dtype == dtype
-    apart = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+    assert actual.dtype == dtype
+    apart = (actual.float() - wanted.float()).abs().max() / wanted.float().abs().max()
     assert apart < (2**-7 if dtype == torch.bfloat16 else 1e-6)
     assert norm(x.requires_grad_()).requires_grad
 

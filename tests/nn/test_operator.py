@@ -33,8 +33,8 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: "-".join(str(v) for v in f.values()))
 def test_gradients_match_float64(isa: str, form: dict[str, object]) -> None:
     case = OperatorCase(isa, **form)  # type: ignore[arg-type]
-    for found, expected in zip(case.gradients(), case.reference_gradients(), strict=True):
-        assert relative_error(found, expected) < case.tolerance()
+    for actual, expected in zip(case.gradients(), case.reference_gradients(), strict=True):
+        assert relative_error(actual, expected) < case.tolerance()
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_gradients_match_float64(isa: str, form: dict[str, object]) -> None:
 )
 def test_odd_sizes_match_float64(isa: str, tokens: int, hidden: int, intermediate: int) -> None:
     case = OperatorCase(isa, tokens, hidden, intermediate)
-    for found, expected in zip(case.gradients(), case.reference_gradients(), strict=True):
-        assert relative_error(found, expected) < 2 * case.tolerance()
+    for actual, expected in zip(case.gradients(), case.reference_gradients(), strict=True):
+        assert relative_error(actual, expected) < 2 * case.tolerance()
 
 
 def test_retain_and_recompute_give_the_same_bits(isa: str) -> None:
@@ -59,8 +59,8 @@ def test_float16_matches_float64(dtype: torch.dtype) -> None:
     case = OperatorCase("generic", dtype=dtype)
     grad_hidden, grad_weights = case.gradients()
     assert grad_hidden.dtype == dtype and grad_weights.dtype == torch.float32
-    for found, expected in zip((grad_hidden, grad_weights), case.reference_gradients(), strict=True):
-        assert relative_error(found, expected) < 2**-8
+    for actual, expected in zip((grad_hidden, grad_weights), case.reference_gradients(), strict=True):
+        assert relative_error(actual, expected) < 2**-8
 
 
 def test_gradients_match_finite_differences() -> None:
@@ -102,8 +102,8 @@ def test_selective_checkpointing_saves_the_output() -> None:
     calls = []
 
     def policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        mine = op == torch.ops.ktransformers.experts.default
-        return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
+        is_experts = op == torch.ops.ktransformers.experts.default
+        return CheckpointPolicy.MUST_SAVE if is_experts else CheckpointPolicy.PREFER_RECOMPUTE
 
     forward = case.store.forward
 
@@ -120,9 +120,9 @@ def test_selective_checkpointing_saves_the_output() -> None:
         context_fn=lambda: create_selective_checkpoint_contexts(policy),
     )
     assert isinstance(out, Tensor)
-    found = torch.autograd.grad(out, (case.hidden, case.weights), case.grad)
+    actual = torch.autograd.grad(out, (case.hidden, case.weights), case.grad)
     assert len(calls) == 1, "the forward pass ran again although its outputs were kept"
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_no_gradient_is_allocated_for_retained_activations() -> None:
@@ -165,8 +165,8 @@ def test_leading_dimensions_and_frozen_routing() -> None:
     hidden = case.hidden.detach().view(2, 3, 4, -1).requires_grad_()
     ids, weights = case.ids.view(2, 3, 4, -1), case.weights.detach().view(2, 3, 4, -1)
     out = apply_experts(case.store, hidden, ids, weights)
-    (found,) = torch.autograd.grad(out, hidden, case.grad.view_as(out))
-    assert torch.equal(found.view_as(case.hidden), case.gradients()[0])
+    (actual,) = torch.autograd.grad(out, hidden, case.grad.view_as(out))
+    assert torch.equal(actual.view_as(case.hidden), case.gradients()[0])
 
 
 def test_deleted_store_is_reported() -> None:

@@ -30,8 +30,8 @@ def adapted() -> PeftModel:
 
 def loss(model: nn.Module, device: str = "cpu") -> torch.Tensor:
     batch = tokens().to(device)
-    found: torch.Tensor = model(input_ids=batch, labels=batch).loss
-    return found
+    actual: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    return actual
 
 
 def test_moving_the_model_leaves_expert_lora_on_the_host() -> None:

@@ -121,11 +121,11 @@ class Largest(TorchDispatchMode):
         self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (list, tuple)) else [found]:
+        actual = func(*args, **(kwargs or {}))
+        for tensor in actual if isinstance(actual, (list, tuple)) else [actual]:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.numel = max(self.numel, tensor.numel())
-        return found
+        return actual
 
 
 def test_no_dense_weight_difference_is_built() -> None:

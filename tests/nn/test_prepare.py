@@ -26,8 +26,8 @@ UNKNOWN = {
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(tokens()).logits
-    return found
+        actual: torch.Tensor = model(tokens()).logits
+    return actual
 
 
 def edit(directory: Path, **changes: Any) -> None:
@@ -38,16 +38,16 @@ def edit(directory: Path, **changes: Any) -> None:
 def kt(*words: object) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["model", "prepare", *map(str, words), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    actual: dict[str, Any] = json.loads(done.stdout)
+    return actual
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_plain_checkpoint_is_linked(dtype: torch.dtype, tmp_path: Path) -> None:
     source, out = save(build("qwen3_moe").to(dtype), tmp_path / "model", max_shard_size="60KB"), tmp_path / "new" / "kt"
     before = {file.name: file.read_bytes() for file in source.iterdir()}
-    found = kt(source, "-o", out)
-    assert found == {
+    actual = kt(source, "-o", out)
+    assert actual == {
         "directory": str(out),
         "source": str(source),
         "model_type": "qwen3_moe",
@@ -89,8 +89,11 @@ def test_kimi_k2_becomes_deepseek_v3(tmp_path: Path) -> None:
     assert kt(source, "--out", out)["model_type"] == "deepseek_v3"
     words = json.loads((out / "config.json").read_text())
     assert words["architectures"] == ["DeepseekV3ForCausalLM"] and "auto_map" not in words
-    for found in (AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), load_model(out, dtype=torch.float32)):
-        torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
+    for actual in (
+        AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32),
+        load_model(out, dtype=torch.float32),
+    ):
+        torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
 
 
 def test_quantisation_inside_text_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,12 +127,12 @@ def test_kimi_k25_loads_its_text_model_if_transformers_lacks_it(
     tower = {"vision_tower.encoder.weight": torch.zeros(2, 2), "mm_projector.proj.0.weight": torch.zeros(2, 2)}
     save_file(tensors | tower, source / "model.safetensors")
     assert kt(source, "-o", out)["model_type"] == "deepseek_v3"
-    for found in (
+    for actual in (
         load_model(source, dtype=torch.float32),
         load_model(out, dtype=torch.float32),
         AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32),
     ):
-        torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
 
 
 def test_existing_target_and_prepared_source_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

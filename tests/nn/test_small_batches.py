@@ -17,7 +17,7 @@ from tests.support.tiny_models import build
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 96, 64
 
 
-def made(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
+def quantised_case(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(3)
     shapes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
     matrices = {n: encode(torch.randn(EXPERTS, *shape, generator=random), "int8") for n, shape in shapes.items()}
@@ -28,16 +28,16 @@ def made(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
 
 
 def test_training_uses_rounded_weights(isa: str) -> None:
-    store, hidden, ids, weights = made(isa)
+    store, hidden, ids, weights = quantised_case(isa)
     rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)
     for retain in (True, False):
         out = apply_experts(store, hidden, ids, weights, retain=retain)
         assert out.grad_fn is not None and torch.equal(out.detach(), rounded)
     with torch.no_grad():
         assert torch.equal(apply_experts(store, hidden, ids, weights, training=True), rounded)
-        told = apply_experts(store, hidden, ids, weights)
-    assert torch.equal(told, store.forward(hidden.detach(), ids, weights))
-    assert torch.equal(told, rounded) != (isa in ("avx512_bf16", "amx"))
+        inference = apply_experts(store, hidden, ids, weights)
+    assert torch.equal(inference, store.forward(hidden.detach(), ids, weights))
+    assert torch.equal(inference, rounded) != (isa in ("avx512_bf16", "amx"))
 
 
 class Experts(nn.Module):
@@ -53,7 +53,7 @@ class Experts(nn.Module):
 
 def test_reentrant_checkpointing_uses_rounded_weights_in_both_passes(isa: str) -> None:
     """Its first pass is without gradients, and must give what the second one learns from."""
-    store, hidden, ids, weights = made(isa)
+    store, hidden, ids, weights = quantised_case(isa)
     name, stock = next(iter(expert_modules(build("qwen3_moe")).items()))
     module = Experts(store, read_contract(name, stock))
     rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)

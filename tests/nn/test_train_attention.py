@@ -22,15 +22,15 @@ def losses(model: PreTrainedModel, target: str, steps: int, checkpointing: bool)
         peft.enable_input_require_grads()
     optimizer = torch.optim.AdamW((p for p in peft.parameters() if p.requires_grad), lr=1e-2)
     batch = tokens(4)
-    found = []
+    actual = []
     peft.train()
     for _ in range(steps):
         loss = peft(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        actual.append(loss.item())
+    return actual
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["retained", "checkpointed"])

@@ -87,7 +87,7 @@ MODES = {mode.__name__: mode for mode in (as_it_is, strided, checkpointed, autoc
 @pytest.mark.parametrize("mode", MODES)
 def test_transfer_is_bit_exact(mode: str, dtype: torch.dtype, device: str) -> None:
     """Results, and gradients that two passes add up; then once more without gradients."""
-    found = []
+    actual = []
     for layer in (plain, ours):
         hidden, ids, weights = batch(device, dtype)
         for _ in range(2):
@@ -100,9 +100,9 @@ def test_transfer_is_bit_exact(mode: str, dtype: torch.dtype, device: str) -> No
         with torch.inference_mode():
             inferred = MODES[mode](layer, hidden, ids, weights)
         assert not silent.requires_grad and torch.equal(silent, result) and torch.equal(inferred, result)
-        found.append((result, hidden.grad, weights.grad))
-    assert found[0][0].dtype == found[1][0].dtype
-    for expected, got in zip(*found, strict=True):
+        actual.append((result, hidden.grad, weights.grad))
+    assert actual[0][0].dtype == actual[1][0].dtype
+    for expected, got in zip(*actual, strict=True):
         assert expected.isfinite().all() and expected.abs().max() > 0
         assert torch.equal(expected, got)
 
@@ -190,8 +190,8 @@ def test_two_threads_on_one_device(device: str) -> None:
     """Each with layers of its own, on one device."""
     expected = [chain(plain, device, nothing, seed, 20) for seed in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda seed: chain(ours, device, nothing, seed, 20), range(2)))
-    for want, got in zip(expected, found, strict=True):
+        actual = list(threads.map(lambda seed: chain(ours, device, nothing, seed, 20), range(2)))
+    for want, got in zip(expected, actual, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -222,7 +222,7 @@ def test_forward_on_another_stream_than_backward() -> None:
 def test_layers_on_two_gpus() -> None:
     """Layers of one model on two GPUs in turns; each has streams of its own, whichever is the current device."""
     assert copy_streams(torch.device("cuda:0")) != copy_streams(torch.device("cuda:1"))
-    found = []
+    actual = []
     for layer in (plain, ours):
         hidden, ids, weights = batch("cuda:0", torch.bfloat16)
         x = hidden
@@ -231,8 +231,8 @@ def test_layers_on_two_gpus() -> None:
             x = x.to(device)
             x = x + layer(store(index % 4), x.sin(), ids.to(device), weights.to(device))
         x.float().sin().sum().backward()
-        found.append([x.detach(), hidden.grad, weights.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        actual.append([x.detach(), hidden.grad, weights.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
 
 
 @on_gpu

@@ -61,7 +61,7 @@ def stock(directory: Path) -> PreTrainedModel:
 
 
 def options(out: Path, steps: int, **more: Any) -> dict[str, Any]:
-    found = {
+    actual = {
         "output_dir": str(out),
         "max_steps": steps,
         "per_device_train_batch_size": 2,
@@ -75,7 +75,7 @@ def options(out: Path, steps: int, **more: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         "seed": 5,
     }
-    return found | more
+    return actual | more
 
 
 def sft(model: PreTrainedModel, tokenizer: Any, out: Path, steps: int, **more: Any) -> SFTTrainer:

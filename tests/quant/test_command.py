@@ -107,12 +107,12 @@ def test_receipt_of_a_calibration_text(source: Path, tmp_path: Path) -> None:
     words = json.loads(
         kt(source, "--format", "int4", "-o", tmp_path / "out", "--calib", text, "--calib-tokens", 300, "--json")
     )
-    found = words["calibration"]
-    assert found["tokens"] == 299 and found["text"] == "text.jsonl" and words["skipped"] is None
-    assert 0 < found["kl"] < 1 and 0.3 < found["same_top"] <= 1
+    actual = words["calibration"]
+    assert actual["tokens"] == 299 and actual["text"] == "text.jsonl" and words["skipped"] is None
+    assert 0 < actual["kl"] < 1 and 0.3 < actual["same_top"] <= 1
     want = perplexity(source, text, 300)
-    assert abs(found["source_perplexity"] / want - 1) < 0.02
-    assert abs(found["perplexity"] / want - 1) < 0.3
+    assert abs(actual["source_perplexity"] / want - 1) < 0.02
+    assert abs(actual["perplexity"] / want - 1) < 0.3
     assert read_receipt(tmp_path / "out").calibration is not None
     kept = json.loads(kt(source, "--format", "keep", "-o", tmp_path / "kept", "--calib", text, "--json"))["calibration"]
     assert kept["kl"] == 0 and kept["same_top"] == 1 and kept["perplexity"] == kept["source_perplexity"]

@@ -136,8 +136,8 @@ def test_experts_from_another_source(tmp_path: Path) -> None:
     write_gguf(tmp_path / "experts.gguf", "qwen3moe", {}, tensors)
     for name, formats in (("experts.gguf", ["q4_0", "q8_0", "q5_1"]), ("tree", None)):
         done = pack(full, tmp_path / f"{name}-packed", KEEP, experts=tmp_path / name)
-        found = [matrix.format for matrix in done.receipt.layers[0].matrices.values()]
-        assert formats is None or found == formats
+        actual = [matrix.format for matrix in done.receipt.layers[0].matrices.values()]
+        assert formats is None or actual == formats
         assert all(matrix.kept for matrix in done.receipt.layers[0].matrices.values())
         want = load_model(full, experts=tmp_path / name, dtype=torch.float32)
         assert torch.equal(logits(load_model(done.directory, dtype=torch.float32)), logits(want))
@@ -243,9 +243,9 @@ def test_plan_and_estimate(source: Path, tmp_path: Path) -> None:
 def test_verify_reads_checksums_of_the_manifest(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     pack(source, out, "int8")
-    found = verify(out)
-    assert found.whole and found.hashed == 3 and found.unknown == 0
-    assert [finding.text for finding in found.findings] == ["no tokenizer file"]  # no tokenizer in a tiny model
+    actual = verify(out)
+    assert actual.whole and actual.hashed == 3 and actual.unknown == 0
+    assert [finding.text for finding in actual.findings] == ["no tokenizer file"]  # no tokenizer in a tiny model
     data = bytearray((out / "packed-00001.safetensors").read_bytes())
     data[-5000] ^= 1
     (out / "packed-00001.safetensors").write_bytes(data)

@@ -75,12 +75,12 @@ def test_killed_conversion_is_resumed(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=6), tmp_path / "out"
     done = python(KILLED, origin, out)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [code for code, _, _ in found["seen"]] == [-signal.SIGKILL] * 4
-    assert not any(finished for _, finished, _ in found["seen"])
-    entered = [lines for _, _, lines in found["seen"]]
+    actual = json.loads(done.stdout)
+    assert [code for code, _, _ in actual["seen"]] == [-signal.SIGKILL] * 4
+    assert not any(finished for _, finished, _ in actual["seen"])
+    entered = [lines for _, _, lines in actual["seen"]]
     assert entered == sorted(entered) and 5 <= entered[-1] < 8  # what was finished stayed so, and more was to do
-    assert found["last"] == 0 and out.is_dir() and not (tmp_path / "out.partial").exists()
+    assert actual["last"] == 0 and out.is_dir() and not (tmp_path / "out.partial").exists()
     pack(origin, tmp_path / "whole", "int4")
     one, other = contents(out), contents(tmp_path / "whole")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

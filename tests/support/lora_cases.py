@@ -106,9 +106,9 @@ def apply_lora(case: OperatorCase, lora: ExpertLora, retain: bool = True) -> tup
     return out.detach(), list(torch.autograd.grad(out, [case.hidden, case.weights, *factor_tensors(lora)], case.grad))
 
 
-def mask(share: float, seed: int, place: int, salt: int, columns: int) -> Tensor:
+def mask(rate: float, seed: int, row: int, salt: int, columns: int) -> Tensor:
     """What the core drops of one row's inputs, spelled again: 0 or 1 / (1 - share)."""
-    x = (seed + 0x9E3779B97F4A7C15 * (2 * place + salt)) % 2**64
+    x = (seed + 0x9E3779B97F4A7C15 * (2 * row + salt)) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     row = (x ^ (x >> 31)) >> 32
@@ -116,7 +116,7 @@ def mask(share: float, seed: int, place: int, salt: int, columns: int) -> Tensor
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         n = (n ^ (n >> shift)) * factor % 2**32
     n ^= n >> 16
-    return (n >= int(share * 2**32)).double() / (1 - share)
+    return (n >= int(rate * 2**32)).double() / (1 - rate)
 
 
 def reference_with_dropout(case: OperatorCase, lora: ExpertLora, drop: Dropout) -> tuple[Tensor, list[Tensor]]:
@@ -131,24 +131,24 @@ def reference_with_dropout(case: OperatorCase, lora: ExpertLora, drop: Dropout) 
 
     rows = []
     for token, slot in torch.cartesian_prod(torch.arange(len(case.ids)), torch.arange(top_k)).tolist():
-        e, place = int(case.ids[token, slot]), token * top_k + slot
+        e, row = int(case.ids[token, slot]), token * top_k + slot
         if not 0 <= e < EXPERTS:
             continue
         x = hidden[token]
-        thin = x * mask(drop.rate, drop.seed, place, 1, len(x))
+        dropped = x * mask(drop.rate, drop.seed, row, 1, len(x))
         up = layer.up[e].double() @ x
         if layer.gate is None:
-            inner = torch.nn.functional.silu(up + add(lora.up, e, thin))
+            inner = torch.nn.functional.silu(up + add(lora.up, e, dropped))
         else:
             gate = layer.gate[e].double() @ x
             if lora.gate_up is not None:
-                both = add(lora.gate_up, e, thin)
-                assert isinstance(both, Tensor)
-                more: tuple[Tensor | float, Tensor | float] = both.chunk(2)  # type: ignore[assignment]
+                fused = add(lora.gate_up, e, dropped)
+                assert isinstance(fused, Tensor)
+                deltas: tuple[Tensor | float, Tensor | float] = fused.chunk(2)  # type: ignore[assignment]
             else:
-                more = add(lora.gate, e, thin), add(lora.up, e, thin)
-            inner = torch.nn.functional.silu(gate + more[0]) * (up + more[1])
-        y = layer.down[e].double() @ inner + add(lora.down, e, inner * mask(drop.rate, drop.seed, place, 2, len(inner)))
+                deltas = add(lora.gate, e, dropped), add(lora.up, e, dropped)
+            inner = torch.nn.functional.silu(gate + deltas[0]) * (up + deltas[1])
+        y = layer.down[e].double() @ inner + add(lora.down, e, inner * mask(drop.rate, drop.seed, row, 2, len(inner)))
         rows.append((token, y * weights[token, slot]))
     out = torch.zeros(case.hidden.shape, dtype=torch.float64)
     out = out.index_add(0, torch.tensor([token for token, _ in rows]), torch.stack([row for _, row in rows]))

@@ -71,10 +71,10 @@ def edit(directory: Path, **changes: Any) -> None:
 
 def contents(directory: Path) -> dict[str, Tensor]:
     """Every tensor of a directory's safetensors."""
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        actual |= load_file(file)
+    return actual
 
 
 def mapped_pages(process: int, directory: Path) -> tuple[int, int]:
