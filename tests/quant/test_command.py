@@ -20,7 +20,7 @@ from ktransformers.quant.receipt import WINDOW_TOKENS, read_receipt, read_text, 
 from tests.support.packing import tiny
 from tests.support.tiny_models import logits
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -15,35 +15,40 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
-WARM = ["torch", "ktransformers.nn", "ktransformers.quant.convert", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
-WARM += ["ktransformers.train.run", "ktransformers.train.trainers", "trl.trainer.sft_trainer"]
-SERVER.set_forkserver_preload(WARM)  # what is not installed is left out
+PRELOADED = [
+    "torch",
+    "ktransformers.nn",
+    "ktransformers.quant.convert",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
+PRELOADED += ["ktransformers.train.run", "ktransformers.train.trainers", "trl.trainer.sft_trainer"]
+SERVER.set_forkserver_preload(PRELOADED)  # missing packages are skipped
 
 
 @dataclass(frozen=True)
-class Ended:
+class Completed:
     returncode: int | None
     stdout: str
     stderr: str
 
 
-def _run(code: str, words: tuple[str, ...], variables: dict[str, str], folder: str) -> None:
+def _run(code: str, arguments: tuple[str, ...], variables: dict[str, str], folder: str) -> None:
     for name in [name for name in os.environ if name.startswith("KT_")]:
         del os.environ[name]
     os.environ |= variables
     for descriptor, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.argv = ["-c", *words]
+    sys.argv = ["-c", *arguments]
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 
 class Forked:
-    """A piece of code that has been started; `KT_` variables of the tests do not reach it."""
+    """Running code; `KT_` variables of the test process are removed from its environment."""
 
-    def __init__(self, code: str, *words: object, **variables: str) -> None:
+    def __init__(self, code: str, *arguments: object, **variables: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        arguments = (code, tuple(map(str, words)), variables, self._folder.name)
-        self._process = SERVER.Process(target=_run, args=arguments)
+        strings = tuple(map(str, arguments))
+        self._process = SERVER.Process(target=_run, args=(code, strings, variables, self._folder.name))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -55,16 +60,16 @@ class Forked:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self, seconds: float = 300) -> Ended:
-        """Its end, or after so many seconds that of both."""
+    def wait(self, seconds: float = 300) -> Completed:
+        """Wait for its end; after `seconds` the process is killed."""
         self._process.join(seconds)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        said = [Path(self._folder.name, stream).read_text() for stream in ("out", "err")]
+        outputs = [Path(self._folder.name, stream).read_text() for stream in ("out", "err")]
         self._folder.cleanup()
-        return Ended(self._process.exitcode, *said)
+        return Completed(self._process.exitcode, *outputs)
 
 
-def python(code: str, *words: object, **variables: str) -> Ended:
-    return Forked(code, *words, **variables).wait()
+def python(code: str, *arguments: object, **variables: str) -> Completed:
+    return Forked(code, *arguments, **variables).wait()
