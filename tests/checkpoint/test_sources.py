@@ -56,7 +56,7 @@ def test_experts_of_a_release(kind: str, tmp_path: Path) -> None:
 
 
 def test_compressed_tensors_global_scale_is_inverted(tmp_path: Path) -> None:
-    """compressed-tensors divide by the outer scale; we multiply by its inverse, a rounding of float32 apart."""
+    """compressed-tensors divides by the global scale; the kernels multiply by its inverse, one rounding apart."""
     make = KINDS["nvfp4 compressed"][0]
     parts, value = make(64, 64, 1)
     parts["weight_global_scale"] = torch.tensor([4096.0 * 1.37])
@@ -74,7 +74,7 @@ def test_codes_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_mixed_formats(tmp_path: Path) -> None:
-    """A format belongs to a matrix; experts of one layer agree."""
+    """Matrices of an expert may differ in format; experts of one layer may not."""
     first, expected = written("fp8 blocks")
     second, others = written("compressed int4")
     tensors = {name: part for name, part in first.items() if "down" not in name}
@@ -115,7 +115,7 @@ def fused_gpt_oss() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    """Against transformers' own reading of the blocks, too."""
+    """Also against transformers' own dequantisation."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     tensors, expected = fused_gpt_oss()
@@ -135,7 +135,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("inner", "transposed", "spec"), [(128, False, "fp8:128x128"), (160, True, "fp8:1x128")])
 def test_fused_fp8(inner: int, transposed: bool, spec: str, tmp_path: Path) -> None:
-    """A block with rows of gate and of up keeps its scale for each row."""
+    """A scale block with rows of gate and of up becomes one scale per row."""
     tensors, values = {}, {}
     for role, (n, k) in {"gate_up": (2 * inner, H), "down": (H, inner)}.items():
         n, k = (k, n) if transposed else (n, k)

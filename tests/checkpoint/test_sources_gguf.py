@@ -59,7 +59,7 @@ def gguf_layer(kinds: dict[str, str], stacked: bool = True) -> tuple[dict[str, t
     ],
 )
 def test_gguf_source_matches_the_gguf_package(kinds: dict[str, str], stacked: bool, tmp_path: Path) -> None:
-    """Types differ from tensor to tensor; the numbers are those of the gguf package."""
+    """Tensors of different types; the values are those of the gguf package."""
     pytest.importorskip("gguf")
     tensors, expected = gguf_layer(kinds, stacked)
     file = tmp_path / "model.gguf"

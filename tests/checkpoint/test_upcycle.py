@@ -95,7 +95,7 @@ def test_bf16_is_exact_if_top_k_is_a_power_of_two(dense: tuple[Path, PreTrainedM
 
 
 def test_ties_between_copies_do_not_happen_in_bf16(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    """Of 20,000 tokens 0.5 % would tie if the rows of the two copies were independent."""
+    """0.5 % of 20,000 tokens would tie if the rows of the two copies were independent."""
     upcycle(open_dense(dense[0]), tmp_path / "moe", Recipe())
     gate = open_result(tmp_path / "moe", torch.bfloat16).model.layers[0].mlp.gate
     x = torch.randn(20000, 48, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -148,5 +148,5 @@ def test_gradients_of_two_ranks_equal_one_process_with_twice_the_batch() -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize(("processes", "backend"), [(2, "gloo"), (1, "nccl")])
 def test_expert_lora_on_the_host_and_attention_on_a_gpu(processes: int, backend: str, tmp_path: Path) -> None:
-    """Experts' LoRA on the host, the rest on a GPU: two processes share one over gloo; nccl gets no host tensors."""
+    """Two processes share a GPU over gloo; nccl gets no host tensors."""
     run(tmp_path, processes, backend, "cuda")

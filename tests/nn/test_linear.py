@@ -135,7 +135,7 @@ def test_layers_with_the_same_input_become_one_call() -> None:
 
 
 def test_router_weight_is_patched_and_stays_a_parameter() -> None:
-    """Its weight stays a parameter, in name, value, gradient and copies."""
+    """Name, value, gradient and copies of the weight are those of a parameter."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(hidden_size=512, num_experts=MIN_WEIGHTS // 512, num_experts_per_tok=4)
     router: Any = ROUTER(config).bfloat16()

@@ -69,7 +69,7 @@ def test_loaded_family_matches_the_stock_model(family: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", MAIN)
 def test_bf16_error_is_not_larger_than_stock(family: str, tmp_path: Path) -> None:
-    """Beside the float32 model, ours in bf16 is no further off than stock in bf16."""
+    """Measured against the float32 model."""
     save(build(family), tmp_path)
     exact = logits(stock(tmp_path))
     ours, theirs = logits(load_model(tmp_path)), logits(stock(tmp_path, torch.bfloat16))
@@ -103,7 +103,7 @@ def test_fused_checkpoint_of_a_per_expert_family(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "text"), [("qwen3_5_moe", "qwen3_5_moe_text"), ("qwen3_vl_moe", "qwen3_moe")])
 def test_text_model_nested_in_a_vision_model(family: str, text: str, tmp_path: Path) -> None:
-    """A vision model's checkpoint: text under `model.language_model`, a vision tower, and an MTP layer beside it."""
+    """A vision model's checkpoint: text under `model.language_model`, a vision tower, and an MTP layer."""
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     words = COMMON | FAMILIES[text]
@@ -169,7 +169,7 @@ def test_from_pretrained_with_a_kt_config(method: str, tmp_path: Path) -> None:
 
 
 def test_gradients_of_non_expert_weights_match_the_stock_model(tmp_path: Path) -> None:
-    """Of everything that is not an expert, against the stock model."""
+    """Gradients of attention, norms, routers and embeddings."""
     save(build("qwen3_moe"), tmp_path)
     want, got = stock(tmp_path), load_model(tmp_path, dtype=torch.float32)
     assert got.hf_quantizer.is_trainable
@@ -268,7 +268,7 @@ print(highest[0] - start, sum(packed), packed[0])
 
 
 def test_peak_memory_of_loading_is_bounded(tmp_path: Path) -> None:
-    """Anonymous memory while loading stays below the packed experts, one layer and what is not experts."""
+    """Anonymous memory while loading stays below the packed experts, one layer and the non-expert weights."""
     save(build("qwen3_moe"), tmp_path / "small")
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 24, "num_hidden_layers": 4}
     save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")

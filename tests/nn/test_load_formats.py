@@ -66,7 +66,7 @@ def test_quantised_release_matches_its_dequantised_model(kind: str, tmp_path: Pa
 
 
 def test_plain_attention_with_quantised_experts(tmp_path: Path) -> None:
-    """As Kimi-K2-Thinking is released: from_pretrained itself reads the rest, from links as well."""
+    """The layout of Kimi-K2-Thinking: stock from_pretrained reads the non-expert weights, from links as well."""
     source, out = tmp_path / "model", tmp_path / "kt"
     want = release(source, "compressed int4", only=r"\.experts\.")
     edit(source, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
@@ -79,7 +79,7 @@ def test_plain_attention_with_quantised_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "gptq"])
 def test_prepared_directory_writes_non_expert_weights_in_bf16(kind: str, tmp_path: Path) -> None:
-    """What is not experts is written anew in bf16; the experts stay in the source."""
+    """Non-expert weights are written in bf16; the experts stay in the source."""
     source, out = tmp_path / "model", tmp_path / "kt"
     want = release(source, kind)
     before = {file.name: file.read_bytes() for file in source.iterdir()}
@@ -101,7 +101,7 @@ def test_prepared_directory_writes_non_expert_weights_in_bf16(kind: str, tmp_pat
 
 
 def test_float32_experts_use_unrounded_values(tmp_path: Path) -> None:
-    """float32 experts compute with the decoded numbers before bf16 rounds them."""
+    """float32 experts compute with the decoded values, not rounded to bf16."""
     make, _, words = KINDS["fp8 blocks"]
     save(build("qwen3_moe", **SIZES), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -117,7 +117,7 @@ def test_float32_experts_use_unrounded_values(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_release_matches_its_dequantised_model(tmp_path: Path) -> None:
-    """Blocks and scales of all experts in one tensor, rows of gate and up in turns, biases beside them."""
+    """Blocks and scales of all experts in one tensor, interleaved rows of gate and up, and biases."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     save(build("gpt_oss", hidden_size=64, intermediate_size=96), tmp_path)
@@ -141,7 +141,7 @@ def test_gpt_oss_release_matches_its_dequantised_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["INT8", "INT4"])
 def test_experts_from_a_kt_kernel_tree(method: str, tmp_path: Path) -> None:
-    """Experts that kt-kernel's converter wrote for two NUMA nodes, the rest from the model they were made from."""
+    """Experts from kt-kernel's converter for two NUMA nodes, other weights from the original model."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 3}
     save(build("qwen3_moe", **sizes), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
@@ -161,7 +161,7 @@ def test_experts_from_a_kt_kernel_tree(method: str, tmp_path: Path) -> None:
 
 
 def test_model_from_merged_kt_kernel_files(tmp_path: Path) -> None:
-    """The converter's other form is a model by itself, in names of its own."""
+    """Merged files hold the complete model, under the converter's names."""
     save(build("qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_experts=2), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     merged = {}
@@ -208,7 +208,7 @@ def test_formats_without_a_kernel_are_refused() -> None:
 
 
 def test_adapter_on_quantised_experts_gets_the_gradients_of_bf16_experts(tmp_path: Path) -> None:
-    """Experts in their released bits train like those in bf16: same loss, same gradients of LoRA."""
+    """Quantised experts give the loss and LoRA gradients of bf16 experts with the same values."""
     from peft import LoraConfig, get_peft_model
 
     source, plain = tmp_path / "int4", tmp_path / "plain"

@@ -27,7 +27,7 @@ GGUF_MODELS = {
 
 @pytest.mark.parametrize("family", GGUF_MODELS)
 def test_model_from_a_gguf_file_matches_the_stock_model(family: str, tmp_path: Path) -> None:
-    """Everything from one file: configuration, names, order of rows; experts in the types of the file."""
+    """Configuration, tensor names and row order come from the file; experts keep its types."""
     pytest.importorskip("gguf")
     arch, changes = GGUF_MODELS[family]
     model = build(family, **SIZES, **changes)
@@ -42,7 +42,7 @@ def test_model_from_a_gguf_file_matches_the_stock_model(family: str, tmp_path: P
 
 
 def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
-    """A directory with config.json and a GGUF; experts alone from the GGUF; and the directory that others open."""
+    """A directory with config.json and a GGUF file; experts alone from the GGUF file; a prepared directory."""
     pytest.importorskip("gguf")
     model = build("qwen3_moe", **SIZES)
     full = save(model, tmp_path / "full")
@@ -69,7 +69,7 @@ def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
-    """MXFP4 in GGUF's order, biases of experts, sinks; config.json from the model's directory."""
+    """MXFP4 in GGUF's nibble order, expert biases, attention sinks; config.json from the model's directory."""
     gguf = pytest.importorskip("gguf")
     model = build("gpt_oss", hidden_size=64, intermediate_size=96)
     save(model, tmp_path)

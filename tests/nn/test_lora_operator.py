@@ -95,7 +95,7 @@ def test_frozen_factors_get_no_gradient_but_pass_it_to_hidden_states() -> None:
 
 
 def test_factors_alone_need_gradients() -> None:
-    """The first layer of a model with frozen embeddings: nothing else asks for a gradient."""
+    """The first layer of a model with frozen embeddings: hidden states need no gradient."""
     case = OperatorCase("generic")
     lora = make_lora(case, LORA_FORMS["shared"])
     learned = apply_lora(case, lora)[1]
@@ -224,7 +224,7 @@ def test_transpose_matches_torch(shape: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def test_gradients_have_the_strides_of_their_factors() -> None:
-    """B with the experts innermost: the parameter's gradient is taken as it comes, not copied."""
+    """B with the experts innermost: autograd takes the gradient without a copy."""
     store = ExpertStore(4, 64, 32)
     store.pack(gate_up=torch.randn(4, 64, 64) / 8, down=torch.randn(4, 64, 32) / 6)
     a, b = torch.randn(4, 8, 64, requires_grad=True), torch.randn(64, 8 * 4, requires_grad=True)

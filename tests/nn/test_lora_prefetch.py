@@ -72,7 +72,7 @@ def test_factors_changed_after_prefetch_are_packed_again() -> None:
 
 
 def test_recomputation_does_not_change_the_layer_order() -> None:
-    """The layers of a checkpointed model come by backwards in a backward pass; the order of the walk forward stays."""
+    """A checkpointed model recomputes its layers in reverse order; the recorded forward order stays."""
     (first, _), (second, _) = layer(0), layer(1)
     prefetch = LoraPrefetch(worker := Recorder())
     weight = torch.ones((), requires_grad=True)

@@ -126,7 +126,7 @@ def test_selective_checkpointing_saves_the_output() -> None:
 
 
 def test_no_gradient_is_allocated_for_retained_activations() -> None:
-    """It would be zeros of the size of all gates and ups, larger than anything else in a backward pass."""
+    """It would be zeros of the size of all gates and ups, the largest allocation of a backward pass."""
     case = OperatorCase("generic")
     out = apply_experts(case.store, case.hidden, case.ids, case.weights)
     made = []

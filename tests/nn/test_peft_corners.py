@@ -51,7 +51,7 @@ def test_rslora_scale_of_fused_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_factors_are_views_of_peft_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the operator gets lies in PEFT's own parameters; interleaved rows come apart, on one shared A."""
+    """The operator's factors are views of PEFT's parameters; interleaved rows are split, with one shared A."""
     peft = adapt(packed_model("gpt_oss"), **TARGETS["gpt_oss"])
     memory = {parameter.untyped_storage().data_ptr() for parameter in lora_parameters(peft).values()}
     for layer in applied_lora(peft, monkeypatch):
@@ -64,7 +64,7 @@ def test_factors_are_views_of_peft_parameters(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_peft_refuses_lora_dropout_on_parameters(family: str, tmp_path: Path) -> None:
-    """On parameters, at build and at load."""
+    """When an adapter is built and when it is loaded."""
     with pytest.raises(ValueError, match="does not work with lora_dropout != 0"):
         adapt(packed_model(family), lora_dropout=0.1, **TARGETS[family])
     adapt(packed_model(family), **TARGETS[family]).save_pretrained(tmp_path)
@@ -85,7 +85,7 @@ def test_set_lora_dropout_drops_inputs_in_training() -> None:
 
 
 def test_set_lora_dropout_is_off_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator hears of it where a gradient is wanted in training mode; PEFT's configuration does not."""
+    """The operator gets it only with gradients in training mode; PEFT's configuration is unchanged."""
     peft = adapt(packed_model("qwen3_moe"), **MODULES)
     set_lora_dropout(peft, 0.5)
     seen = applied_lora(peft.train(), monkeypatch)

@@ -63,7 +63,7 @@ def test_casts_apply_to_expert_lora() -> None:
 
 
 def test_only_device_moves_are_suppressed() -> None:
-    """What changes tensors where they are, or makes them, still does."""
+    """Functions that change or create tensors without a move still apply."""
     tensor = torch.randn(3)
     assert torch.equal(_without_device_move(lambda t: t * 2)(tensor), tensor * 2)
     assert _without_device_move(lambda t: t.to("meta"))(tensor) is tensor
@@ -72,14 +72,14 @@ def test_only_device_moves_are_suppressed() -> None:
 
 
 def test_attention_lora_moves_with_the_model() -> None:
-    """Only experts stay; the rest of the adapter goes along."""
+    """Only expert LoRA stays on the host."""
     peft = adapted().to("meta")
     moved = [p for name, p in peft.named_parameters() if "self_attn" in name and "lora_" in name]
     assert moved and all(parameter.is_meta for parameter in moved)
 
 
 def test_copied_model_shares_packed_experts() -> None:
-    """Packed experts are frozen, so a copy of a model has the same ones; its adapters are its own."""
+    """Packed experts are frozen, so a copy of a model shares them; its adapters are copied."""
     peft = adapted()
     twin = copy.deepcopy(peft)
     stores = [module.kt_store for module in expert_modules(peft).values()]
@@ -95,7 +95,7 @@ def test_copied_model_shares_packed_experts() -> None:
 
 
 def test_expert_lora_of_a_stock_model_moves() -> None:
-    """A stock model beside ours: PEFT's class is shared, its behaviour is not."""
+    """The patched PEFT class behaves as before for a stock model in the same process."""
     stock = get_peft_model(build("qwen3_moe"), LoraConfig(r=4, target_modules=TARGETS)).to("meta")
     assert all(parameter.is_meta for parameter in stock.parameters())
 
@@ -108,7 +108,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["load", "to", "cuda"])
 def test_training_with_attention_on_a_gpu_matches_the_cpu(directory: Path, way: str) -> None:
-    """Five steps with the rest on the GPU: expert LoRA in pinned host memory, losses those of the CPU."""
+    """Five steps: expert LoRA in pinned host memory, losses as on the CPU."""
     losses = []
     for device in ("cpu", "cuda"):
         model = load_model(directory, dtype=torch.float32, device=device if way == "load" else None)

@@ -50,7 +50,7 @@ def _calm() -> Iterator[None]:
 
 @pytest.mark.parametrize(("family", "targets"), CASES)
 def test_expert_lora_matches_the_stock_model(family: str, targets: dict[str, Any]) -> None:
-    """Same seed, same adapter, same numbers, with the stock model and PEFT's own arithmetic beside it."""
+    """With the same seed and adapter, against the stock model with PEFT's own arithmetic."""
     ours, theirs = adapt(packed_model(family), **targets), adapt(build(family), **targets)
     layers = [layer for layer in ours.modules() if isinstance(layer, ParamWrapper)]
     assert layers and all(isinstance(layer.get_param(), Placeholder) for layer in layers if layer.num_experts > 1)
@@ -129,7 +129,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_dense_weight_difference_is_built() -> None:
-    """Forward and backward with one, then two adapters at work: no tensor as large as the smallest expert matrix."""
+    """Forward and backward with one and two active adapters: no tensor as large as the smallest expert matrix."""
     sizes = {"hidden_size": 96, "moe_intermediate_size": 80, "num_experts": 16}
     options = MODULES | {"r": 2}
     peft = adapt(packed_model("qwen3_moe", **sizes), name="one", **options)
@@ -164,7 +164,7 @@ with torch.no_grad():
     PEFT < (0, 20), reason="PEFT 0.19 cannot read its own expert adapters with transformers 5.6 or later"
 )
 def test_adapter_files_are_interchangeable_with_stock(tmp_path: Path) -> None:
-    """Saved here, loaded by a process that has never heard of us; and saved by the stock model, loaded here."""
+    """Saved with packed experts and loaded by a process without ktransformers; and the reverse."""
     save(build("qwen3_moe"), tmp_path / "model")
     ours = adapt(load_model(tmp_path / "model", dtype=torch.float32), **MODULES)
     ours.save_pretrained(tmp_path / "ours")
@@ -197,7 +197,7 @@ def test_second_adapter_is_loaded_from_files(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_adapter_files_are_interchangeable_with_stock(tmp_path: Path) -> None:
-    """Rows of gate and up in turns, inputs before outputs: the file is the stock one all the same."""
+    """Interleaved and transposed experts: the adapter file is the stock one."""
     adapt(packed_model("gpt_oss"), **TARGETS["gpt_oss"]).save_pretrained(tmp_path)
     stock, ours = build("gpt_oss"), packed_model("gpt_oss")
     loaded = [logits(PeftModel.from_pretrained(model, tmp_path)) for model in (ours, stock)]
@@ -239,7 +239,7 @@ def test_packed_experts_cannot_be_merged_or_trained() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_factors_are_packed_again_after_every_optimiser_step(fused: bool) -> None:
-    """Fused optimisers do not count the versions of what they write; the factors are packed anew all the same."""
+    """Fused optimisers do not increment version counters; the factors are packed again nevertheless."""
     ours, theirs = adapt(packed_model("qwen3_moe"), **MODULES), adapt(build("qwen3_moe"), **MODULES)
     losses: list[list[float]] = []
     for model in (ours, theirs):
@@ -258,7 +258,7 @@ def test_factors_are_packed_again_after_every_optimiser_step(fused: bool) -> Non
 
 @pytest.mark.parametrize("family", ["granitemoe", "deepseek_v4", "minimax_m2"])
 def test_families_without_a_peft_mapping(family: str) -> None:
-    """gate_up_proj and down_proj are where PEFT looks, whatever the family."""
+    """PEFT finds gate_up_proj and down_proj in every family."""
     if family not in CONFIG_MAPPING or not expert_modules(build(family)):
         pytest.skip("this transformers does not dispatch its experts")
     ours, theirs = adapt(packed_model(family), **PARAMETERS), adapt(build(family), **PARAMETERS)
@@ -266,7 +266,7 @@ def test_families_without_a_peft_mapping(family: str) -> None:
 
 
 def test_failed_forward_pass_leaves_no_active_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass that breaks off lends nothing to the next one."""
+    """Factors of a forward pass that raises are not active in the next one."""
     model = packed_model("qwen3_moe")
     base = logits(model)
     peft = adapt(model, **MODULES)

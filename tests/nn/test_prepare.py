@@ -70,7 +70,7 @@ def test_plain_checkpoint_is_linked(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", UNKNOWN)
 def test_unsupported_quantisation_is_refused_by_name(method: str, tmp_path: Path) -> None:
-    """Formats that can be are in test_formats.py."""
+    """Supported formats are in test_load_formats.py."""
     source, out = save(build("qwen3_moe"), tmp_path / "model"), tmp_path / "kt"
     edit(source, quantization_config=UNKNOWN[method])
     with pytest.raises(InputError, match=f"a checkpoint quantised with '{method}'"):
@@ -97,7 +97,7 @@ def test_kimi_k2_becomes_deepseek_v3(tmp_path: Path) -> None:
 
 
 def test_quantisation_inside_text_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As released Kimi-K2.5 files have it: the quantisation and the foreign type stand inside text_config."""
+    """The layout of Kimi-K2.5: text_config contains the quantisation and the unknown model type."""
     words = {
         "model_type": "kimi_k25",
         "text_config": {"model_type": "kimi_k2", "quantization_config": {"quant_method": "compressed-tensors"}},
@@ -116,7 +116,7 @@ def test_quantisation_inside_text_config(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_kimi_k25_loads_its_text_model_if_transformers_lacks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its text model alone, from files with a vision tower: as deepseek_v3, through both doors."""
+    """The text model alone, as deepseek_v3, from files with a vision tower; by load_model and from_pretrained."""
     monkeypatch.setattr(prepare, "_is_stock", lambda _: False)
     model = build("deepseek_v3")
     source, out = save(model, tmp_path / "model"), tmp_path / "kt"

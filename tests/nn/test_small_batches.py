@@ -41,7 +41,7 @@ def test_training_uses_rounded_weights(isa: str) -> None:
 
 
 class Experts(nn.Module):
-    """As transformers has them, packed."""
+    """A packed experts module."""
 
     def __init__(self, store: ExpertStore, contract: Contract) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Experts(nn.Module):
 
 
 def test_reentrant_checkpointing_uses_rounded_weights_in_both_passes(isa: str) -> None:
-    """Its first pass is without gradients, and must give what the second one learns from."""
+    """The first pass runs without gradients and must return the output of the second."""
     store, hidden, ids, weights = quantised_case(isa)
     name, stock = next(iter(expert_modules(build("qwen3_moe")).items()))
     module = Experts(store, read_contract(name, stock))

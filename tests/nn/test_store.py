@@ -49,7 +49,7 @@ def test_store_properties(store: ExpertStore) -> None:
 
 
 def test_reference_matches_the_expert_loop_of_transformers() -> None:
-    """The oracle against the expert loop as it stands in transformers' models, in float64."""
+    """The float64 reference against the expert loop of transformers' models."""
     w = {name: tensor.double() for name, tensor in tensors().items()}
     x, ids, weights = batch(T)
     want = torch.zeros(T, H, dtype=torch.float64)

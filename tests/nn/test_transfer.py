@@ -86,7 +86,7 @@ MODES = {mode.__name__: mode for mode in (as_it_is, strided, checkpointed, autoc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_transfer_is_bit_exact(mode: str, dtype: torch.dtype, device: str) -> None:
-    """Results, and gradients that two passes add up; then once more without gradients."""
+    """Outputs, gradients accumulated over two passes, and outputs without gradients."""
     actual = []
     for layer in (plain, ours):
         hidden, ids, weights = batch(device, dtype)
@@ -197,7 +197,7 @@ def test_two_threads_on_one_device(device: str) -> None:
 
 @on_gpu
 def test_forward_on_another_stream_than_backward() -> None:
-    """Forward on another stream than the one that backward is called on, and the GPU late in both."""
+    """The GPU lags behind the host in both passes."""
     device = "cuda:0"
     expected = chain(plain, device, nothing, layers=10)
     hidden, ids, weights = batch(device, torch.bfloat16)
@@ -220,7 +220,7 @@ def test_forward_on_another_stream_than_backward() -> None:
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_layers_on_two_gpus() -> None:
-    """Layers of one model on two GPUs in turns; each has streams of its own, whichever is the current device."""
+    """Layers of one model alternate between two GPUs; each GPU has its own copy streams."""
     assert copy_streams(torch.device("cuda:0")) != copy_streams(torch.device("cuda:1"))
     actual = []
     for layer in (plain, ours):
@@ -261,7 +261,7 @@ def test_copies_wait_only_for_their_own_tensors() -> None:
 
 @on_gpu
 def test_pinned_memory_is_not_reused_before_its_copy_is_done() -> None:
-    """A hundred results wait for a stream that is busy; their pinned copies are let go of, not given out again."""
+    """A hundred results wait for a busy stream; their freed pinned copies are not reused."""
     device, count, shape = torch.device("cuda:0"), 100, (256, 64)
     side = copy_streams(device).to_device
     kept = [torch.empty(shape, pin_memory=True) for _ in range(3 * count)]  # more than will be needed, at hand

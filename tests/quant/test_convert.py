@@ -37,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("word", FORMATS)
 def test_packed_directory_matches_direct_packing(word: str, source: Path, tmp_path: Path) -> None:
-    """Logits bit by bit as when the same matrices are encoded and packed without files between."""
+    """Logits equal bit for bit those of the same matrices encoded and packed without files."""
     done = pack(source, tmp_path / "out", word)
     assert done.whole and done.directory == tmp_path / "out"
     want = load_model(source, dtype=torch.float32)
@@ -71,7 +71,7 @@ def test_keep_format_by_load_model_and_from_pretrained(source: Path, tmp_path: P
     [("gpt_oss", "int4"), ("nemotron_h", "int8"), ("granitemoe", "int4"), ("deepseek_v3", "fp8:row")],
 )
 def test_layouts_of_model_families(family: str, word: str, tmp_path: Path) -> None:
-    """Biases, interleaved and transposed; no gate; fused under other names; a dense layer first."""
+    """Biases with interleaved and transposed tensors; no gate; other names of fused tensors; a dense first layer."""
     origin = tiny(tmp_path / "model", family)
     done = pack(origin, tmp_path / "out", word)
     want, got = (load_model(tmp_path / name, dtype=torch.float32) for name in ("model", "out"))
@@ -101,7 +101,7 @@ def test_mixed_formats_and_odd_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", [KEEP, "bf16", "int4"])
 def test_fp8_attention_is_written_as_bf16(word: str, tmp_path: Path) -> None:
-    """Attention in fp8 too: it is written as bf16, and the result needs nothing of the source's method."""
+    """The result does not need the quantisation method of the source."""
     origin = as_fp8(tiny(tmp_path / "model", hidden_size=192, moe_intermediate_size=160))
     done = pack(origin, tmp_path / "out", word)
     words = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -120,7 +120,7 @@ def test_fp8_attention_is_written_as_bf16(word: str, tmp_path: Path) -> None:
 
 
 def test_experts_from_another_source(tmp_path: Path) -> None:
-    """The rest from a directory, the experts from other files of the same model, in the types that these have."""
+    """Non-expert weights from a directory, experts from GGUF or kt-kernel files, in their formats."""
     gguf = pytest.importorskip("gguf")
     sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 3, "num_hidden_layers": 1}
     full = tiny(tmp_path / "model", **sizes)
@@ -144,7 +144,7 @@ def test_experts_from_another_source(tmp_path: Path) -> None:
 
 
 def test_transformers_alone_fails_at_packed_experts(tmp_path: Path) -> None:
-    """Where this package cannot be imported, transformers fails at the experts instead of making some up."""
+    """Without ktransformers, transformers raises at the experts instead of initialising them randomly."""
     families = ["qwen3_moe", "gpt_oss", "granitemoe"]
     for family in families:
         pack(tiny(tmp_path / family, family), tmp_path / f"{family}-packed", "int8")
@@ -256,7 +256,7 @@ def test_verify_reads_checksums_of_the_manifest(source: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("target", ["bf16", "int8", "int4:32", "mxfp8", "nvfp4"])
 def test_recoding_in_blocks_of_rows_is_exact(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some rows at a time, or all at once: the same bytes, and the error that a plain computation finds."""
+    """Bytes and error equal those of recoding the matrix at once."""
     torch.manual_seed(0)
     from ktransformers.checkpoint.encoded import encode
 

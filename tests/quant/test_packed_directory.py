@@ -142,7 +142,7 @@ def test_altered_contents_are_refused_with_verify(copy: Path) -> None:
 
 
 def test_files_of_another_conversion_are_refused(copy: Path, packed: Path, tmp_path: Path) -> None:
-    """A layer of another conversion with the same names and sizes, a manifest, and a configuration."""
+    """A layer with the same names and sizes, a manifest, or a configuration of another conversion."""
     pack(packed.parent / "model", tmp_path / "other", "int8")
     own = (copy / LAYER).read_bytes()
     shutil.copyfile(tmp_path / "other" / LAYER, copy / LAYER)
@@ -194,7 +194,7 @@ def expert_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def test_training_on_mapped_experts(packed: Path) -> None:
-    """Backward reads the file's pages as forward does: gradients as with the same experts packed in memory."""
+    """Gradients equal those of the same experts packed in memory."""
     mapped = expert_gradients(load_model(packed, dtype=torch.float32))
     model = load_model(packed.parent / "model", dtype=torch.float32)
     repack(model, dict.fromkeys(("gate", "up", "down"), "int8"))
@@ -283,7 +283,7 @@ print(highest[0] - start)
 
 
 def test_memory_of_a_conversion_is_bounded(tmp_path: Path) -> None:
-    """Two threads: their matrices and those that wait, the small store, intermediates; less than half of the layer."""
+    """With two threads: matrices in flight, the staging store and intermediates need less than half of the layer."""
     small = tiny(tmp_path / "small")
     sizes = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 48, "num_hidden_layers": 1}
     large = save(build("qwen3_moe", **sizes).half(), tmp_path / "large")
@@ -294,7 +294,7 @@ def test_memory_of_a_conversion_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_of_a_conversion_of_large_layers_is_bounded(tmp_path: Path) -> None:
-    """One matrix for each thread and 1 GiB, with two layers of 1.2 GB."""
+    """At most one matrix per thread and 1 GiB, with two layers of 1.2 GB."""
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 2048, "num_experts": 48, "num_hidden_layers": 2}
     small = tiny(tmp_path / "small")
     large = save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
@@ -306,7 +306,7 @@ def test_memory_of_a_conversion_of_large_layers_is_bounded(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_transformers_without_ktransformers_refuses_a_packed_directory(packed: Path, tmp_path: Path) -> None:
-    """A virtual environment that sees every package of this one but ours."""
+    """In a virtual environment with every package of this one except ktransformers."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (site,) = environment.glob("lib/python*/site-packages")
