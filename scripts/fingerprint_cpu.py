@@ -92,7 +92,7 @@ def core() -> Keys:
         yield "forward/lora", store.forward(*given, adapters=adapters[:1])
         rows = (torch.arange(tokens) % 3 - 1).int()
         yield "forward/adapters", store.forward(*given, adapter=rows, adapters=adapters)
-        if not store.against_w8a8:
+        if not store.w8a8_unsupported:
             yield "forward/w8a8", store.forward(*given, w8a8=True)
             yield "forward/w8a8-adapters", store.forward(*given, adapter=rows, adapters=adapters, w8a8=True)
         keep = store.new_keep(*ids.shape)

@@ -14,7 +14,7 @@ import pytest
 import ktransformers
 from ktransformers import env, log, system
 from ktransformers.errors import InputError, KTError
-from tests.forked import Ended, python
+from tests.support.forked import Completed, python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +25,7 @@ def kt(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*program, *words], capture_output=True, text=True, env=clean | variables)
 
 
-def forked(*words: str, **variables: str) -> Ended:
+def forked(*words: str, **variables: str) -> Completed:
     """As `kt`, for verbs that import torch."""
     return python("from ktransformers.cli.main import main; main()", *words, **variables)
 

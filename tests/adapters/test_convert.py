@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from ktransformers.adapters import convert, read_adapter, write_adapter
 from ktransformers.cli.main import main
 from tests.adapters.samples import Recipe, same_deltas, sample, write_model_config
-from tests.forked import python
+from tests.support.forked import python
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, EXPERTS, RANK = 40, 256, 1

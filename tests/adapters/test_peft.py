@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from ktransformers.adapters import convert
-from tests.nn.families import COMMON, FAMILIES, VOCABULARY
+from tests.support.tiny_models import COMMON, FAMILIES, VOCABULARY
 
 TOKENS = torch.arange(2 * 6).reshape(2, 6) % (VOCABULARY - 3) + 3
 # What PEFT is told to adapt; families whose experts it takes by their old names, and those by their parameters.

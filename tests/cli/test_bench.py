@@ -22,7 +22,7 @@ SHORT = ("-r", "2", "-p", "24", "-n", "3")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import shutil
 
-    from tests.nn.families import build, save
+    from tests.support.tiny_models import build, save
 
     directory = tmp_path_factory.mktemp("bench") / "tiny"
     save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512, eos_token_id=2), directory)

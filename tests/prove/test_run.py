@@ -19,7 +19,7 @@ from ktransformers.adapters import proof_record
 from ktransformers.adapters.comparison import LogprobsAndNorms, difference
 from ktransformers.adapters.content import open_content
 from ktransformers.errors import KTError
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "data" / "minimind_6400"
 WEIGHTS = "adapter_model.safetensors"

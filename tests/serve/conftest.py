@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.nn.families import FAMILIES, build, save
 from tests.support.serving import (
     DATA,
     EXPERTS,
@@ -22,6 +21,7 @@ from tests.support.serving import (
     run_app,
     write_sample_adapter,
 )
+from tests.support.tiny_models import FAMILIES, build, save
 
 torch.set_num_threads(2)
 

@@ -33,7 +33,7 @@ from ktransformers.serve.flags import (
 from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 from ktransformers.serve.launch import bind_socket, make_plan, open_service, with_environment
 from ktransformers.serve.target import resolve_target
-from tests.forked import python
+from tests.support.forked import python
 from tests.support.serving import EngineHarness, RunningServer
 
 # The launch lines of the guides for SGLang with kt-kernel, whole.

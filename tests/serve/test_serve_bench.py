@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import python
+from tests.support.forked import python
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 SHORT = ["--shape", "tiny", "--layers", "1", "--prompt", "8", "--new", "3", "--repetitions", "1", "--rank", "2"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "minimind_6400"
 

@@ -17,8 +17,8 @@ from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LoraModules
 from ktransformers.serve.engine.sampling import Sampling, make_generator, sample_token
 from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
-from tests.nn.families import FAMILIES, build
 from tests.support.serving import EngineHarness, RecordedEvents
+from tests.support.tiny_models import FAMILIES, build
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

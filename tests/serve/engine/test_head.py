@@ -14,8 +14,8 @@ from ktransformers.serve import forecast
 from ktransformers.serve.engine import head
 from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
-from tests.nn.families import build
 from tests.support.serving import EngineHarness, make_service
+from tests.support.tiny_models import build
 
 QWEN = open_shape("qwen3-30b-a3b")
 

@@ -22,9 +22,9 @@ from ktransformers.serve.engine.forward import Chunk, Forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Sampling
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_not
-from tests.nn.families import build
 from tests.support.decode_recorder import EagerCapture, graphs_of
 from tests.support.serving import EngineHarness, random_prompt, same_completion
+from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 

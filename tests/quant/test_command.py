@@ -1,4 +1,4 @@
-"""`kt quant` as a user types it: tables, JSON, older spellings, the receipt with a text."""
+"""The command `kt quant`: tables, JSON, older option names, the receipt with a calibration text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.conversions import logits, tiny
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
@@ -18,8 +17,10 @@ from ktransformers.cli.quant import format_duration, normalise_format, parse_lay
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant.receipt import WINDOW_TOKENS, read_receipt, read_text, split_windows
+from tests.support.packing import tiny
+from tests.support.tiny_models import logits
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def kt(*words: object) -> str:
     return done.stdout
 
 
-def test_table_then_json(source: Path, tmp_path: Path) -> None:
+def test_quant_prints_a_table_or_json(source: Path, tmp_path: Path) -> None:
     given = (source, "--format", "int4", "--group", 64, "--down-format", "int8", "-o", tmp_path / "out")
     shown = kt(*given)
     lines = shown.splitlines()
@@ -70,7 +71,7 @@ def test_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_older_spellings(source: Path, tmp_path: Path) -> None:
+def test_older_option_names_are_accepted(source: Path, tmp_path: Path) -> None:
     old = kt("--input-path", source, "--input-type", "bf16", "--output", tmp_path / "a", "--quant-method", "moe_int8",
              "--cpuinfer-threads", 2, "--threadpool-count", 2)  # fmt: skip
     assert "int8" in old
@@ -81,7 +82,7 @@ def test_older_spellings(source: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(one), logits(other))
 
 
-def test_script_of_the_old_name(
+def test_old_script_name_is_accepted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = importlib.util.spec_from_file_location("convert_cpu_weights", ROOT / "scripts" / "convert_cpu_weights.py")
@@ -98,7 +99,7 @@ def test_script_of_the_old_name(
         script.main()
 
 
-def test_receipt_with_a_text(source: Path, tmp_path: Path) -> None:
+def test_receipt_of_a_calibration_text(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
         "\n".join(json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 3}) for _ in range(3))
@@ -106,12 +107,12 @@ def test_receipt_with_a_text(source: Path, tmp_path: Path) -> None:
     words = json.loads(
         kt(source, "--format", "int4", "-o", tmp_path / "out", "--calib", text, "--calib-tokens", 300, "--json")
     )
-    found = words["calibration"]
-    assert found["tokens"] == 299 and found["text"] == "text.jsonl" and words["skipped"] is None
-    assert 0 < found["kl"] < 1 and 0.3 < found["same_top"] <= 1
+    actual = words["calibration"]
+    assert actual["tokens"] == 299 and actual["text"] == "text.jsonl" and words["skipped"] is None
+    assert 0 < actual["kl"] < 1 and 0.3 < actual["same_top"] <= 1
     want = perplexity(source, text, 300)
-    assert abs(found["source_perplexity"] / want - 1) < 0.02
-    assert abs(found["perplexity"] / want - 1) < 0.3
+    assert abs(actual["source_perplexity"] / want - 1) < 0.02
+    assert abs(actual["perplexity"] / want - 1) < 0.3
     assert read_receipt(tmp_path / "out").calibration is not None
     kept = json.loads(kt(source, "--format", "keep", "-o", tmp_path / "kept", "--calib", text, "--json"))["calibration"]
     assert kept["kl"] == 0 and kept["same_top"] == 1 and kept["perplexity"] == kept["source_perplexity"]
@@ -129,7 +130,7 @@ def perplexity(directory: Path, text: Path, count: int) -> float:
     return loss
 
 
-def test_calibration_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_calibration_is_skipped(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.system import Memory
 
     text = tmp_path / "text.txt"
@@ -140,7 +141,7 @@ def test_calibration_that_cannot_be(source: Path, tmp_path: Path, monkeypatch: p
     assert read_receipt(tmp_path / "out").skipped is not None
 
 
-def test_texts(tmp_path: Path) -> None:
+def test_calibration_text_formats(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\n\n{"prompt": "two"}\n')
     assert read_text(file) == "one\n\ntwo"
@@ -153,11 +154,11 @@ def test_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "layers"), [("0-3", {0, 1, 2, 3}), ("7", {7}), ("1, 3-4", {1, 3, 4})])
-def test_layers_option(text: str, layers: set[int]) -> None:
+def test_layers_option_converts_some_layers(text: str, layers: set[int]) -> None:
     assert parse_layers(text) == layers
 
 
-def test_refusals(source: Path, tmp_path: Path) -> None:
+def test_wrong_options_are_refused(source: Path, tmp_path: Path) -> None:
     for text in ("", "3-1", "a", "1-"):
         with pytest.raises(InputError, match="layers: given"):
             parse_layers(text)
@@ -173,7 +174,7 @@ def test_refusals(source: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_words() -> None:
+def test_format_words() -> None:
     assert [normalise_format(word) for word in ("MOE_INT8", "moe_int4", "int4:64", "Q8_0")] == [
         "int8",
         "int4",

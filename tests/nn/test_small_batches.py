@@ -1,5 +1,5 @@
-"""Few rows of an expert: inference multiplies its codes as they lie, and training, whatever it keeps and however it is
-checkpointed, computes with the rounded weights of backward."""
+"""Small batches of quantised experts: inference multiplies the packed codes, training always uses the rounded weights
+of backward, with or without retained activations and under checkpointing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.experts import experts_forward
 from ktransformers.nn.operator import apply_experts
-
-from .families import build
+from tests.support.tiny_models import build
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 96, 64
 
 
-def made(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
+def quantised_case(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(3)
     shapes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
     matrices = {n: encode(torch.randn(EXPERTS, *shape, generator=random), "int8") for n, shape in shapes.items()}
@@ -28,21 +27,21 @@ def made(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
     return store, hidden, torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.rand(3, 2, generator=random)
 
 
-def test_learning_sees_rounded_weights(isa: str) -> None:
-    store, hidden, ids, weights = made(isa)
+def test_training_uses_rounded_weights(isa: str) -> None:
+    store, hidden, ids, weights = quantised_case(isa)
     rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)
     for retain in (True, False):
         out = apply_experts(store, hidden, ids, weights, retain=retain)
         assert out.grad_fn is not None and torch.equal(out.detach(), rounded)
     with torch.no_grad():
         assert torch.equal(apply_experts(store, hidden, ids, weights, training=True), rounded)
-        told = apply_experts(store, hidden, ids, weights)
-    assert torch.equal(told, store.forward(hidden.detach(), ids, weights))
-    assert torch.equal(told, rounded) != (isa in ("avx512_bf16", "amx"))
+        inference = apply_experts(store, hidden, ids, weights)
+    assert torch.equal(inference, store.forward(hidden.detach(), ids, weights))
+    assert torch.equal(inference, rounded) != (isa in ("avx512_bf16", "amx"))
 
 
 class Experts(nn.Module):
-    """As transformers has them, packed."""
+    """A packed experts module."""
 
     def __init__(self, store: ExpertStore, contract: Contract) -> None:
         super().__init__()
@@ -52,9 +51,9 @@ class Experts(nn.Module):
         return experts_forward(self, hidden, ids, weights)
 
 
-def test_reentrant_checkpointing(isa: str) -> None:
-    """Its first pass is without gradients, and must give what the second one learns from."""
-    store, hidden, ids, weights = made(isa)
+def test_reentrant_checkpointing_uses_rounded_weights_in_both_passes(isa: str) -> None:
+    """The first pass runs without gradients and must return the output of the second."""
+    store, hidden, ids, weights = quantised_case(isa)
     name, stock = next(iter(expert_modules(build("qwen3_moe")).items()))
     module = Experts(store, read_contract(name, stock))
     rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)

@@ -1,5 +1,5 @@
-"""Whole models whose experts are in GGUF's smallest types: the file, the packed directory and an adapter on them,
-against the model with the numbers that the `gguf` package reads there."""
+"""Models with experts in GGUF's smallest types: the file, the packed directory and an adapter on them, against the
+model with the weights that the `gguf` package decodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint.blocks import SMALL, random_blocks
-from checkpoint.conversions import pack
-from checkpoint.releases import write_gguf
 from transformers import PreTrainedModel
 
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.nn import load_model
 from ktransformers.plan.formats import format_of
-
-from .families import build, save, tokens
-from .test_formats import EXACT, logits, stores
+from tests.support.gguf_blocks import SMALL, random_blocks
+from tests.support.loaded_models import EXACT, stores
+from tests.support.packing import pack
+from tests.support.releases import write_gguf
+from tests.support.tiny_models import build, logits, save, tokens
 
 ROLES = ("gate", "up", "down")
 LAYERS = len(SMALL) // len(ROLES)
@@ -34,9 +33,9 @@ def in_small_types(model: PreTrainedModel, file: Path) -> None:
     random, tensors = np.random.default_rng(0), dict[str, tuple[Any, str]]()
     numbers = model.state_dict()
     for layer in range(LAYERS):
-        whole = numbers[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        gate_up = numbers[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
         down = numbers[f"model.layers.{layer}.mlp.experts.down_proj"]
-        for role, matrix in zip(ROLES, (whole[:, :256], whole[:, 256:], down), strict=True):
+        for role, matrix in zip(ROLES, (gate_up[:, :256], gate_up[:, 256:], down), strict=True):
             kind = SMALL[layer * len(ROLES) + ROLES.index(role)]
             data = random_blocks(kind, matrix.shape[:2], 256, random)
             quantised = gguf.GGMLQuantizationType[kind.upper()]
@@ -49,7 +48,7 @@ def in_small_types(model: PreTrainedModel, file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """The model's directory, a GGUF of its experts, and the directory with these numbers in bf16."""
     pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp("small")
@@ -59,25 +58,25 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return full, folder / "experts.gguf", save(model, folder / "plain")
 
 
-def test_file_and_packed_directory(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    full, experts, plain = made
-    found = load_model(full, experts=experts, dtype=torch.float32)
-    assert [store.formats[role] for store in stores(found) for role in ROLES] == list(SMALL)
-    for store in stores(found):  # what a plan counts, and a few bytes of each block for padding
+def test_file_and_packed_directory_match_the_decoded_model(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    full, experts, plain = models
+    actual = load_model(full, experts=experts, dtype=torch.float32)
+    assert [store.formats[role] for store in stores(actual) for role in ROLES] == list(SMALL)
+    for store in stores(actual):  # what a plan counts, and a few bytes of each block for padding
         released = sum(4 * 256 * 256 * format_of(kind).bytes_per_weight for kind in store.formats.values())
         assert released <= store.packed_bytes <= released + 4 * 24 * 256
     want = logits(load_model(plain, dtype=torch.float32))
     assert want.std() > 0.1
-    torch.testing.assert_close(logits(found), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(logits(actual), want, rtol=EXACT, atol=EXACT)
     done = pack(full, tmp_path / "packed", KEEP, experts=experts)
     assert all(matrix.kept for layer in done.receipt.layers for matrix in layer.matrices.values())
-    assert torch.equal(logits(load_model(tmp_path / "packed", dtype=torch.float32)), logits(found))
+    assert torch.equal(logits(load_model(tmp_path / "packed", dtype=torch.float32)), logits(actual))
 
 
-def test_an_adapter_gets_the_gradients_of_their_numbers(made: tuple[Path, Path, Path]) -> None:
+def test_adapter_gets_the_gradients_of_the_decoded_model(models: tuple[Path, Path, Path]) -> None:
     from peft import LoraConfig, get_peft_model
 
-    full, experts, plain = made
+    full, experts, plain = models
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     grads = []
     for model in (load_model(full, experts=experts, dtype=torch.float32), load_model(plain, dtype=torch.float32)):

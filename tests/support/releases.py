@@ -1,7 +1,7 @@
-"""Matrices as releases write them, with random bits, and the numbers that these bits stand for.
+"""Matrices in the formats of releases, with random bits, and their decoded values.
 
-Every function returns (tensors by ending, float32 `[N, K]`). The numbers are computed here from the descriptions of the
-formats, word by word and on purpose not with the package's own decoder.
+Every function returns (tensors by ending, float32 `[N, K]`). The values are computed from the descriptions of the
+formats, independently of the package's own decoder.
 """
 
 from __future__ import annotations
@@ -156,30 +156,30 @@ def kt_tiles(codes: Tensor, method: str) -> Tensor:
     inside, tile, lane = (column - kb) % k_step, (row - nb - ns) // 16, row % 16
     byte = inside % 64
     at = step // (k_step // 64) + tile * 1024 + byte // 4 * 64 + lane * 4 + byte % 4
-    found = numpy.zeros(n * k // (k_step // 64), dtype=numpy.uint8)
+    actual = numpy.zeros(n * k // (k_step // 64), dtype=numpy.uint8)
     values = codes.numpy().view(numpy.uint8)
     if method == "INT8":
-        found[at] = values
-        return torch.from_numpy(found)
+        actual[at] = values
+        return torch.from_numpy(actual)
     low = inside < 64
-    numpy.bitwise_or.at(found, at[low], values[low] & 15)
-    numpy.bitwise_or.at(found, at[~low], (values[~low] & 15) << 4)
-    return torch.from_numpy(found)
+    numpy.bitwise_or.at(actual, at[low], values[low] & 15)
+    numpy.bitwise_or.at(actual, at[~low], (values[~low] & 15) << 4)
+    return torch.from_numpy(actual)
 
 
 def kt_parts(
     n: int, k: int, role: str, method: str, parts: int, seed: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """[(bytes, scales)] of a matrix cut for so many NUMA nodes, and its numbers."""
-    found, numbers = [], []
+    actual, numbers = [], []
     rows, columns = (n // parts, k) if role != "down" else (n, k // parts)
     for part in range(parts):
         limit = 127 if method == "INT8" else 7
         codes = torch.randint(-limit, limit + 1, (rows, columns), generator=_random(seed * 31 + part)).to(torch.int8)
         scale = _scales((rows,), seed * 31 + part, 1.0 / (70 if method == "INT8" else 64) / k**0.5)
-        found.append((kt_tiles(codes, method), scale))
+        actual.append((kt_tiles(codes, method), scale))
         numbers.append(codes.float() * (1 if method == "INT8" else 16) * scale[:, None])
-    return found, torch.cat(numbers, 0 if role != "down" else 1)
+    return actual, torch.cat(numbers, 0 if role != "down" else 1)
 
 
 def write_kt_tree(

@@ -1,6 +1,6 @@
-"""Two hundred steps of attention and expert LoRA with the same seed: every variant draws the stock model's curve.
+"""Two hundred steps of attention and expert LoRA with one seed: the loss curve of every variant is the stock model's.
 
-The first variant multiplies f32 and the last one bf16; those between compute as one of the two, and are slow.
+The first variant multiplies f32 and the last one bf16; the others compute like one of the two, and are slow.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from ktransformers import _core
 from ktransformers.nn.quantizer import attach
-
-from .families import build, tokens
+from tests.support.tiny_models import build, tokens
 
 STEPS = 200
 VARIANTS = [variant["name"] for variant in _core.variants() if variant["native"] or variant["emulated"]]
@@ -31,7 +30,7 @@ def curve(isa: str | None) -> list[float]:
     )
     optimizer = torch.optim.AdamW((p for p in peft.parameters() if p.requires_grad), lr=5e-4)
     batches = tokens(8).split(2)
-    found = []
+    actual = []
     peft.train()
     for step in range(STEPS):
         batch = batches[step % len(batches)]
@@ -39,8 +38,8 @@ def curve(isa: str | None) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        actual.append(loss.item())
+    return actual
 
 
 stock_curve = functools.cache(lambda: curve(None))
@@ -50,10 +49,10 @@ stock_curve = functools.cache(lambda: curve(None))
     "variant",
     [name if name in (VARIANTS[0], VARIANTS[-1]) else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
 )
-def test_loss_curves_overlay(variant: str) -> None:
-    expected, found = torch.tensor(stock_curve()), torch.tensor(curve(variant))
+def test_loss_curve_matches_the_stock_model(variant: str) -> None:
+    expected, actual = torch.tensor(stock_curve()), torch.tensor(curve(variant))
     assert expected[-8:].mean() < 0.5 * expected[:8].mean(), "the stock model does not learn either"
     # Rounding of LoRA to bf16, and of activations where the variant multiplies bf16, now and then sends a token to
     # another expert and moves a single step; over the four batches it must neither show nor lean to one side.
-    off = (found / expected - 1).view(-1, 4).mean(1)
+    off = (actual / expected - 1).view(-1, 4).mean(1)
     assert off.abs().max() < 0.04 and off.mean().abs() < 0.005, (float(off.abs().max()), float(off.mean()))

@@ -1,4 +1,4 @@
-"""Packed directories in use: killed while they are written, altered afterwards, opened by two processes at once."""
+"""Packed directories in use: conversions killed and resumed, altered files, two processes that share a directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from nn.families import build, save, tokens
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,9 +21,9 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.store import LAYOUT_VERSION
 from ktransformers.quant import convert as run
-from tests.forked import Forked, python
-
-from .conversions import contents, edit, logits, pack, repack, tiny
+from tests.support.forked import Forked, python
+from tests.support.packing import contents, edit, mapped_pages, pack, repack, tiny
+from tests.support.tiny_models import build, logits, save, tokens
 
 LAYER = "packed-00001.safetensors"
 
@@ -46,14 +45,14 @@ import json, os, random, signal, sys, time
 import torch
 from pathlib import Path
 from ktransformers.quant.convert import convert
-from ktransformers.quant.plan import make_plan, wanted
+from ktransformers.quant.plan import make_plan, parse_formats
 source, out, generator, seen = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(7), []
 def attempt(slow):
     child = os.fork()
     if child == 0:
         def progress(done, total, word):
             time.sleep(slow)
-        convert(make_plan(source, wanted("int4"), 2), out, progress=progress if slow else None)
+        convert(make_plan(source, parse_formats("int4"), 2), out, progress=progress if slow else None)
         os._exit(0)
     return child
 journal = out.with_name(out.name + ".partial") / "journal.jsonl"
@@ -72,16 +71,16 @@ print(json.dumps({"seen": seen, "last": os.waitstatus_to_exitcode(status)}))
 """
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+def test_killed_conversion_is_resumed(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=6), tmp_path / "out"
     done = python(KILLED, origin, out)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [code for code, _, _ in found["seen"]] == [-signal.SIGKILL] * 4
-    assert not any(finished for _, finished, _ in found["seen"])
-    entered = [lines for _, _, lines in found["seen"]]
+    actual = json.loads(done.stdout)
+    assert [code for code, _, _ in actual["seen"]] == [-signal.SIGKILL] * 4
+    assert not any(finished for _, finished, _ in actual["seen"])
+    entered = [lines for _, _, lines in actual["seen"]]
     assert entered == sorted(entered) and 5 <= entered[-1] < 8  # what was finished stayed so, and more was to do
-    assert found["last"] == 0 and out.is_dir() and not (tmp_path / "out.partial").exists()
+    assert actual["last"] == 0 and out.is_dir() and not (tmp_path / "out.partial").exists()
     pack(origin, tmp_path / "whole", "int4")
     one, other = contents(out), contents(tmp_path / "whole")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -89,7 +88,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     load_model(out, verify=True)
 
 
-def test_a_decayed_layer_is_written_again(tmp_path: Path) -> None:
+def test_damaged_layer_is_converted_again(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=3), tmp_path / "out"
     pack(origin, out, "int8", layers={0, 1})
     file = tmp_path / "out.partial" / LAYER
@@ -111,7 +110,7 @@ def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
-def test_truncated_or_missing(copy: Path) -> None:
+def test_truncated_or_missing_files_are_refused(copy: Path) -> None:
     whole = (copy / LAYER).read_bytes()
     for open_it in (load_model, AutoModelForCausalLM.from_pretrained):
         (copy / LAYER).write_bytes(whole[:-4096])
@@ -129,7 +128,7 @@ def test_truncated_or_missing(copy: Path) -> None:
             open_it(copy)
 
 
-def test_altered(copy: Path) -> None:
+def test_altered_contents_are_refused_with_verify(copy: Path) -> None:
     whole = (copy / LAYER).read_bytes()
     text = whole.index(b'"conversion":"') + len('"conversion":"')
     flip(copy / LAYER, text)
@@ -142,8 +141,8 @@ def test_altered(copy: Path) -> None:
         load_model(copy, verify=True)
 
 
-def test_foreign(copy: Path, packed: Path, tmp_path: Path) -> None:
-    """A layer of another conversion with the same names and sizes, a manifest, and a configuration."""
+def test_files_of_another_conversion_are_refused(copy: Path, packed: Path, tmp_path: Path) -> None:
+    """A layer with the same names and sizes, a manifest, or a configuration of another conversion."""
     pack(packed.parent / "model", tmp_path / "other", "int8")
     own = (copy / LAYER).read_bytes()
     shutil.copyfile(tmp_path / "other" / LAYER, copy / LAYER)
@@ -169,14 +168,14 @@ def rewrite_manifest(directory: Path, **changes: Any) -> None:
     edit(directory, quantization_config=config)
 
 
-def test_another_layout_version(copy: Path) -> None:
+def test_another_layout_version_is_refused(copy: Path) -> None:
     rewrite_manifest(copy, layout=LAYOUT_VERSION + 1)
     for open_it in (load_model, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(InputError, match=f"layout {LAYOUT_VERSION + 1}, expected layout .*; run kt quant again"):
             open_it(copy)
 
 
-def test_another_model(copy: Path) -> None:
+def test_packed_directory_of_another_model_is_refused(copy: Path) -> None:
     edit(copy, moe_intermediate_size=32)
     with pytest.raises(InputError, match=r"intermediate 64, .*expected .*intermediate 32, .*as config\.json says"):
         load_model(copy)
@@ -195,7 +194,7 @@ def expert_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def test_training_on_mapped_experts(packed: Path) -> None:
-    """Backward reads the file's pages as forward does: gradients as with the same experts packed in memory."""
+    """Gradients equal those of the same experts packed in memory."""
     mapped = expert_gradients(load_model(packed, dtype=torch.float32))
     model = load_model(packed.parent / "model", dtype=torch.float32)
     repack(model, dict.fromkeys(("gate", "up", "down"), "int8"))
@@ -223,19 +222,7 @@ while sign.exists():
 """
 
 
-def mapped_pages(process: int, directory: Path) -> tuple[int, int]:
-    """Bytes of the directory's packed files in the memory of a process, whole and as its share."""
-    sums, inside = {"Rss": 0, "Pss": 0}, False
-    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
-        word = line.split()
-        if "-" in word[0] and not word[0].endswith(":"):
-            inside = str(directory / "packed-") in line
-        elif inside and word[0].removesuffix(":") in sums:
-            sums[word[0].removesuffix(":")] += int(word[1]) * 1024
-    return sums["Rss"], sums["Pss"]
-
-
-def test_two_processes_share_one_copy(tmp_path: Path) -> None:
+def test_two_processes_share_mapped_pages(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_hidden_layers": 2}
     pack(tiny(tmp_path / "model", **sizes), tmp_path / "out", "bf16")
     packed = sum(file.stat().st_size for file in (tmp_path / "out").glob("packed-*"))
@@ -275,12 +262,12 @@ import sys, threading
 import torch
 from pathlib import Path
 import ktransformers.quant.convert as run
-from ktransformers.quant.plan import make_plan, wanted
+from ktransformers.quant.plan import make_plan, parse_formats
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 run.STORE_BYTES = 8 << 20
-run.convert(make_plan(sys.argv[1], wanted(sys.argv[4]), 2), sys.argv[2] + ".first")  # imports, threads, caches
+run.convert(make_plan(sys.argv[1], parse_formats(sys.argv[4]), 2), sys.argv[2] + ".first")  # imports, threads, caches
 highest, over = [0], threading.Event()
 def watch():
     while not over.wait(0.002):
@@ -288,15 +275,15 @@ def watch():
 start = anonymous()
 thread = threading.Thread(target=watch)
 thread.start()
-run.convert(make_plan(sys.argv[3], wanted(sys.argv[4]), 2), sys.argv[2])
+run.convert(make_plan(sys.argv[3], parse_formats(sys.argv[4]), 2), sys.argv[2])
 over.set()
 thread.join()
 print(highest[0] - start)
 """
 
 
-def test_memory_does_not_grow_with_the_layer(tmp_path: Path) -> None:
-    """Two threads: their matrices and those that wait, the small store, intermediates; less than half of the layer."""
+def test_memory_of_a_conversion_is_bounded(tmp_path: Path) -> None:
+    """With two threads: matrices in flight, the staging store and intermediates need less than half of the layer."""
     small = tiny(tmp_path / "small")
     sizes = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 48, "num_hidden_layers": 1}
     large = save(build("qwen3_moe", **sizes).half(), tmp_path / "large")
@@ -306,8 +293,8 @@ def test_memory_does_not_grow_with_the_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_bound_on_a_large_layer(tmp_path: Path) -> None:
-    """One matrix for each thread and 1 GiB, with two layers of 1.2 GB."""
+def test_memory_of_a_conversion_of_large_layers_is_bounded(tmp_path: Path) -> None:
+    """At most one matrix per thread and 1 GiB, with two layers of 1.2 GB."""
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 2048, "num_experts": 48, "num_hidden_layers": 2}
     small = tiny(tmp_path / "small")
     large = save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
@@ -318,8 +305,8 @@ def test_memory_bound_on_a_large_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stock_without_us_in_an_environment_of_its_own(packed: Path, tmp_path: Path) -> None:
-    """A virtual environment that sees every package of this one but ours."""
+def test_transformers_without_ktransformers_refuses_a_packed_directory(packed: Path, tmp_path: Path) -> None:
+    """In a virtual environment with every package of this one except ktransformers."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (site,) = environment.glob("lib/python*/site-packages")

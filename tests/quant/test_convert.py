@@ -1,4 +1,4 @@
-"""Conversion into packed directories: every format against packing from the source directly, and what opens them."""
+"""Conversion to packed directories: every format against packing the source directly, and loading the result."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant.plan import estimate, make_plan, parse_formats
 from ktransformers.quant.receipt import read_receipt
-
-from .conversions import as_fp8, contents, edit, expert_modules_with_stores, logits, pack, repack, tiny
-from .releases import kt_parts, write_gguf, write_kt_tree
+from tests.support.packing import as_fp8, contents, edit, expert_modules_with_stores, pack, repack, tiny
+from tests.support.releases import kt_parts, write_gguf, write_kt_tree
+from tests.support.tiny_models import logits
 
 FORMATS = ["int8", "int4:0", "int4:32", "int4:64", "fp8:128x128", "fp8:1x128", "fp8:row", "mxfp8", "mxfp4", "nvfp4"]
 # Frobenius, on Gaussian matrices of 64 columns: what a format of so many bits can do, and no more.
@@ -36,8 +36,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("word", FORMATS)
-def test_formats(word: str, source: Path, tmp_path: Path) -> None:
-    """Logits bit by bit as when the same matrices are encoded and packed without files between."""
+def test_packed_directory_matches_direct_packing(word: str, source: Path, tmp_path: Path) -> None:
+    """Logits equal bit for bit those of the same matrices encoded and packed without files."""
     done = pack(source, tmp_path / "out", word)
     assert done.whole and done.directory == tmp_path / "out"
     want = load_model(source, dtype=torch.float32)
@@ -51,7 +51,7 @@ def test_formats(word: str, source: Path, tmp_path: Path) -> None:
             assert 1e-4 < matrix.error < ERRORS[word.partition(":")[0]]
 
 
-def test_keep_and_both_doors(source: Path, tmp_path: Path) -> None:
+def test_keep_format_by_load_model_and_from_pretrained(source: Path, tmp_path: Path) -> None:
     done = pack(source, tmp_path / "out", KEEP)
     want = logits(load_model(source, dtype=torch.float32))
     assert torch.equal(logits(load_model(tmp_path / "out", dtype=torch.float32, pages="prefault", verify=True)), want)
@@ -70,8 +70,8 @@ def test_keep_and_both_doors(source: Path, tmp_path: Path) -> None:
     ("family", "word"),
     [("gpt_oss", "int4"), ("nemotron_h", "int8"), ("granitemoe", "int4"), ("deepseek_v3", "fp8:row")],
 )
-def test_layouts(family: str, word: str, tmp_path: Path) -> None:
-    """Biases, interleaved and transposed; no gate; fused under other names; a dense layer first."""
+def test_layouts_of_model_families(family: str, word: str, tmp_path: Path) -> None:
+    """Biases with interleaved and transposed tensors; no gate; other names of fused tensors; a dense first layer."""
     origin = tiny(tmp_path / "model", family)
     done = pack(origin, tmp_path / "out", word)
     want, got = (load_model(tmp_path / name, dtype=torch.float32) for name in ("model", "out"))
@@ -100,8 +100,8 @@ def test_mixed_formats_and_odd_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", [KEEP, "bf16", "int4"])
-def test_fp8_release(word: str, tmp_path: Path) -> None:
-    """Attention in fp8 too: it is written as bf16, and the result needs nothing of the source's method."""
+def test_fp8_attention_is_written_as_bf16(word: str, tmp_path: Path) -> None:
+    """The result does not need the quantisation method of the source."""
     origin = as_fp8(tiny(tmp_path / "model", hidden_size=192, moe_intermediate_size=160))
     done = pack(origin, tmp_path / "out", word)
     words = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -119,8 +119,8 @@ def test_fp8_release(word: str, tmp_path: Path) -> None:
         assert torch.equal(logits(got), logits(want))
 
 
-def test_experts_from_gguf_and_from_kt_kernel(tmp_path: Path) -> None:
-    """The rest from a directory, the experts from other files of the same model, in the types that these have."""
+def test_experts_from_another_source(tmp_path: Path) -> None:
+    """Non-expert weights from a directory, experts from GGUF or kt-kernel files, in their formats."""
     gguf = pytest.importorskip("gguf")
     sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 3, "num_hidden_layers": 1}
     full = tiny(tmp_path / "model", **sizes)
@@ -136,15 +136,15 @@ def test_experts_from_gguf_and_from_kt_kernel(tmp_path: Path) -> None:
     write_gguf(tmp_path / "experts.gguf", "qwen3moe", {}, tensors)
     for name, formats in (("experts.gguf", ["q4_0", "q8_0", "q5_1"]), ("tree", None)):
         done = pack(full, tmp_path / f"{name}-packed", KEEP, experts=tmp_path / name)
-        found = [matrix.format for matrix in done.receipt.layers[0].matrices.values()]
-        assert formats is None or found == formats
+        actual = [matrix.format for matrix in done.receipt.layers[0].matrices.values()]
+        assert formats is None or actual == formats
         assert all(matrix.kept for matrix in done.receipt.layers[0].matrices.values())
         want = load_model(full, experts=tmp_path / name, dtype=torch.float32)
         assert torch.equal(logits(load_model(done.directory, dtype=torch.float32)), logits(want))
 
 
-def test_nothing_is_left_to_stock(tmp_path: Path) -> None:
-    """Where this package cannot be imported, transformers fails at the experts instead of making some up."""
+def test_transformers_alone_fails_at_packed_experts(tmp_path: Path) -> None:
+    """Without ktransformers, transformers raises at the experts instead of initialising them randomly."""
     families = ["qwen3_moe", "gpt_oss", "granitemoe"]
     for family in families:
         pack(tiny(tmp_path / family, family), tmp_path / f"{family}-packed", "int8")
@@ -171,7 +171,7 @@ assert "ktransformers" not in sys.modules
     assert done.stdout.split() == ["refused"] * len(families), done.stderr
 
 
-def test_layers_by_parts(tmp_path: Path) -> None:
+def test_layers_converted_in_several_calls(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=3), tmp_path / "out"
     first = pack(origin, out, "int8", layers={2})
     assert not first.whole and not out.exists() and first.directory == tmp_path / "out.partial"
@@ -194,7 +194,7 @@ def test_layers_by_parts(tmp_path: Path) -> None:
         pack(origin, out, "int4")
 
 
-def test_a_changed_source_does_not_resume(tmp_path: Path) -> None:
+def test_changed_source_is_not_resumed(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model"), tmp_path / "out"
     pack(origin, out, "int8", layers={0})
     tiny(tmp_path / "model")  # the same names and sizes, written anew
@@ -202,7 +202,7 @@ def test_a_changed_source_does_not_resume(tmp_path: Path) -> None:
         pack(origin, out, "int8")
 
 
-def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
+def test_unsupported_sources_are_refused(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "out", "int8")
     with pytest.raises(InputError, match="given a packed directory, expected the checkpoint"):
         pack(tmp_path / "out", tmp_path / "again", "int4")
@@ -224,7 +224,7 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
         (("int8", None, "q9"), "'q9'"),
     ],
 )
-def test_formats_that_are_refused(words: tuple[object, ...], message: str) -> None:
+def test_unsupported_formats_are_refused(words: tuple[object, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_formats(*words)  # type: ignore[arg-type]
 
@@ -240,12 +240,12 @@ def test_plan_and_estimate(source: Path, tmp_path: Path) -> None:
     assert plan.out_bytes < written < plan.out_bytes + 5 * 4096 * len(plan.layers) + 16384
 
 
-def test_kt_model_verify_knows_the_checksums(source: Path, tmp_path: Path) -> None:
+def test_verify_reads_checksums_of_the_manifest(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     pack(source, out, "int8")
-    found = verify(out)
-    assert found.whole and found.hashed == 3 and found.unknown == 0
-    assert [finding.text for finding in found.findings] == ["no tokenizer file"]  # no tokenizer in a tiny model
+    actual = verify(out)
+    assert actual.whole and actual.hashed == 3 and actual.unknown == 0
+    assert [finding.text for finding in actual.findings] == ["no tokenizer file"]  # no tokenizer in a tiny model
     data = bytearray((out / "packed-00001.safetensors").read_bytes())
     data[-5000] ^= 1
     (out / "packed-00001.safetensors").write_bytes(data)
@@ -255,8 +255,8 @@ def test_kt_model_verify_knows_the_checksums(source: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["bf16", "int8", "int4:32", "mxfp8", "nvfp4"])
-def test_recoding_by_rows_is_recoding(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some rows at a time, or all at once: the same bytes, and the error that a plain computation finds."""
+def test_recoding_in_blocks_of_rows_is_exact(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and error equal those of recoding the matrix at once."""
     torch.manual_seed(0)
     from ktransformers.checkpoint.encoded import encode
 

@@ -1,4 +1,4 @@
-"""Random blocks of GGUF's types: any bytes but for the float16 scales, which must be ordinary numbers."""
+"""Random GGUF blocks: random bytes except the float16 scales, which are finite numbers."""
 
 from __future__ import annotations
 

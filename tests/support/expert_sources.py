@@ -1,4 +1,4 @@
-"""A checkpoint written to a folder, and a layer of it read back as numbers, for the tests of all sources."""
+"""Writes a checkpoint to a folder and reads an expert layer back as decoded tensors, for tests of all sources."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MODULE = "model.layers.0.mlp.experts"
 
 def numbers(layer: LayerSource) -> dict[str, Tensor]:
     """All experts by role, in float32; every piece is one expert."""
-    found: dict[str, list[Tensor]] = {}
+    actual: dict[str, list[Tensor]] = {}
     for expert, piece in enumerate(layer.chunks()):
         assert piece.first_expert == expert and not piece.fused
         for role, part in piece.tensors.items():
             if isinstance(part, Encoded):
                 assert layer.formats[role] == part.format
-            found.setdefault(role, []).append(decode(part)[0] if isinstance(part, Encoded) else part.float())
-    return {role: torch.stack(parts) for role, parts in found.items()}
+            actual.setdefault(role, []).append(decode(part)[0] if isinstance(part, Encoded) else part.float())
+    return {role: torch.stack(parts) for role, parts in actual.items()}
 
 
 def save(directory: Path, tensors: dict[str, Tensor]) -> Path:
@@ -32,7 +32,7 @@ def save(directory: Path, tensors: dict[str, Tensor]) -> Path:
     return directory
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for role, value in expected.items():
-        assert torch.equal(found[role], value), role
+        assert torch.equal(actual[role], value), role

@@ -1,5 +1,5 @@
-"""The exact kinds under autograd: finite differences in float64, LoRA and dropout against float64, and a whole model
-whose numbers bf16 cannot hold against the stock one with stock PEFT."""
+"""Precisions f32 and f64 under autograd: finite differences in float64, LoRA and dropout against float64, and a model
+whose weights bf16 cannot represent against the stock model with stock PEFT."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.lora_factors import empty_gradients, factors_of, packed_adapter
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import Dropout
-
-from .families import build, save, tokens
-from .test_lora_dropout import exact_with_dropout
-from .test_lora_operator import FORMS, Form, found, leaves, make_lora
-from .test_lora_operator import exact as exact_lora
-from .test_operator import PACKED, Case, relative
-from .test_peft import MODULES, adapt, gradients, logits
+from tests.support.lora_cases import (
+    LORA_FORMS,
+    LoraForm,
+    apply_lora,
+    factor_tensors,
+    make_lora,
+    reference_lora,
+    reference_with_dropout,
+)
+from tests.support.operator_cases import PACKED_DTYPES, OperatorCase, relative_error
+from tests.support.peft_models import MODULES, adapt, gradients
+from tests.support.tiny_models import build, logits, save, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*")
 ACTIVATIONS: list[dict[str, Any]] = [
@@ -46,14 +51,14 @@ def lora_of(form: dict[str, Any], tensors: tuple[Tensor, ...]) -> ExpertLora:
 
 @pytest.mark.parametrize("retain", [True, False], ids=["retain", "recompute"])
 @pytest.mark.parametrize("form", ACTIVATIONS, ids=lambda form: form["activation"])
-def test_gradcheck(form: dict[str, Any], retain: bool) -> None:
+def test_float64_experts_pass_gradcheck(form: dict[str, Any], retain: bool) -> None:
     """Every derivative (hidden states, routing weights, all factors) against finite differences in float64."""
-    case = Case("generic", tokens=4, hidden=7, intermediate=5, bias=True, precision="f64", **form)
+    case = OperatorCase("generic", tokens=4, hidden=7, intermediate=5, bias=True, precision="f64", **form)
     gated = form.get("gated", True)
-    ranks = Form(up=2, down=3, gated=False) if not gated else Form(gate=1, up=3, down=2)
+    ranks = LoraForm(up=2, down=3, gated=False) if not gated else LoraForm(gate=1, up=3, down=2)
     if form["activation"] == "silu":
-        ranks = Form(shared=3, down=2)
-    given = leaves(make_lora(case, replace(ranks, dtype=torch.float64, rounded=False)))
+        ranks = LoraForm(shared=3, down=2)
+    given = factor_tensors(make_lora(case, replace(ranks, dtype=torch.float64, rounded=False)))
 
     def layer(hidden: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
         lora = lora_of(form, factors)
@@ -62,9 +67,9 @@ def test_gradcheck(form: dict[str, Any], retain: bool) -> None:
     assert torch.autograd.gradcheck(layer, (case.hidden, case.weights, *given))
 
 
-def test_gradcheck_with_dropout() -> None:
-    case = Case("generic", tokens=3, hidden=7, intermediate=5, precision="f64")
-    given = leaves(make_lora(case, Form(gate=2, up=2, down=2, dtype=torch.float64, rounded=False)))
+def test_float64_experts_pass_gradcheck_with_dropout() -> None:
+    case = OperatorCase("generic", tokens=3, hidden=7, intermediate=5, precision="f64")
+    given = factor_tensors(make_lora(case, LoraForm(gate=2, up=2, down=2, dtype=torch.float64, rounded=False)))
 
     def layer(hidden: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
         torch.manual_seed(11)
@@ -75,35 +80,35 @@ def test_gradcheck_with_dropout() -> None:
 
 
 @pytest.mark.parametrize("name", ["shared", "split", "uneven", "no_gate"])
-def test_lora(exact: tuple[str, str], name: str) -> None:
+def test_exact_lora_matches_float64(exact: tuple[str, str], name: str) -> None:
     isa, precision = exact
-    form = replace(FORMS[name], dtype=PACKED[precision], rounded=False)
-    case = Case(isa, tokens=37, gated=form.gated, precision=precision)
+    form = replace(LORA_FORMS[name], dtype=PACKED_DTYPES[precision], rounded=False)
+    case = OperatorCase(isa, tokens=37, gated=form.gated, precision=precision)
     lora = make_lora(case, form)
-    expected_out, expected = exact_lora(case, lora)
+    expected_out, expected = reference_lora(case, lora)
     for retain in (True, False):
-        out, grads = found(case, lora, retain)
-        assert relative(out, expected_out) < case.tolerance()
+        out, grads = apply_lora(case, lora, retain)
+        assert relative_error(out, expected_out) < case.tolerance()
         for got, want in zip(grads, expected, strict=True):
-            assert got.dtype == PACKED[precision]
-            assert relative(got, want.double()) < 2 * case.tolerance()
+            assert got.dtype == PACKED_DTYPES[precision]
+            assert relative_error(got, want.double()) < 2 * case.tolerance()
 
 
-def test_dropout(exact: tuple[str, str]) -> None:
+def test_exact_dropout_matches_float64(exact: tuple[str, str]) -> None:
     isa, precision = exact
     drop = Dropout(0.3, 0x123456789ABCDEF)
-    case = Case(isa, tokens=19, precision=precision)
-    lora = make_lora(case, replace(FORMS["split"], dtype=PACKED[precision], rounded=False))
+    case = OperatorCase(isa, tokens=19, precision=precision)
+    lora = make_lora(case, replace(LORA_FORMS["split"], dtype=PACKED_DTYPES[precision], rounded=False))
     factors = factors_of(lora)
     adapters = [packed_adapter(case.store, factors)]
     out = case.store.forward(case.hidden, case.ids, case.weights, adapters=adapters, dropout=drop)
     grads, views = empty_gradients(factors)
     given = case.grad, case.hidden.detach(), case.ids, case.weights.detach()
     both = case.store.backward(*given, adapters=adapters, factors=[views], dropout=drop)
-    expected_out, expected = exact_with_dropout(case, lora, drop)
-    assert relative(out, expected_out) < case.tolerance()
+    expected_out, expected = reference_with_dropout(case, lora, drop)
+    assert relative_error(out, expected_out) < case.tolerance()
     for got, want in zip((*both, *grads), expected, strict=True):
-        assert relative(got, want.double()) < 2 * case.tolerance()
+        assert relative_error(got, want.double()) < 2 * case.tolerance()
 
 
 def fine(model: Any, seed: int = 5) -> Any:
@@ -131,11 +136,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stock() -> PreTrainedModel:
-    made: PreTrainedModel = fine(build("qwen3_moe"))
-    return made
+    model: PreTrainedModel = fine(build("qwen3_moe"))
+    return model
 
 
-def test_model_in_float32(exact: tuple[str, str], directory: Path) -> None:
+def test_float32_model_matches_the_stock_model(exact: tuple[str, str], directory: Path) -> None:
     """Logits, gradients and greedy tokens of the stock model with stock PEFT, all in float32."""
     isa, precision = exact
     ours = load_model(directory, dtype=torch.float32, isa=isa, precision=precision)
@@ -143,17 +148,17 @@ def test_model_in_float32(exact: tuple[str, str], directory: Path) -> None:
     rounded = load_model(directory, dtype=torch.float32)
     assert (logits(rounded) - logits(stock())).abs().max() > 1e-3, "numbers that bf16 holds show nothing"
 
-    mine, theirs = shifted(adapt(ours, **MODULES)), shifted(adapt(stock(), **MODULES))
-    assert (logits(mine) - logits(theirs)).abs().max() < 2e-5
-    got, want = gradients(mine), gradients(theirs)
+    kt_model, stock_model = shifted(adapt(ours, **MODULES)), shifted(adapt(stock(), **MODULES))
+    assert (logits(kt_model) - logits(stock_model)).abs().max() < 2e-5
+    got, want = gradients(kt_model), gradients(stock_model)
     assert got.keys() == want.keys()
     for name, gradient in want.items():
         assert (got[name] - gradient).norm() / gradient.norm().clamp(min=1e-6) < 1e-5, name
-    asked = {"input_ids": tokens()[:, :5], "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(mine.generate(**asked), theirs.generate(**asked))
+    options = {"input_ids": tokens()[:, :5], "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(kt_model.generate(**options), stock_model.generate(**options))
 
 
-def test_attach_says_its_precision() -> None:
+def test_attach_uses_the_given_precision() -> None:
     model = stock()
     want = logits(model)
     attach(model, free=True, precision="f32")

@@ -1,7 +1,7 @@
 """Tiny random models of transformers' MoE families: two layers, a few experts, nothing downloaded.
 
-Weights are bf16 numbers, so that a model in float32 and its packed experts hold the same values, and large enough that
-the experts matter in the logits.
+Weights are representable in bf16, so that a float32 model and its packed experts have the same values, and large enough
+that the experts influence the logits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 96
@@ -159,3 +160,10 @@ def save(model: PreTrainedModel, directory: Path, **options: Any) -> Path:
 def tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """Logits of `tokens()` in float32."""
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=tokens()).logits
+    return result.float()

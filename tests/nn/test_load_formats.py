@@ -1,4 +1,4 @@
-"""Released formats as whole models: a tiny model in each, against stock transformers on the numbers it stands for."""
+"""Models in released formats: a tiny model in each, against stock transformers on the dequantised weights."""
 
 from __future__ import annotations
 
@@ -9,33 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.releases import KINDS, kt_parts, write_kt_tree
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from ktransformers.checkpoint import Encoded, ExpertShape, decode
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
-from ktransformers.nn import ExpertStore, load_model
+from ktransformers.nn import load_model
 from ktransformers.nn.prepare import prepare
 from ktransformers.nn.quantizer import KTConfig, check_computable
-
-from .families import build, save, tokens
-
-EXACT = 1e-4  # float32 around the experts on both sides: rounding of sums only
-SIZES: dict[str, Any] = {"hidden_size": 192, "moe_intermediate_size": 64, "intermediate_size": 96}
-MLA = {"q_lora_rank": 64, "kv_lora_rank": 32, "v_head_dim": 32, "n_routed_experts": 4}
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(tokens()).logits
-    return found.float()
-
-
-def stores(model: PreTrainedModel) -> list[ExpertStore]:
-    return [module.kt_store for module in model.modules() if hasattr(module, "kt_store")]
+from tests.support.loaded_models import EXACT, MLA, SIZES, stores
+from tests.support.releases import KINDS, kt_parts, write_kt_tree
+from tests.support.tiny_models import build, logits, save, tokens
 
 
 def edit(directory: Path, **changes: Any) -> None:
@@ -69,7 +55,7 @@ def release(directory: Path, kind: str, only: str = "") -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_release(kind: str, tmp_path: Path) -> None:
+def test_quantised_release_matches_its_dequantised_model(kind: str, tmp_path: Path) -> None:
     want = release(tmp_path, kind)
     model = load_model(tmp_path, dtype=torch.float32)
     (store,) = stores(model)
@@ -79,8 +65,8 @@ def test_release(kind: str, tmp_path: Path) -> None:
     assert model.config.quantization_config.to_dict() == {"quant_method": "kt", "source": KINDS[kind][2]}
 
 
-def test_plain_attention_beside_quantised_experts(tmp_path: Path) -> None:
-    """As Kimi-K2-Thinking is released: from_pretrained itself reads the rest, from links as well."""
+def test_plain_attention_with_quantised_experts(tmp_path: Path) -> None:
+    """The layout of Kimi-K2-Thinking: stock from_pretrained reads the non-expert weights, from links as well."""
     source, out = tmp_path / "model", tmp_path / "kt"
     want = release(source, "compressed int4", only=r"\.experts\.")
     edit(source, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
@@ -92,13 +78,13 @@ def test_plain_attention_beside_quantised_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "gptq"])
-def test_prepared(kind: str, tmp_path: Path) -> None:
-    """What is not experts is written anew in bf16; the experts stay in the source."""
+def test_prepared_directory_writes_non_expert_weights_in_bf16(kind: str, tmp_path: Path) -> None:
+    """Non-expert weights are written in bf16; the experts stay in the source."""
     source, out = tmp_path / "model", tmp_path / "kt"
     want = release(source, kind)
     before = {file.name: file.read_bytes() for file in source.iterdir()}
-    found = prepare(source, out)
-    assert found.quantised is not None and found.quantised.startswith(f"'{KINDS[kind][2]['quant_method']}'")
+    actual = prepare(source, out)
+    assert actual.quantised is not None and actual.quantised.startswith(f"'{KINDS[kind][2]['quant_method']}'")
     written = json.loads((out / "config.json").read_text())["quantization_config"]
     assert written == {"quant_method": "kt", "source": KINDS[kind][2], "experts": str(source)}
     for load in (load_model, AutoModelForCausalLM.from_pretrained):
@@ -114,14 +100,14 @@ def test_prepared(kind: str, tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_exact_precision(tmp_path: Path) -> None:
-    """float32 experts compute with the decoded numbers before bf16 rounds them."""
+def test_float32_experts_use_unrounded_values(tmp_path: Path) -> None:
+    """float32 experts compute with the decoded values, not rounded to bf16."""
     make, _, words = KINDS["fp8 blocks"]
     save(build("qwen3_moe", **SIZES), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    made = {name: make(*t.shape, i) for i, (name, t) in enumerate(tensors.items()) if ".experts." in name}
-    want = stock(tmp_path, tensors | {name: value for name, (_, value) in made.items()})
-    for name, (parts, _) in made.items():
+    quantised = {name: make(*t.shape, i) for i, (name, t) in enumerate(tensors.items()) if ".experts." in name}
+    want = stock(tmp_path, tensors | {name: value for name, (_, value) in quantised.items()})
+    for name, (parts, _) in quantised.items():
         del tensors[name]
         tensors |= {f"{name.removesuffix('.weight')}.{ending}": part for ending, part in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -130,8 +116,8 @@ def test_exact_precision(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-5)
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
-    """Blocks and scales of all experts in one tensor, rows of gate and up in turns, biases beside them."""
+def test_gpt_oss_release_matches_its_dequantised_model(tmp_path: Path) -> None:
+    """Blocks and scales of all experts in one tensor, interleaved rows of gate and up, and biases."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     save(build("gpt_oss", hidden_size=64, intermediate_size=96), tmp_path)
@@ -154,15 +140,15 @@ def test_gpt_oss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["INT8", "INT4"])
-def test_kt_kernel_tree(method: str, tmp_path: Path) -> None:
-    """Experts that kt-kernel's converter wrote for two NUMA nodes, the rest from the model they were made from."""
+def test_experts_from_a_kt_kernel_tree(method: str, tmp_path: Path) -> None:
+    """Experts from kt-kernel's converter for two NUMA nodes, other weights from the original model."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 3}
     save(build("qwen3_moe", **sizes), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     original = dict(tensors)
     for seed, name in enumerate(tensors):
-        if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
-            layer, expert, role = int(found[1]), int(found[2]), found[3]
+        if actual := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
+            layer, expert, role = int(actual[1]), int(actual[2]), actual[3]
             parts, value = kt_parts(*tensors[name].shape, role, method, 2, seed)
             write_kt_tree(tmp_path / "tree", layer, expert, role, method, parts)
             tensors[name] = value.bfloat16().float()
@@ -174,16 +160,16 @@ def test_kt_kernel_tree(method: str, tmp_path: Path) -> None:
         load_model(tmp_path / "tree")
 
 
-def test_kt_kernel_merged(tmp_path: Path) -> None:
-    """The converter's other form is a model by itself, in names of its own."""
+def test_model_from_merged_kt_kernel_files(tmp_path: Path) -> None:
+    """Merged files hold the complete model, under the converter's names."""
     save(build("qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_experts=2), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     merged = {}
     for seed, name in enumerate(list(tensors)):
-        if found := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
-            parts, value = kt_parts(*tensors[name].shape, found[3], "INT8", 1, seed)
+        if actual := re.search(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj", name):
+            parts, value = kt_parts(*tensors[name].shape, actual[3], "INT8", 1, seed)
             tensors[name] = value.bfloat16().float()
-            base = f"blk.{found[1]}.ffn_{found[3]}_exps.{found[2]}.numa.0"
+            base = f"blk.{actual[1]}.ffn_{actual[3]}_exps.{actual[2]}.numa.0"
             merged |= {f"{base}.weight": parts[0][0].view(torch.int8), f"{base}.scale": parts[0][1]}
         else:
             merged[re.sub(r"^model\.", "", name.replace("model.layers.", "blk."))] = tensors[name]
@@ -194,7 +180,7 @@ def test_kt_kernel_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_unsupported_quantisations_are_refused_by_name(tmp_path: Path) -> None:
     release(tmp_path, "fp8 blocks")
     good = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     edit(tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
@@ -214,15 +200,15 @@ def test_refusals(tmp_path: Path) -> None:
             load_model(tmp_path)
 
 
-def test_formats_without_a_kernel() -> None:
+def test_formats_without_a_kernel_are_refused() -> None:
     for wrong in ({"gate": "bf16", "up": "bf16", "down": "int5"}, {"up": "int5", "down": "bf16"}):
         with pytest.raises(InputError, match=r"x: given .*int5.*, expected what can be computed .*`kt quant` writes"):
             check_computable("x", wrong, KTConfig())
     check_computable("x", {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, KTConfig())
 
 
-def test_gradients_reach_an_adapter(tmp_path: Path) -> None:
-    """Experts in their released bits train like those in bf16: same loss, same gradients of LoRA."""
+def test_adapter_on_quantised_experts_gets_the_gradients_of_bf16_experts(tmp_path: Path) -> None:
+    """Quantised experts give the loss and LoRA gradients of bf16 experts with the same values."""
     from peft import LoraConfig, get_peft_model
 
     source, plain = tmp_path / "int4", tmp_path / "plain"

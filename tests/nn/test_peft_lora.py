@@ -1,4 +1,5 @@
-"""Expert LoRA by stock PEFT on packed experts: the stock model's logits, gradients, files and adapters' life."""
+"""Expert LoRA by stock PEFT on packed experts: logits, gradients and files of the stock model; adding and switching
+adapters."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING
 
 from ktransformers.errors import InputError
 from ktransformers.nn import attach, load_model
@@ -27,25 +28,12 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.experts import select_implementation
 from ktransformers.nn.peft_lora import lora_parameters
 from ktransformers.nn.placeholder import Placeholder
-
-from .families import build, save, tokens
+from tests.support.peft_models import MODULES, PARAMETERS, TARGETS, adapt, gradients, packed_model
+from tests.support.tiny_models import build, logits, save, tokens
 
 EXACT = 1e-4
 PEFT = tuple(map(int, peft_package.__version__.split(".")[:2]))
 several = pytest.mark.skipif(PEFT < (0, 20), reason="PEFT 0.19 refuses a second adapter with target_parameters")
-PARAMETERS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-MODULES = {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
-# Family -> how a user names the experts: PEFT rewrites gate/up/down_proj for the families that it knows.
-TARGETS: dict[str, dict[str, Any]] = {
-    "qwen2_moe": PARAMETERS,
-    "qwen3_moe": MODULES,
-    "mixtral": {"target_modules": ["q_proj", "w1", "w2", "w3"]},
-    "deepseek_v3": {"target_modules": ["kv_b_proj", "gate_proj", "up_proj", "down_proj"]},
-    "glm4_moe": PARAMETERS,
-    "olmoe": PARAMETERS | {"target_modules": ["q_proj"]},
-    "gpt_oss": PARAMETERS | {"target_modules": ["q_proj"]},
-    "nemotron_h": {"target_parameters": ["experts.up_proj", "experts.down_proj"]},
-}
 CASES = [
     *TARGETS.items(),
     ("qwen3_moe", {"target_modules": "all-linear"}),  # PEFT counts experts and router among them
@@ -60,44 +48,10 @@ def _calm() -> Iterator[None]:
         yield
 
 
-def adapt(model: nn.Module, seed: int = 1, name: str = "default", **options: Any) -> PeftModel:
-    """PEFT's LoRA with numbers everywhere, so that it counts; bf16 ones, so that packing does not round them."""
-    torch.manual_seed(seed)
-    config = LoraConfig(**({"r": 4, "lora_alpha": 8} | options))
-    if isinstance(model, PeftModel):
-        model.add_adapter(name, config)
-    else:
-        model = get_peft_model(model, config, adapter_name=name)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if f"lora_B.{name}" in key:
-                parameter.normal_(0, 0.1)
-            if f"lora_A.{name}" in key or f"lora_B.{name}" in key:
-                parameter.copy_(parameter.bfloat16())
-    return model
-
-
-def packed(family: str, **options: Any) -> PreTrainedModel:
-    model = build(family, **options)
-    attach(model, free=True)
-    return model
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=tokens()).logits
-    return found
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    return {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
-
-
 @pytest.mark.parametrize(("family", "targets"), CASES)
-def test_against_stock(family: str, targets: dict[str, Any]) -> None:
-    """Same seed, same adapter, same numbers, with the stock model and PEFT's own arithmetic beside it."""
-    ours, theirs = adapt(packed(family), **targets), adapt(build(family), **targets)
+def test_expert_lora_matches_the_stock_model(family: str, targets: dict[str, Any]) -> None:
+    """With the same seed and adapter, against the stock model with PEFT's own arithmetic."""
+    ours, theirs = adapt(packed_model(family), **targets), adapt(build(family), **targets)
     layers = [layer for layer in ours.modules() if isinstance(layer, ParamWrapper)]
     assert layers and all(isinstance(layer.get_param(), Placeholder) for layer in layers if layer.num_experts > 1)
     names = [name for name, _ in theirs.named_parameters() if not name.endswith("_bias")]  # biases have no ghost
@@ -113,34 +67,34 @@ def test_against_stock(family: str, targets: dict[str, Any]) -> None:
         assert error < 1e-4, name
 
 
-def test_bf16() -> None:
+def test_bf16_gradients_are_near_float32() -> None:
     """Gradients within 2 % of what float32 gives; PEFT keeps the adapter itself in float32."""
-    ours, exact = adapt(packed("qwen3_moe").bfloat16(), **MODULES), adapt(build("qwen3_moe"), **MODULES)
+    ours, exact = adapt(packed_model("qwen3_moe").bfloat16(), **MODULES), adapt(build("qwen3_moe"), **MODULES)
     assert {parameter.dtype for parameter in lora_parameters(ours).values()} == {torch.float32}
     mine, stock = gradients(ours), gradients(exact)
     for name in lora_parameters(ours):
         assert (mine[name].float() - stock[name]).norm() / stock[name].norm() < 2e-2, name
 
 
-def test_without_expert_lora_the_base_model() -> None:
-    model = packed("qwen3_moe")
+def test_model_without_expert_lora_is_the_base_model() -> None:
+    model = packed_model("qwen3_moe")
     base = logits(model)
     peft = adapt(model, **MODULES)
     assert not torch.equal(logits(peft), base)
     with peft.disable_adapter():
         assert torch.equal(logits(peft), base)
-    fresh = get_peft_model(packed("qwen3_moe"), LoraConfig(**MODULES))  # B is zero
+    fresh = get_peft_model(packed_model("qwen3_moe"), LoraConfig(**MODULES))  # B is zero
     torch.testing.assert_close(logits(fresh), base, rtol=1e-5, atol=1e-5)
-    merged = adapt(packed("qwen3_moe"), target_modules=["q_proj"])  # attention alone can be merged
+    merged = adapt(packed_model("qwen3_moe"), target_modules=["q_proj"])  # attention alone can be merged
     want = logits(merged)
     torch.testing.assert_close(logits(merged.merge_and_unload()), want, rtol=1e-5, atol=1e-5)
 
 
 @several
-def test_several_adapters() -> None:
+def test_several_active_adapters_match_the_stock_model() -> None:
     ours, theirs = (
         adapt(adapt(model, name="one", **MODULES), seed=2, name="two", r=2, lora_alpha=8, **MODULES)
-        for model in (packed("qwen3_moe"), build("qwen3_moe"))
+        for model in (packed_model("qwen3_moe"), build("qwen3_moe"))
     )
     seen = []
     for names in ("one", "two", ["one", "two"]):
@@ -167,18 +121,18 @@ class Largest(TorchDispatchMode):
         self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (list, tuple)) else [found]:
+        actual = func(*args, **(kwargs or {}))
+        for tensor in actual if isinstance(actual, (list, tuple)) else [actual]:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.numel = max(self.numel, tensor.numel())
-        return found
+        return actual
 
 
-def test_nothing_dense_is_built() -> None:
-    """Forward and backward with one, then two adapters at work: no tensor as large as the smallest expert matrix."""
+def test_no_dense_weight_difference_is_built() -> None:
+    """Forward and backward with one and two active adapters: no tensor as large as the smallest expert matrix."""
     sizes = {"hidden_size": 96, "moe_intermediate_size": 80, "num_experts": 16}
     options = MODULES | {"r": 2}
-    peft = adapt(packed("qwen3_moe", **sizes), name="one", **options)
+    peft = adapt(packed_model("qwen3_moe", **sizes), name="one", **options)
     if PEFT >= (0, 20):
         peft = adapt(peft, seed=2, name="two", **options)
     dense = 16 * 96 * 80
@@ -209,8 +163,8 @@ with torch.no_grad():
 @pytest.mark.skipif(
     PEFT < (0, 20), reason="PEFT 0.19 cannot read its own expert adapters with transformers 5.6 or later"
 )
-def test_files_are_stock(tmp_path: Path) -> None:
-    """Saved here, loaded by a process that has never heard of us; and saved by the stock model, loaded here."""
+def test_adapter_files_are_interchangeable_with_stock(tmp_path: Path) -> None:
+    """Saved with packed experts and loaded by a process without ktransformers; and the reverse."""
     save(build("qwen3_moe"), tmp_path / "model")
     ours = adapt(load_model(tmp_path / "model", dtype=torch.float32), **MODULES)
     ours.save_pretrained(tmp_path / "ours")
@@ -234,23 +188,23 @@ def test_files_are_stock(tmp_path: Path) -> None:
 
 
 @several
-def test_second_adapter_from_files(tmp_path: Path) -> None:
-    first, second = adapt(packed("qwen3_moe"), **MODULES), adapt(build("qwen3_moe"), seed=2, **MODULES)
+def test_second_adapter_is_loaded_from_files(tmp_path: Path) -> None:
+    first, second = adapt(packed_model("qwen3_moe"), **MODULES), adapt(build("qwen3_moe"), seed=2, **MODULES)
     second.save_pretrained(tmp_path)
     first.load_adapter(tmp_path, adapter_name="second", low_cpu_mem_usage=True)
     first.set_adapter("second")
     torch.testing.assert_close(logits(first), logits(second), rtol=EXACT, atol=EXACT)
 
 
-def test_gpt_oss_files(tmp_path: Path) -> None:
-    """Rows of gate and up in turns, inputs before outputs: the file is the stock one all the same."""
-    adapt(packed("gpt_oss"), **TARGETS["gpt_oss"]).save_pretrained(tmp_path)
-    stock, ours = build("gpt_oss"), packed("gpt_oss")
+def test_gpt_oss_adapter_files_are_interchangeable_with_stock(tmp_path: Path) -> None:
+    """Interleaved and transposed experts: the adapter file is the stock one."""
+    adapt(packed_model("gpt_oss"), **TARGETS["gpt_oss"]).save_pretrained(tmp_path)
+    stock, ours = build("gpt_oss"), packed_model("gpt_oss")
     loaded = [logits(PeftModel.from_pretrained(model, tmp_path)) for model in (ours, stock)]
     torch.testing.assert_close(*loaded, rtol=EXACT, atol=EXACT)
 
 
-def test_experts_that_kept_their_parameters() -> None:
+def test_attached_experts_work_with_eager_and_kt() -> None:
     """`attach` without `free`: PEFT's own arithmetic with "eager", the factors with "kt"."""
     model = build("qwen3_moe")
     attach(model)
@@ -265,7 +219,7 @@ def test_experts_that_kept_their_parameters() -> None:
 
 
 def test_packed_experts_cannot_be_merged_or_trained() -> None:
-    model = packed("qwen3_moe")
+    model = packed_model("qwen3_moe")
     peft = adapt(model, **MODULES)
     want = logits(peft)
     for safe in (False, True):
@@ -284,9 +238,9 @@ def test_packed_experts_cannot_be_merged_or_trained() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_of_any_optimiser_are_seen(fused: bool) -> None:
-    """Fused optimisers do not count the versions of what they write; the factors are packed anew all the same."""
-    ours, theirs = adapt(packed("qwen3_moe"), **MODULES), adapt(build("qwen3_moe"), **MODULES)
+def test_factors_are_packed_again_after_every_optimiser_step(fused: bool) -> None:
+    """Fused optimisers do not increment version counters; the factors are packed again nevertheless."""
+    ours, theirs = adapt(packed_model("qwen3_moe"), **MODULES), adapt(build("qwen3_moe"), **MODULES)
     losses: list[list[float]] = []
     for model in (ours, theirs):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -303,17 +257,17 @@ def test_steps_of_any_optimiser_are_seen(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "deepseek_v4", "minimax_m2"])
-def test_families_that_peft_does_not_know(family: str) -> None:
-    """gate_up_proj and down_proj are where PEFT looks, whatever the family."""
+def test_families_without_a_peft_mapping(family: str) -> None:
+    """PEFT finds gate_up_proj and down_proj in every family."""
     if family not in CONFIG_MAPPING or not expert_modules(build(family)):
         pytest.skip("this transformers does not dispatch its experts")
-    ours, theirs = adapt(packed(family), **PARAMETERS), adapt(build(family), **PARAMETERS)
+    ours, theirs = adapt(packed_model(family), **PARAMETERS), adapt(build(family), **PARAMETERS)
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=EXACT, atol=EXACT)
 
 
-def test_state_survives_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass that breaks off lends nothing to the next one."""
-    model = packed("qwen3_moe")
+def test_failed_forward_pass_leaves_no_active_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors of a forward pass that raises are not active in the next one."""
+    model = packed_model("qwen3_moe")
     base = logits(model)
     peft = adapt(model, **MODULES)
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints to convert and ways to look at the results, for the tests of `kt quant`."""
+"""Tiny checkpoints, their conversion, and access to the results, for tests of `kt quant`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nn.families import build, save, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from ktransformers.checkpoint.encoded import Encoded, encode
 from ktransformers.nn.experts import new_store
 from ktransformers.quant.convert import Converted, convert
 from ktransformers.quant.plan import make_plan, parse_formats
+from tests.support.tiny_models import build, save
 
 # Columns that every format can take: multiples of 256 for the K formats would make nothing tiny.
 SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64}
@@ -30,12 +30,6 @@ def pack(source: Path, out: Path, word: str = "int4", **options: Any) -> Convert
     experts = options.pop("experts", None)
     plan = make_plan(source, parse_formats(word, group, down), options.pop("threads", 2), experts)
     return convert(plan, out, **options)
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(tokens()).logits
-    return found
 
 
 def repack(model: PreTrainedModel, formats: dict[str, str]) -> None:
@@ -77,7 +71,19 @@ def edit(directory: Path, **changes: Any) -> None:
 
 def contents(directory: Path) -> dict[str, Tensor]:
     """Every tensor of a directory's safetensors."""
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        actual |= load_file(file)
+    return actual
+
+
+def mapped_pages(process: int, directory: Path) -> tuple[int, int]:
+    """(Rss, Pss) in bytes of the directory's packed files in the memory of a process."""
+    sizes, inside = {"Rss": 0, "Pss": 0}, False
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            inside = str(directory / "packed-") in line
+        elif inside and fields[0].removesuffix(":") in sizes:
+            sizes[fields[0].removesuffix(":")] += int(fields[1]) * 1024
+    return sizes["Rss"], sizes["Pss"]
