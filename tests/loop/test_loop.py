@@ -32,10 +32,10 @@ ALL = ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]
 class Quiet:
     """Listens and says nothing."""
 
-    def skipped(self, stage: Any, record: Any) -> None: ...
-    def began(self, stage: Any, going_on: bool) -> None: ...
-    def line(self, stage: Any, text: str) -> None: ...
-    def ended(self, stage: Any, seconds: float, said: str) -> None: ...
+    def on_skip(self, stage: Any, record: Any) -> None: ...
+    def on_start(self, stage: Any, resuming: bool) -> None: ...
+    def on_line(self, stage: Any, text: str) -> None: ...
+    def on_end(self, stage: Any, seconds: float, note: str) -> None: ...
 
 
 @pytest.fixture
@@ -60,11 +60,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go(place: Path, *words: str) -> dict[str, str]:
     """Stage -> what became of it."""
-    return {step.name: step.status for step in Runner(read_loop(place / "loop.yaml", words), Quiet()).go()}
+    return {step.name: step.status for step in Runner(read_loop(place / "loop.yaml", words), Quiet()).run_stages()}
 
 
 def look(place: Path, *words: str) -> list[str]:
-    steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).look()
+    steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).preview()
     return [step.name for step in steps if step.status == "would run"]
 
 
@@ -115,7 +115,7 @@ def test_the_run_can_be_repeated_from_its_directory(place: Path) -> None:
     go(place, "eval.limit=2")
     run = place / "run"
     assert Loop.model_validate(yaml.safe_load((run / "loop.yaml").read_text())).eval.limit == 2
-    assert ran({s.name: s.status for s in Runner(read_loop(run / "loop.yaml"), Quiet()).go()}) == []
+    assert ran({s.name: s.status for s in Runner(read_loop(run / "loop.yaml"), Quiet()).run_stages()}) == []
     script = (run / "commands.sh").read_text()
     assert "kt train" in script and "--server $SERVER --json" in script
     assert subprocess.run(["sh", "-n", run / "commands.sh"]).returncode == 0
@@ -150,12 +150,12 @@ def test_a_killed_loop_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch, num
     (place / "loop.yaml").write_text(yaml.safe_dump(words))
     killed = start(place)
     wait_for(place / "run" / "neko" / "checkpoint-1")
-    with pytest.raises(InputError, match="another loop is at work"):
+    with pytest.raises(InputError, match="another loop is using"):
         go(place)
     killed.send_signal(number)
     _, said = killed.communicate(timeout=30)
     assert killed.returncode == (-number if number == signal.SIGKILL else 130)
-    assert number == signal.SIGKILL or b"goes on" in said
+    assert number == signal.SIGKILL or b"resumes" in said
     halt.unlink()
     for _ in range(200):  # the orphaned child has been told to end, and holds the lock until it has
         try:
@@ -204,7 +204,7 @@ def test_a_failed_proof_does_not_keep_the_judgement_back(
 
 def test_report(place: Path) -> None:
     loop = read_loop(place / "loop.yaml")
-    report = make_report(loop, Runner(loop, Quiet()).go())
+    report = make_report(loop, Runner(loop, Quiet()).run_stages())
     assert [(row.task, row.metric, row.better) for row in report.rows] == [
         ("persona", "style", True),
         ("persona", "bleu-1", True),
@@ -239,10 +239,10 @@ def test_stages_follow_the_settings(place: Path) -> None:
     (quantise,) = [
         s for s in build_stages(read_loop(place / "loop.yaml", ["quantise.format=int4"])) if s.name == "quantise"
     ]
-    assert quantise.words[0] == "quant" and quantise.words[4:6] == ("--format", "int4")
+    assert quantise.arguments[0] == "quant" and quantise.arguments[4:6] == ("--format", "int4")
     loop = read_loop(place / "loop.yaml", ["train.keys.kt_weight_path=packed"])
     (baseline,) = [stage for stage in build_stages(loop) if stage.name == "baseline"]
-    assert baseline.words[2:4] == ("--experts", "packed")
+    assert baseline.arguments[2:4] == ("--experts", "packed")
     words = serve_arguments(loop, run_paths(loop), 1)
     assert words[words.index("--kt-weight-path") + 1] == "packed"
     assert to_flags({"a_b": 1, "c": True, "d": False, "e": [1, 2], "f": None}) == [
@@ -272,7 +272,7 @@ def test_stages_follow_the_settings(place: Path) -> None:
 )
 def test_refusals(place: Path, words: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Runner(read_loop(place / "loop.yaml", words), Quiet()).go()
+        Runner(read_loop(place / "loop.yaml", words), Quiet()).run_stages()
 
 
 def test_pace() -> None:
@@ -281,7 +281,7 @@ def test_pace() -> None:
     few, said = pace.decide_steps(train, 20.0, 1000.0, 1000)
     assert few == 20 and "more than the 4 min asked for" in said
     most, said = pace.decide_steps(train, 8000.0, 1000.0, 100)
-    assert most == 100 and "all that the recipe asks for" in said
+    assert most == 100 and "all steps of the recipe" in said
 
 
 def test_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
