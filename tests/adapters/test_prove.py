@@ -33,10 +33,10 @@ torch.set_num_threads(2)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A tiny model, trained for a few steps with rows held out, and what the run said."""
-    from tests.train.conftest import Quiet, recipe
-    from tests.train.runs import run
+    from tests.support.training import RunRecorder, recipe
+    from tests.support.training_runs import run
 
-    root, watcher = tmp_path_factory.mktemp("prove"), Quiet()
+    root, watcher = tmp_path_factory.mktemp("prove"), RunRecorder()
     save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512), root / "base")
     for file in TOKENIZER.glob("*.json"):
         shutil.copyfile(file, root / "base" / file.name)
@@ -178,12 +178,12 @@ def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, l
     """Trained on int8 experts beside the base: the proof and the server find them, and stock PEFT is not asked."""
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan, wanted
-    from tests.train.conftest import Quiet, recipe
-    from tests.train.runs import run as train
+    from tests.support.training import RunRecorder, recipe
+    from tests.support.training_runs import run as train
 
     base, packed = trained[0].parent / "base", tmp_path / "int8"
     convert(make_plan(base, wanted("int8"), 2), packed)
-    train(recipe(base, tmp_path / "out", val_size=3, learning_rate=2e-2, kt_weight_path=str(packed)), Quiet())
+    train(recipe(base, tmp_path / "out", val_size=3, learning_rate=2e-2, kt_weight_path=str(packed)), RunRecorder())
     done = run(tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
@@ -198,11 +198,11 @@ def test_exact_experts_are_proven_exactly(trained: tuple[Path, list[str]], tmp_p
     """Trained in float32: the graph says what was recorded and what stock PEFT says; bf16 is the server's alone."""
     from ktransformers.prove.run import against_record, trainer_graph
     from ktransformers.serve.target import resolve
-    from tests.train.conftest import Quiet, recipe
-    from tests.train.runs import run as train
+    from tests.support.training import RunRecorder, recipe
+    from tests.support.training_runs import run as train
 
     output = tmp_path / "out"
-    train(recipe(trained[0].parent / "base", output, val_size=3, learning_rate=2e-2, precision="f32"), Quiet())
+    train(recipe(trained[0].parent / "base", output, val_size=3, learning_rate=2e-2, precision="f32"), RunRecorder())
     done = run(output, "--json")
     assert done.exit_code == 0, done.output
     checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
