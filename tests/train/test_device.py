@@ -27,7 +27,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Any:
     def device_of(settings: TrainSettings) -> torch.device:
         return torch.device("cpu" if settings.trainer.get("use_cpu") else "cuda")
 
-    for module in ("arguments", "forecast", "plan", "run", "homes"):
+    for module in ("arguments", "forecast", "plan", "run", "placement"):
         monkeypatch.setattr(f"ktransformers.train.{module}.device_of", device_of)
 
     def size(word: str, memory: int = 10**11) -> Machine:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.cli.main import app
 from ktransformers.errors import InputError
 from ktransformers.plan import open_shape, profile, with_gpus
@@ -25,7 +26,6 @@ from ktransformers.train.grouping import (
     decide_grouping,
     pick_candidate,
 )
-from ktransformers.train.manifest import read_manifest
 from ktransformers.train.plan import make_plan, plan_document
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import TrainSettings
