@@ -85,9 +85,8 @@ def main() -> None:
             kernel_error = error(store.forward(x, ids, weights), exact)
             torch_error = error(eager(x_plain, ids, weights, *plain), exact)
             ratio = torch_ms / kernel_ms
-            print(
-                f"{tokens:>6}  {kernel_ms:>8.3f}  {torch_ms:>8.3f}  {ratio:>7.1f}x  {kernel_error:>8.1e}  {torch_error:>11.1e}"
-            )
+            errors = f"{kernel_error:>8.1e}  {torch_error:>11.1e}"
+            print(f"{tokens:>6}  {kernel_ms:>8.3f}  {torch_ms:>8.3f}  {ratio:>7.1f}x  {errors}")
 
 
 if __name__ == "__main__":

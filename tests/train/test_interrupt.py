@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import KTError
 from ktransformers.train.callbacks import Interrupted
-from ktransformers.train.manifest import read_manifest
 from tests.support.training import RunRecorder, recipe
 from tests.support.training_runs import SCRIPT, adapter, difference, run, start_run
 

@@ -40,7 +40,7 @@ def test_packed_attention_gradients_equal_sdpa(
     ours = first_gradients(keys)
     kept = first_gradients(keys | {"disable_gradient_checkpointing": True})
     monkeypatch.setattr(SupervisedTrainer, "compute_loss", SFTTrainer.compute_loss)
-    monkeypatch.setattr(running, "attend_by_rows", lambda model: False)
+    monkeypatch.setattr(running, "use_packed_attention", lambda model: False)
     stock = first_gradients(keys)
     assert any(bool(gradient.ne(0).any()) for gradient in stock.values())
     assert difference(ours, stock) < 1e-5 and difference(kept, stock) < 1e-5
@@ -49,7 +49,7 @@ def test_packed_attention_gradients_equal_sdpa(
 def test_proof_is_recorded_with_sdpa(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the same sums rounded elsewhere are other numbers, and `kt prove` would say so."""
     seen: list[str] = []
-    finish, attend = running.finish_output, running.attend_by_rows
+    finish, attend = running.write_output, running.use_packed_attention
 
     def looking(trainer: Any, *args: Any) -> Any:
         seen.append(trainer.model.config._attn_implementation)
@@ -60,8 +60,8 @@ def test_proof_is_recorded_with_sdpa(tiny: Path, tmp_path: Path, monkeypatch: py
         seen.append(model.config._attn_implementation)
         return found
 
-    monkeypatch.setattr(running, "finish_output", looking)
-    monkeypatch.setattr(running, "attend_by_rows", attending)
+    monkeypatch.setattr(running, "write_output", looking)
+    monkeypatch.setattr(running, "use_packed_attention", attending)
     run(recipe(tiny, tmp_path / "x", **PACKED) | {"max_steps": 1})
     assert seen == [PACKED_ROWS, "sdpa"]
 
@@ -134,7 +134,7 @@ def test_row_attention_matches_reference(lengths: list[int]) -> None:
     mask = (owner[:, None] == owner) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
     wide = [tensor.transpose(0, 1).repeat_interleave(6 // tensor.shape[1], 0) for tensor in inputs]
     stock = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3).transpose(0, 1)
-    ours = RowAttention.apply(*inputs, PaddedRows.of(lengths), 0.3)
+    ours = RowAttention.apply(*inputs, PaddedRows.from_lengths(lengths), 0.3)
     assert torch.allclose(ours, stock, atol=1e-12)
     expected, found = (torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in (stock, ours))
     for one, other in zip(found, expected, strict=True):
