@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError, KTError
-from ktransformers.train.manifest import check_gradients, read_manifest
+from ktransformers.train.manifest import check_gradients
 from ktransformers.train.model import open_model
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings

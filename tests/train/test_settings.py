@@ -148,7 +148,7 @@ def test_overrides_set_keys_of_kt_config() -> None:
     file = LEAST | {"kt_config": {"kt_num_threads": 4, "kt_tp_enabled": True}}
     settings = read_settings(file, ["kt_config.kt_num_threads=8"])
     assert settings.experts.kt_num_threads == 8
-    assert "kt_tp_enabled: has no effect, experts are split over NUMA nodes by themselves" in settings.notes
+    assert "kt_tp_enabled: has no effect, experts are always split over NUMA nodes" in settings.notes
     with pytest.raises(InputError, match="key=value"):
         read_overrides(["lora_rank"])
 
