@@ -1,7 +1,7 @@
-"""Where the time of a training step goes, for `train_e2e.py`: experts and attention, forward, again and back.
+"""Time of the parts of a training step for `train_e2e.py`: experts and attention, forward, recomputed and backward.
 
-Hooks set borders around modules and wait for the device at each, so a step that is watched takes longer than one that
-is timed: its parts tell shares, not the step's seconds.
+Hooks before and after modules synchronise with the device, so a profiled step takes longer than a timed one: its parts
+are shares, not the step's seconds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PARTS = ("experts_forward", "experts_backward", "experts_again", "attention", "o
 
 
 class Clock:
-    """Seconds between borders that hooks set around modules, in both directions; waits for the device at each.
+    """Seconds between hooks around modules, in both directions; synchronises with the device at each.
 
     A module's input passes through a view of its own, whose gradient is complete when the module's backward has ended;
-    that of the output is complete when it begins. What runs again under checkpointing is told apart by a flag.
+    that of the output is complete when it begins. What runs again under checkpointing is marked by a flag.
     """
 
     def __init__(self, device: torch.device) -> None:

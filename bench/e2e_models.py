@@ -1,4 +1,4 @@
-"""Models of real layer shapes for `train_e2e.py`, made in memory from random numbers, and the three ways to train one.
+"""Models of real layer shapes for `train_e2e.py`, made in memory from random numbers, in three variants.
 
 `kt` has its experts in host memory, computed by the CPU, and the rest on the device; `gpu` is the stock model wholly on
 the device; `fsdp` is the stock model under torch's FSDP2 with `CPUOffloadPolicy`, whose parameters lie in pinned host
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ _ROUTED = {
 
 @functools.cache
 def recipes() -> dict[str, Recipe]:
-    """By name. The vocabulary of the first is small on purpose: an output layer is the same work for everybody."""
+    """By name. The vocabulary of the first is small on purpose: an output layer is the same work in every variant."""
     return {
         recipe.name: recipe
         for recipe in (
@@ -208,11 +209,11 @@ def _adapt(model: Any, recipe: Recipe) -> Any:
 
 
 def _checkpoint(peft: Any, retain: bool) -> None:
-    from ktransformers.nn.checkpointing import retain_experts
+    from ktransformers.nn.checkpointing import save_expert_outputs
 
     options: dict[str, Any] = {"use_reentrant": False}
     if retain:
-        options["context_fn"] = retain_experts
+        options["context_fn"] = save_expert_outputs
     peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     peft.enable_input_require_grads()
 
@@ -221,10 +222,10 @@ def _rolled(rows: torch.Tensor, by: int) -> torch.Tensor:
     """As torch's `roll`, with all threads: the memory is new, and the system makes its pages on the way."""
     import torch
 
-    found, by = torch.empty_like(rows), by % len(rows)
-    found[by:].copy_(rows[: len(rows) - by])
-    found[:by].copy_(rows[len(rows) - by :])
-    return found
+    rolled, by = torch.empty_like(rows), by % len(rows)
+    rolled[by:].copy_(rows[: len(rows) - by])
+    rolled[:by].copy_(rows[len(rows) - by :])
+    return rolled
 
 
 def _pack(model: Any, spec: str) -> None:
@@ -232,7 +233,7 @@ def _pack(model: Any, spec: str) -> None:
     from ktransformers.checkpoint import ExpertChunk
     from ktransformers.checkpoint.encoded import encode
     from ktransformers.nn.contract import expert_modules, read_contract
-    from ktransformers.nn.experts import new_store, pack_piece, select, settle, strip
+    from ktransformers.nn.experts import attach_store, new_store, pack_chunk, remove_parameters, select_implementation
 
     made: dict[str, torch.Tensor] = {}
     for place, (name, module) in enumerate(expert_modules(model).items()):
@@ -247,29 +248,29 @@ def _pack(model: Any, spec: str) -> None:
                     tensors = {
                         role: encode(matrix, spec) for role, matrix in (tensors | {"gate": gate, "up": up}).items()
                     }
-                pack_piece(store, contract, ExpertChunk(expert, spec == "bf16", tensors))
+                pack_chunk(store, contract, ExpertChunk(expert, spec == "bf16", tensors))
             made = store.memory()
         else:
             experts = contract.shape.num_experts
             store.adopt(**{name: _rolled(tensor.view(experts, -1), place).flatten() for name, tensor in made.items()})
-        settle(module, contract, store, strip(module, contract))
-    select(model)
+        attach_store(module, contract, store, remove_parameters(module, contract))
+    select_implementation(model)
 
 
 def build_packed(recipe: Recipe, device: torch.device, spec: str) -> Any:
     """The stock model with packed experts in host memory and the rest on the device, without LoRA."""
     import torch
 
-    from ktransformers.nn.distributed import keep_from_ddp
-    from ktransformers.nn.pool import choose_pool
+    from ktransformers.nn.distributed import exclude_from_ddp
+    from ktransformers.nn.pool import set_default_pool
 
-    choose_pool(spare=device.type == "cuda")
+    set_default_pool(spare=device.type == "cuda")
     host = torch.device("cpu")
     model = _blank(recipe, host, "eager")
     _share_experts(model)
     _fill(model, host)
     _pack(model, spec)
-    keep_from_ddp(model)
+    exclude_from_ddp(model)
     return model.to(device)
 
 
@@ -320,14 +321,16 @@ def build(variant: str, recipe: Recipe, device: torch.device, activation: str, s
     return BUILD[variant](recipe, device, activation, spec).train()
 
 
-def place_experts(peft: Any, policy: str) -> None:
-    """From now on ours are computed where `policy` says."""
+def place_experts(peft: Any, policy: str, sizes: Sequence[int] = ()) -> None:
+    """From now on ours are computed where `policy` says; the modes of `auto` are decided for batches of `sizes`."""
     from ktransformers import place
 
     if getattr(peft, "placement", None) is not None:
         peft.placement.detach()
         peft.placement = None  # its memory is free before there is another
     peft.placement = place.attach(peft, policy=policy)
+    if peft.placement is not None:
+        peft.placement.tune(sizes, training=True)
 
 
 def loss_of(peft: Any, batch: torch.Tensor, rows: int) -> torch.Tensor:
@@ -366,26 +369,20 @@ def answer(peft: Any, recipe: Recipe, device: torch.device, prompt: int, new: in
             for _ in range(new + 1):
                 out = peft(input_ids=token, past_key_values=past, use_cache=True, logits_to_keep=1)
                 token, past = out.logits[:, -1:].argmax(-1), out.past_key_values
-                token.tolist()  # somebody reads it
+                token.tolist()  # synchronises, as a reader of the token would
                 moments.append(time.perf_counter())
     peft.train()
     prefill, decode = moments[1] - moments[0], moments[-1] - moments[1]
     return {"prompt": prompt, "new": new, "prefill_per_s": prompt / prefill, "decode_per_s": new / decode}
 
 
-def _engines(peft: Any) -> list[Any]:
+def modes(peft: Any, tokens: int) -> dict[str, Any]:
+    """What `auto` has decided for training batches of so many tokens, and why."""
     placement = getattr(peft, "placement", None)  # None: no engine, or not ours
-    return [] if placement is None else [engine for engine in placement.engines if engine.policy == "auto"]
-
-
-def settled(peft: Any, tokens: int) -> bool:
-    """Whether `auto` tries no other way for batches of so many tokens any more."""
-    return all(engine.trials.settled(tokens) for engine in _engines(peft))
-
-
-def ways(peft: Any) -> dict[str, Any]:
-    """What `auto` found, by direction and size of batch."""
-    return {name: found for engine in _engines(peft) for name, found in engine.trials.ways().items()}
+    if placement is None or placement.policy != "auto":
+        return {}
+    decision = placement.engines[0].dispatcher.decision(tokens, True)
+    return {"mode": decision.mode, "predicted": dict(decision.predicted), "timed": dict(decision.timed)}
 
 
 def expert_layers(peft: Any) -> list[nn.Module]:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from e2e_clock import Clock
-from e2e_models import Recipe, attention_layers, build, expert_layers, loss_of, place_experts, settled, ways
+from e2e_models import Recipe, attention_layers, build, expert_layers, loss_of, modes, place_experts
 from peaks import GIB, Peaks
 from timing import Watch, spread
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MANY = 8  # pieces
 FILLED = 0.95  # of the memory that is allowed
 SPARE = 48 << 20  # bytes between residents and somebody else's peak
-WARM, LONGEST = 2, 16  # steps before any is timed: at least, and at most until auto has settled
+WARM = 4  # steps before any is timed: graphs are captured in the third
 
 
 class Trainer:
@@ -56,7 +56,7 @@ class Trainer:
         """Where experts are computed from now on."""
         import torch
 
-        place_experts(self.model, policy)
+        place_experts(self.model, policy, self.recipe.tokens)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -122,7 +122,7 @@ class Trainer:
         self.peaks.reset()
         of_piece = batches[0].numel()
         least = 3 if pieces < MANY else 1  # pieces of a step are as good as steps
-        while len(warm) < min(WARM, least) or (len(warm) < LONGEST and not settled(self.model, of_piece)):
+        while len(warm) < min(WARM, least):
             warm.append(timed())
         before = self.peaks.settle()
         taken: list[float] = []
@@ -142,8 +142,7 @@ class Trainer:
             "spread": spread(taken),
             "warm_s": warm,
             "timed_s": taken,
-            "settled": settled(self.model, of_piece),
-            "ways": ways(self.model),
+            "modes": modes(self.model, of_piece),
             "foreign": foreign,
             "losses": [losses[0], losses[-1]],
             "profiled_s": whole,

@@ -2,8 +2,8 @@
 
     python bench/formats.py --formats int8,int4:32 --peers kt_int8=/path/to/python kt_int4=/path/to/python
 
-For each format: packing, forward from one token up, forward and backward with LoRA of rank 8, how far the results are
-from those of the bf16 weights it was made from, and memory. The roof counts the bytes of the release, not of bf16. A
+For each format: packing, forward from one token up, forward and backward with LoRA of rank 8, the error against the
+bf16 weights that were encoded, and memory. The roof counts the bytes of the release, not of bf16. A
 few experts are encoded and the others repeat their bytes, since encoding a layer would take longer than measuring it;
 errors are taken on those few alone. Formats of GGUF hold random blocks and have no error: most have no encoder.
 `int8+w8a8` is int8 with 8-bit activations, and so is `int4:32+w8a8`; their roof is the bare product of bytes, and they
@@ -19,14 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import contest
+import layer_bench
 import moe
 import train_step
-from contest import Column, Contest, Program, Stand
+from arguments import numbers, words
+from layer_bench import RATES, TIMES, Column, LayerBench, Program, Setup
 from peers.protocol import Peer, Runner, from_text
 from shapes import Shape, Weights, make_weights, make_work
 from sweeps import ALPHA, RANK, Sweeper, grad_out, lora_parameters, make_lora, operations
-from timing import Yardstick, print_last_line, save
+from timing import Yardstick, save
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ MODES = ("forward_lora", "backward_lora")
 TRAINED_LAYERS = 4  # at most: from 512 tokens on every call reads a whole layer
 PROBE_TOKENS = 64
 LEAST_ENCODED = 8  # experts
-# Programs by what they do; a peer stands beside the formats that are as wide.
+# Programs by what they do; a peer is measured beside the formats of the same width.
 FORWARD = {f"kt_{kind}": Program("peers.kt", ("--kind", kind)) for kind in ("int8", "int4")}
 TRAINING = {f"kt_{kind}": Program("peers.kt_sft", ("--kind", kind)) for kind in ("int8", "int4")}
 # Blocks of GGUF: where their half-precision scales are, and what these must be for weights of deviation one.
@@ -71,22 +72,22 @@ BLOCK_SCALES = {
 def parse(argv: list[str] | None) -> argparse.Namespace:
     defaults = ",".join(DEFAULT_FORMATS), ",".join(map(str, DEFAULT_TOKENS))
     trained = list(train_step.DEFAULT_TOKENS)
-    parser = contest.options(__doc__, FORWARD, ["qwen3-30b"])
-    parser.add_argument("--formats", type=contest.words, default=list(DEFAULT_FORMATS), help=f"default {defaults[0]}")
+    parser = layer_bench.options(__doc__, FORWARD, ["qwen3-30b"])
+    parser.add_argument("--formats", type=words, default=list(DEFAULT_FORMATS), help=f"default {defaults[0]}")
     parser.add_argument(
-        "--tokens", type=contest.numbers, default=list(DEFAULT_TOKENS), help=f"of forward, default {defaults[1]}"
+        "--tokens", type=numbers, default=list(DEFAULT_TOKENS), help=f"of forward, default {defaults[1]}"
     )
     parser.add_argument(
         "--train-tokens",
-        type=contest.numbers,
+        type=numbers,
         default=trained,
         help=f"with LoRA, default {','.join(map(str, trained))}; empty: no training",
     )
-    parser.add_argument("--seconds-per-cell", type=float, default=0.6, help="of timed calls for each contender")
-    args = contest.parse(parser, FORWARD, argv)
-    contest.check_tokens(parser, "--tokens", args.tokens)
+    parser.add_argument("--seconds-per-cell", type=float, default=0.6, help="of timed calls for each implementation")
+    args = layer_bench.parse(parser, FORWARD, argv)
+    layer_bench.check_tokens(parser, "--tokens", args.tokens)
     if args.train_tokens:
-        contest.check_tokens(parser, "--train-tokens", args.train_tokens)
+        layer_bench.check_tokens(parser, "--train-tokens", args.train_tokens)
     check_formats(parser, args.formats)
     return args
 
@@ -114,7 +115,7 @@ def check_formats(parser: argparse.ArgumentParser, formats: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A layer as it was released; the first `encoded` experts stand for the bf16 weights of the same number."""
+    """A layer as it was released; the first `encoded` experts hold the bf16 weights of the same number."""
 
     format: str
     matrices: dict[str, Encoded] | None  # gate, up, down; None: the bf16 weights
@@ -205,12 +206,12 @@ class Truth:
 
     def training_errors(self, answer: dict[str, str]) -> dict[str, float]:
         """By mode: of the output, and of the gradient of the hidden states."""
-        found = [relative(from_text(answer[name]), self.adapted[name]) for name in ("out", "hidden")]
-        return dict(zip(MODES, found, strict=True))
+        errors = [relative(from_text(answer[name]), self.adapted[name]) for name in ("out", "hidden")]
+        return dict(zip(MODES, errors, strict=True))
 
 
-def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
+def relative(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result - truth).norm() / truth.norm())
 
 
 def beside(format: str, programs: dict[str, Program]) -> dict[str, Program]:
@@ -219,7 +220,7 @@ def beside(format: str, programs: dict[str, Program]) -> dict[str, Program]:
     return {name: program for name, program in programs.items() if name == f"kt_{kind}"}
 
 
-class Bench(Contest):
+class Bench(LayerBench):
     NAME = "formats"
     PROGRAMS: ClassVar = {}  # each format starts its own
     COLUMNS: ClassVar = [
@@ -228,14 +229,8 @@ class Bench(Contest):
         Column("isa", 7, "isa"),
         Column("tokens", 6, "tokens"),
         Column("mode", 13, "mode"),
-        Column("ms", 9, "ms", 3),
-        Column("roof ms", 8, "roof_ms", 3),
-        Column("share", 5, "share", 2),
-        Column("bound", 6, "bound"),
-        Column("TFLOPS", 6, "tflops", 2),
-        Column("GB/s", 6, "gbs", 1),
-        Column("tile TF", 7, "tile_tflops", 2),
-        Column("read GB/s", 6, "read_gbs", 1),
+        *TIMES,
+        *RATES,
         Column("error", 7, "error", 4),
     ]
 
@@ -271,7 +266,7 @@ class Bench(Contest):
             each = source.bytes / shape.experts
             with self.peers_beside(format, isa, FORWARD) as peers:
                 ours = Runner(moe.Ours(self.pool, isa, stored, source.matrices, rounds), lambda _: weights)
-                self.measure_forward(Stand(shape, isa, ours, peers, yardstick, format, each), source, truth)
+                self.measure_forward(Setup(shape, isa, ours, peers, yardstick, format, each), source, truth)
                 del ours
             if self.args.train_tokens and not rounds:
                 with self.peers_beside(format, isa, TRAINING) as peers:
@@ -279,16 +274,16 @@ class Bench(Contest):
                     pool = _core.Pool(threads=self.pool.threads)
                     trained = train_step.Ours(pool, isa, format, source.matrices, MODES)
                     sweeper = Sweeper(trained, lambda _: weights)
-                    stand = Stand(shape, isa, sweeper, peers, yardstick, format, each)
-                    self.measure_training(stand, trained, sweeper, source, truth)
-                    del stand, sweeper, trained, pool
+                    setup = Setup(shape, isa, sweeper, peers, yardstick, format, each)
+                    self.measure_training(setup, trained, sweeper, source, truth)
+                    del setup, sweeper, trained, pool
 
     def probe(
-        self, stand: Stand, source: Source, truth: Truth, errors: Callable[[dict[str, str]], dict[str, float]]
+        self, setup: Setup, source: Source, truth: Truth, errors: Callable[[dict[str, str]], dict[str, float]]
     ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         """Errors by mode, of ours (none where the weights are made up) and of the peers by name."""
-        mine = errors(stand.ours.ask(truth.request)) if source.encoded else {}
-        return mine, {name: errors(answer) for name, answer in self.ask_peers(stand.peers, truth.request).items()}
+        mine = errors(setup.ours.ask(truth.request)) if source.encoded else {}
+        return mine, {name: errors(answer) for name, answer in self.ask_peers(setup.peers, truth.request).items()}
 
     def add_with_errors(
         self, cell: dict[str, Any], mine: dict[str, float], theirs: dict[str, dict[str, float]]
@@ -298,72 +293,64 @@ class Bench(Contest):
         cell["peer_errors"] = {name: errors[cell["mode"]] for name, errors in theirs.items() if name in cell["peers"]}
         self.add(cell)
 
-    def measure_forward(self, stand: Stand, source: Source, truth: Truth) -> None:
-        shape = stand.shape
+    def measure_forward(self, setup: Setup, source: Source, truth: Truth) -> None:
+        shape = setup.shape
         layers = self.args.layers or shape.layers(self.cache, source.bytes)
         request = {"do": "load", "shape": shape.name, "layers": layers}
         request["max_tokens"] = max([PROBE_TOKENS, *self.args.tokens])
-        stand.look()
-        pack_ms = stand.ours.ask(request)["ms"]
-        stand.look()
-        reading = stand.reading()
-        pack = stand.judge_pack(reading, pack_ms)
-        for name, answer in self.ask_peers(stand.peers, request).items():
-            pack["peers"][name] = min(answer["ms"])
-        self.add(pack)
-        mine, theirs = self.probe(stand, source, truth, truth.forward_errors)
-        rounds = stand.format.endswith(W8A8)
+        rates = self.measure_pack(setup, request)
+        mine, theirs = self.probe(setup, source, truth, truth.forward_errors)
+        rounds = setup.format.endswith(W8A8)
         for tokens in self.args.tokens:
-            if self.too_long(stand, tokens, reading.roof_seconds(shape.operations(tokens), 0)):
+            if self.too_long(setup, tokens, rates.roof_seconds(shape.operations(tokens), 0)):
                 continue
-            cell, answers = moe.measure_forward(self, stand, tokens)
+            cell, answers = moe.measure_forward(self, setup, tokens)
             if rounds:  # registers are measured with bf16
                 del cell["register_share"], cell["register_tflops"]
-            self.compare(f"{shape.name} {stand.format}, {tokens} tokens", answers)
+            self.compare(f"{shape.name} {setup.format}, {tokens} tokens", answers)
             self.add_with_errors(cell, mine, theirs)
 
     def measure_training(
-        self, stand: Stand, ours: train_step.Ours, sweeper: Sweeper, source: Source, truth: Truth
+        self, setup: Setup, ours: train_step.Ours, sweeper: Sweeper, source: Source, truth: Truth
     ) -> None:
         from ktransformers import _core
 
-        shape = stand.shape
+        shape = setup.shape
         layers = self.args.layers or min(TRAINED_LAYERS, shape.layers(self.cache, source.bytes))
         request = {"do": "load", "shape": shape.name, "layers": layers}
         request["max_tokens"] = max([PROBE_TOKENS, *self.args.train_tokens])
-        lent = _core.lent_bytes()
-        stand.ours.ask(request)
-        resident = {name: answer["resident"] for name, answer in self.ask_peers(stand.peers, request).items()}
-        mine, theirs = self.probe(stand, source, truth, truth.training_errors)
+        before = _core.pooled_bytes()
+        setup.ours.ask(request)
+        resident = {name: answer["resident"] for name, answer in self.ask_peers(setup.peers, request).items()}
+        mine, theirs = self.probe(setup, source, truth, truth.training_errors)
         for tokens in self.args.train_tokens:
-            stand.look()
-            if self.too_long(stand, tokens, stand.seen[-1].roof_seconds(operations(shape, tokens, MODES[-1]), 0)):
+            setup.sample_rates()
+            if self.too_long(setup, tokens, setup.samples[-1].roof_seconds(operations(shape, tokens, MODES[-1]), 0)):
                 continue
-            cells, answers = train_step.measure_modes(self, stand, tokens, MODES)
-            self.compare(f"{shape.name} {stand.format}, {tokens} tokens with LoRA", answers)
+            cells, answers = train_step.measure_modes(self, setup, tokens, MODES)
+            self.compare(f"{shape.name} {setup.format}, {tokens} tokens with LoRA", answers)
             for cell in cells:
                 self.add_with_errors(cell, mine, theirs)
-        grown = sweeper.resident() - (_core.lent_bytes() - lent)
-        self.add_memory(stand, ours, grown, source, layers, resident)
+        grown = sweeper.resident() - (_core.pooled_bytes() - before)
+        self.add_memory(setup, ours, grown, source, layers, resident)
 
     def compare(self, where: str, answers: dict[str, dict[str, Any]]) -> None:
-        """Weights differ by design, so only routes are held against each other; results have been probed."""
+        """Weights differ by design, so only routes are compared; results have been probed."""
         for name, answer in answers.items():
-            if answer["routes"] != answers[""]["routes"]:
-                self.note(f"{where}, {name}: routed differently, so the times do not compare")
+            self.same_routes(f"{where}, {name}", answers[""], answer)
 
     def add_memory(
-        self, stand: Stand, ours: train_step.Ours, grown: int, source: Source, layers: int, theirs: dict[str, int]
+        self, setup: Setup, ours: train_step.Ours, grown: int, source: Source, layers: int, theirs: dict[str, int]
     ) -> None:
-        """`grown` is what training has left in this process besides activations and gradients, which are lent."""
-        shape = stand.shape
+        """`grown` is what training has left in this process besides activations and gradients of the buffer pool."""
+        shape = setup.shape
         lora = ours.packed_lora_bytes + 2 * shape.experts * lora_parameters(shape)
         packed = layers * ours.packed_bytes
         scratch = grown - packed - layers * lora
         entry: dict[str, Any] = {
             "shape": shape.name,
-            "isa": stand.isa,
-            "format": stand.format,
+            "isa": setup.isa,
+            "format": setup.format,
             "layers": layers,
             "released_bytes": layers * source.bytes,
             "packed_bytes": packed,
@@ -374,19 +361,16 @@ class Bench(Contest):
             "peers": theirs,
         }
         self.document["memory"].append(entry)
-        told = [f"released {entry['released_bytes'] / 1e6:.1f} MB", f"packed {packed / 1e6:.1f}"]
-        told += [f"kept beside these and LoRA {scratch / 1e6:.1f} ({100 * scratch / packed:.1f} %)"]
-        told += [f"{name} {value / 1e6:.1f}" for name, value in theirs.items()]
-        print(f"    {shape.name}, {stand.format}, {layers} layers: {', '.join(told)}", flush=True)
+        parts = [f"released {entry['released_bytes'] / 1e6:.1f} MB", f"packed {packed / 1e6:.1f}"]
+        parts += [f"kept beside these and LoRA {scratch / 1e6:.1f} ({100 * scratch / packed:.1f} %)"]
+        parts += [f"{name} {value / 1e6:.1f}" for name, value in theirs.items()]
+        print(f"    {shape.name}, {setup.format}, {layers} layers: {', '.join(parts)}", flush=True)
         if self.args.json:
             save(self.document, self.args.json)
 
 
 def main(argv: list[str] | None = None) -> int:
-    bench = Bench(parse(argv))
-    bench.run()
-    print_last_line(bench.document)
-    return 1 if bench.failed else 0
+    return Bench(parse(argv)).main()
 
 
 if __name__ == "__main__":

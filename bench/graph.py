@@ -1,13 +1,13 @@
-"""Decoding through experts on the CPU and on the GPU: who waits for whom, with and without a CUDA graph.
+"""Decoding with experts on the CPU and on the GPU: synchronising on expert ids, host callbacks, and a CUDA graph.
 
     python bench/graph.py --tokens 1,4,16 --shares 0,0.25,0.5 --json graph.json
 
 A step sends a few tokens through 8 layers: a router on the GPU, experts under policy `resident`, a residual sum. Three
-ways take turns within a round. `asked`: the thread waits for every layer's ids and decides in Python. `callbacks`: the
-stream starts the CPU by host functions, and Python only queues. `graph`: the same, captured once and replayed. The time
-is per layer; tokens/s are those of the 8 layers and nothing else. `cpu ms` is the core alone, on the experts that are
-not resident, hidden states in host memory: what no way can go below. `apart` is the largest difference between the
-results of two ways, relative to their norm. Needs CUDA.
+modes alternate within a round. `asked`: the host synchronises on every layer's ids and dispatches in Python.
+`callbacks`: the stream starts the CPU's share by host callbacks, and Python only enqueues. `graph`: the same, captured
+once and replayed. The time is per layer; tokens/s are those of the 8 layers alone. `cpu ms` is the core alone on the
+experts that are not resident, hidden states in host memory: a lower bound of every mode. `apart` is the largest
+difference between the results of two modes, relative to their norm. Needs CUDA.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arguments import words
 from place import stores
 from shapes import SHAPES, Shape
 from timing import Table, describe_machine, print_last_line, save
@@ -31,13 +32,10 @@ if TYPE_CHECKING:
     from ktransformers.nn import ExpertStore
 
 LAYERS = 8
-BATCHES = 12  # hidden states that a cell walks through, so that the routing differs from step to step
+BATCHES = 12  # hidden states that a cell rotates over, so that the routing differs from step to step
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def words(text: str) -> list[str]:
-        return [word for word in text.split(",") if word]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b")
     parser.add_argument("--formats", type=words, default=["bf16"])
@@ -55,33 +53,34 @@ class Step:
         import torch
 
         from ktransformers.nn.gate import Gate
+        from ktransformers.place.engine import ExpertEngine
         from ktransformers.place.gpu.expert_cache import ExpertCache
-        from ktransformers.place.placed_store import ServedStore, ThresholdEngine
+        from ktransformers.place.placed_store import PlacedStore
         from ktransformers.place.placement import geometry_of, new_layer
 
         self.shape, self.stores, sizes = shape, stores, geometry_of(stores[0])
-        self.engine = ThresholdEngine(device, "resident", ExpertCache(sizes, 4, device, None))
-        self.layers: list[ServedStore] = []
+        self.engine = ExpertEngine(device, "resident", ExpertCache(sizes, 4, device, None))
+        self.layers: list[PlacedStore] = []
         for index, store in enumerate(stores):
             self.engine.layers[index] = new_layer(self.engine, index, store, Gate("silu"), sizes)
-            self.layers.append(ServedStore(self.engine, self.engine.layers[index], index))
+            self.layers.append(PlacedStore(self.engine, self.engine.layers[index], index))
         generator = torch.Generator().manual_seed(3)
         routers = torch.randn(len(stores), shape.experts, shape.hidden, generator=generator) / shape.hidden**0.5
         self.routers = list(routers.bfloat16().to(device))
 
-    def settle(self, share: float) -> None:
+    def place_residents(self, share: float) -> None:
         """The first experts of every layer are its residents."""
         from ktransformers.place.gpu.expert_cache import ExpertCache
 
         count = round(share * self.shape.experts)
         for placed in self.layers:
             packed = placed.layer.packed
-            self.engine.few.retire(packed.index)
-            self.engine.side.residents.pop(packed.index, None)
+            self.engine.callbacks.retire(packed.index)
+            self.engine.executor.residents.pop(packed.index, None)
             if count:
                 room = ExpertCache(packed.geometry, count, self.engine.device, None)
                 room.fetch(packed.index, packed.source, range(count))
-                self.engine.side.residents[packed.index] = room
+                self.engine.executor.residents[packed.index] = room
 
     def route(self, at: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = (x @ self.routers[at].t()).float().softmax(-1)
@@ -112,30 +111,30 @@ class Step:
         return statistics.median(taken[2:])
 
 
-def ways(step: Step, static: torch.Tensor, out: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
-    """Each computes from `static` into `out`; a way that this format has not is left out."""
+def modes_of(step: Step, static: torch.Tensor, out: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
+    """Each computes from `static` into `out`; a mode that this format does not support is left out."""
     import torch
 
     from ktransformers.errors import InputError
 
     def queued(asked: bool) -> None:
-        step.engine.few.unasked = not asked
+        step.engine.dispatcher.forced = "resident" if asked else "host_callback"
         out["asked" if asked else "callbacks"] = step.run(static)
 
-    found: dict[str, Callable[[], None]] = {"asked": lambda: queued(True), "callbacks": lambda: queued(False)}
-    for way in found.values():  # kernels are loaded, buffers made
-        way()
-        way()
+    modes: dict[str, Callable[[], None]] = {"asked": lambda: queued(True), "callbacks": lambda: queued(False)}
+    for mode in modes.values():  # kernels are loaded, buffers made
+        mode()
+        mode()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             out["graph"] = step.run(static)
     except InputError as error:
         print(f"graph.py: {error}", file=sys.stderr)
-        del found["callbacks"]
-        return found
-    found["graph"] = graph.replay
-    return found
+        del modes["callbacks"]
+        return modes
+    modes["graph"] = graph.replay
+    return modes
 
 
 def cell(step: Step, tokens: int, seconds: float, share: float) -> dict[str, Any]:
@@ -146,16 +145,16 @@ def cell(step: Step, tokens: int, seconds: float, share: float) -> dict[str, Any
     inputs = torch.randn(BATCHES, tokens, step.shape.hidden, generator=generator).bfloat16().to(device)
     static = inputs[0].clone()
     out: dict[str, torch.Tensor] = {}
-    found = ways(step, static, out)
-    taken: dict[str, list[float]] = {name: [] for name in found}
+    modes = modes_of(step, static, out)
+    taken: dict[str, list[float]] = {name: [] for name in modes}
     apart, turn, begun = 0.0, 0, time.perf_counter()
     while turn < 4 or time.perf_counter() - begun < seconds:
         results = []
-        for name, way in found.items():
+        for name, mode in modes.items():
             static.copy_(inputs[turn % BATCHES])
             torch.cuda.synchronize()
             start = time.perf_counter()
-            way()
+            mode()
             torch.cuda.synchronize()
             taken[name].append((time.perf_counter() - start) / LAYERS)
             results.append(out[name].float())
@@ -188,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     for spec in args.formats:
         step = Step(shape, stores(shape, spec, LAYERS), device, spec)
         for share in map(float, args.shares):
-            step.settle(share)
+            step.place_residents(share)
             for tokens in map(int, args.tokens):
                 with torch.inference_mode():
                     row = {"format": spec, "tokens": tokens, "share": share}

@@ -1,11 +1,11 @@
-"""The best schedule that a machine allows for a training step: DRAM, PCIe, the CPU's tiles and the GPU all busy, nobody
-waiting for anybody.
+"""A lower bound of a training step's time: DRAM, PCIe, the CPU's tiles and the GPU all at their full rates at once,
+without synchronisation.
 
 Rates are bare loops of the same run: memory by plain reads, tiles by products over panels in L2, the link by copies of
-pinned memory, the GPU by a large product. A step needs the experts' bytes out of memory once forward and once back,
-whoever computes; the share x of them that the GPU computes crosses the link as often; the rest is multiplied by the
-tiles. `ideal` takes the x for which the busiest of the four ends first. It counts no launches, no optimiser and no
-softmax, so no program reaches it; a measured step over it says what is left to gain.
+pinned memory, the GPU by a large product. A step reads the experts' bytes from memory once forward and once
+backward; the share x of them that the GPU computes crosses the link as often; the rest is multiplied by the
+tiles. `ideal` takes the x that minimises the time of the slowest of the four. It counts no launches, no optimiser and
+no softmax, so no program reaches it; a measured step over it says what is left to gain.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Linear layers of a decoder for the few rows of decoding, beside the speed at which memory can be read.
+"""Linear layers of a decoder at the batch sizes of decoding, against memory bandwidth.
 
     python bench/linear.py                     # the layers of Qwen3-30B-A3B, 1 to 32 rows
     python bench/linear.py --rows 1 8 --layers q head --torch
 
-Each layer is a deck of matrices far larger than any cache, and every call takes the next one. `qkv` is three matrices
+Calls rotate over copies of a layer that are together far larger than any cache. `qkv` is three matrices
 in one call. The share is that of the rate at which a bare loop reads memory, measured in the same run.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from pathlib import Path
 
-from timing import READ_BYTES, Stopwatch, Table, describe_machine, print_last_line
+from timing import READ_BYTES, Stopwatch, Table, describe_machine, print_last_line, save
 
 HIDDEN, HEADS, GROUPS, VOCABULARY, EXPERTS = 2048, 4096, 512, 151936, 128
 LAYERS = {
@@ -32,6 +33,7 @@ def main() -> None:
     arguments.add_argument("--threads", type=int, default=0, help="0: chosen")
     arguments.add_argument("--seconds", type=float, default=0.3, help="for each number")
     arguments.add_argument("--torch", action="store_true", help="torch's own product as well")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     args = arguments.parse_args()
 
     import torch
@@ -46,7 +48,7 @@ def main() -> None:
     for name in args.layers:
         outputs, columns = LAYERS[name]
         size = sum(outputs) * columns * 2
-        deck = torch.empty(max(1, READ_BYTES // size), sum(outputs), columns, dtype=torch.bfloat16).normal_()
+        copies = torch.empty(max(1, READ_BYTES // size), sum(outputs), columns, dtype=torch.bfloat16).normal_()
         for rows in args.rows:
             if rows > _core.linear_rows():
                 continue
@@ -54,10 +56,10 @@ def main() -> None:
             outs = [torch.empty(rows, count, dtype=x.dtype) for count in outputs]
 
             def ours(step: int) -> None:
-                pool.linear(x, list(torch.split(deck[step % len(deck)], outputs)), outs)  # noqa: B023
+                pool.linear(x, list(torch.split(copies[step % len(copies)], outputs)), outs)  # noqa: B023
 
             def theirs(step: int) -> None:
-                torch.nn.functional.linear(x, deck[step % len(deck)])  # noqa: B023
+                torch.nn.functional.linear(x, copies[step % len(copies)])  # noqa: B023
 
             us = 1e3 * statistics.median(Stopwatch(ours).round(args.seconds).ms)
             other = 1e3 * statistics.median(Stopwatch(theirs).round(args.seconds).ms) if args.torch else None
@@ -65,7 +67,10 @@ def main() -> None:
             cells.append({"layer": name, "rows": rows, "us": us, "share": rate / read, "torch_us": other})
             words = [name, str(rows), f"{us:.1f}", f"{rate / 1e9:.1f}", f"{rate / read:.2f}"]
             table.row([*words, "" if other is None else f"{other:.1f}"])
-    print_last_line({"machine": describe_machine(), "threads": pool.threads, "read": read, "cells": cells})
+    document = {"bench": "linear", "machine": describe_machine(), "threads": pool.threads, "read": read, "cells": cells}
+    if args.json:
+        save(document, args.json)
+    print_last_line(document)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python bench/moe.py --shapes qwen3-30b --tokens 1,512,2048 --peers kt=/path/to/python torch
 
-The roof of a cell is max(operations / tile rate, expert bytes touched / read bandwidth). Both rates are taken before
-and after every round of ours and averaged over the cell, because a machine drifts more within minutes than a kernel
-improves in a week; for the same reason ours and the peers take turns in short rounds. `timing.py` has the clockwork,
-`shapes.py` the work, `peers/` the others. docs/bench.md explains the columns.
+The roof of a cell is max(operations / tile rate, expert bytes touched / read bandwidth). Both rates are measured before
+and after every round of ours and averaged over the cell, because the speed of a machine drifts by more within minutes
+than two kernels differ by; for the same reason ours and the peers alternate in short rounds. `timing.py` times rounds,
+`shapes.py` makes the work, `layer_bench.py` runs the peers. docs/bench.md explains the columns.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import contest
-from contest import ROUNDS, Column, Contest, Program, Stand
+import layer_bench
+from arguments import numbers
+from layer_bench import NAMES, RATES, ROUNDS, TIMES, Column, LayerBench, Program, Setup
 from peers.protocol import Peer, Runner
 from shapes import DEFAULT_SHAPES, DEFAULT_TOKENS, Shape, Weights, Work
-from timing import SETTLE, Stopwatch, Yardstick, print_last_line, spread
+from timing import SETTLE, Stopwatch, Yardstick, spread
 
 if TYPE_CHECKING:
     import torch
@@ -30,20 +31,20 @@ if TYPE_CHECKING:
     from ktransformers import _core
     from ktransformers.checkpoint.encoded import Encoded
 
-OPERATOR_BYTES = 1 << 30  # of matrices that the torch operator between our calls walks over
+OPERATOR_BYTES = 1 << 30  # of matrices that the torch operator between our calls rotates over
 PROGRAMS = {"kt": Program("peers.kt"), "torch": Program("peers.torch_loop", kt=False)}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = contest.options(__doc__, PROGRAMS, DEFAULT_SHAPES)
-    parser.add_argument("--tokens", type=contest.numbers, help=f"default {','.join(map(str, DEFAULT_TOKENS))}")
-    parser.add_argument("--alternate", action="store_true", help="also take turns with a torch operator")
-    parser.add_argument("--seconds-per-cell", type=float, help="of timed calls for each contender, default 0.6")
+    parser = layer_bench.options(__doc__, PROGRAMS, DEFAULT_SHAPES)
+    parser.add_argument("--tokens", type=numbers, help=f"default {','.join(map(str, DEFAULT_TOKENS))}")
+    parser.add_argument("--alternate", action="store_true", help="also time both in alternation with a torch operator")
+    parser.add_argument("--seconds-per-cell", type=float, help="of timed calls for each implementation, default 0.6")
     parser.add_argument("--quick", action="store_true", help="tokens 1,16,512,2048 and half the time")
-    args = contest.parse(parser, PROGRAMS, argv)
+    args = layer_bench.parse(parser, PROGRAMS, argv)
     if args.tokens is None:
         args.tokens = [1, 16, 512, 2048] if args.quick else list(DEFAULT_TOKENS)
-    contest.check_tokens(parser, "--tokens", args.tokens)
+    layer_bench.check_tokens(parser, "--tokens", args.tokens)
     if args.seconds_per_cell is None:
         args.seconds_per_cell = 0.3 if args.quick else 0.6
     return args
@@ -121,7 +122,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Turns:
+class Alternation:
     """Milliseconds of ours and of the torch operator, each alone and in alternation."""
 
     ours_alone: float
@@ -130,7 +131,7 @@ class Turns:
     operator: float
 
 
-def take_turns(ours: Stopwatch, operator: Stopwatch, seconds: float) -> Turns:
+def alternate(ours: Stopwatch, operator: Stopwatch, seconds: float) -> Alternation:
     alone: list[float] = []
     operator_alone: list[float] = []
     both: list[tuple[float, float]] = []
@@ -147,25 +148,27 @@ def take_turns(ours: Stopwatch, operator: Stopwatch, seconds: float) -> Turns:
             both.append((1e3 * operator.once(), 1e3 * ours.once()))
         time.sleep(SETTLE)
     median = statistics.median
-    return Turns(median(alone), median(ms for _, ms in both), median(operator_alone), median(ms for ms, _ in both))
+    return Alternation(
+        median(alone), median(ms for _, ms in both), median(operator_alone), median(ms for ms, _ in both)
+    )
 
 
-def measure_forward(bench: Contest, stand: Stand, tokens: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def measure_forward(bench: LayerBench, setup: Setup, tokens: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """A cell, and the first answers of ours (`""`) and of the peers."""
-    mine, theirs = bench.rounds(stand, tokens)
+    mine, theirs = bench.rounds(setup, tokens)
     ms = [value for answer in mine for value in answer["ms"]]
-    cell = judge(stand, tokens, "forward", statistics.median(ms), mine[0]["unique_experts"])
+    cell = forward_cell(setup, tokens, "forward", statistics.median(ms), mine[0]["unique_experts"])
     cell.update(reps=len(ms), spread=spread(ms), foreign=max(answer["foreign"] for answer in mine))
-    for name in stand.peers:
+    for name in setup.peers:
         cell["peers"][name] = statistics.median(value for answers in theirs for value in answers[name]["ms"])
-    return cell, {"": mine[0], **{name: theirs[0][name] for name in stand.peers}}
+    return cell, {"": mine[0], **{name: theirs[0][name] for name in setup.peers}}
 
 
-def judge(stand: Stand, tokens: int, mode: str, ms: float, unique: float) -> dict[str, Any]:
-    shape, reading = stand.shape, stand.reading()
+def forward_cell(setup: Setup, tokens: int, mode: str, ms: float, unique: float) -> dict[str, Any]:
+    shape, reading = setup.shape, setup.mean_rates()
     operations = shape.operations(tokens)
     return {
-        **stand.judge(reading, tokens, mode, ms, operations, unique),
+        **setup.cell(reading, tokens, mode, ms, operations, unique),
         "us_per_token": 1e3 * ms / tokens,
         "activation_bytes": shape.activation_bytes(tokens),
         "register_share": operations / reading.registers * 1e3 / ms,
@@ -173,78 +176,57 @@ def judge(stand: Stand, tokens: int, mode: str, ms: float, unique: float) -> dic
     }
 
 
-class Bench(Contest):
+class Bench(LayerBench):
     NAME = "moe"
     PROGRAMS = PROGRAMS
     COLUMNS: ClassVar = [
-        Column("shape", 16, "shape"),
-        Column("tokens", 6, "tokens"),
-        Column("isa", 11, "isa"),
+        *NAMES,
         Column("mode", 9, "mode"),
-        Column("ms", 8, "ms", 3),
-        Column("roof ms", 8, "roof_ms", 3),
-        Column("share", 5, "share", 2),
-        Column("bound", 6, "bound"),
-        Column("TFLOPS", 6, "tflops", 2),
-        Column("GB/s", 6, "gbs", 1),
+        *TIMES,
         Column("us/token", 8, "us_per_token", 1),
         Column("regs", 5, "register_share", 2),
         Column("act MB", 7, "activation_bytes", 2, 1e-6),
-        Column("tile TF", 7, "tile_tflops", 2),
-        Column("read GB/s", 6, "read_gbs", 1),
+        *RATES,
     ]
 
     def measure_shape(self, shape: Shape, isa: str, peers: dict[str, Peer]) -> None:
-        stand = Stand(shape, isa, Runner(Ours(self.pool, isa)), peers, Yardstick(self.roof_pool, isa))
+        setup = Setup(shape, isa, Runner(Ours(self.pool, isa)), peers, Yardstick(self.roof_pool, isa))
         layers = self.args.layers or shape.layers(self.cache)
         request = {"do": "load", "shape": shape.name, "layers": layers, "max_tokens": max(self.args.tokens)}
-        stand.look()
-        pack_ms = stand.ours.ask(request)["ms"]
-        stand.look()
-        reading = stand.reading()
-        pack = stand.judge_pack(reading, pack_ms)
-        for name, answer in self.ask_peers(peers, request).items():
-            if answer["ms"]:
-                pack["peers"][name] = min(answer["ms"])
-        self.add(pack)
+        rates = self.measure_pack(setup, request)
         for tokens in self.args.tokens:
-            if self.too_long(stand, tokens, reading.roof_seconds(shape.operations(tokens), 0)):
+            if self.too_long(setup, tokens, rates.roof_seconds(shape.operations(tokens), 0)):
                 continue
-            cell, answers = measure_forward(self, stand, tokens)
-            for name in stand.peers:
+            cell, answers = measure_forward(self, setup, tokens)
+            for name in setup.peers:
                 self.compare(f"{shape.name}, {tokens} tokens, {name}", answers[""], answers[name])
             self.add(cell)
             if self.args.alternate:
-                self.measure_turns(stand, tokens, cell["unique_experts"])
+                self.measure_alternation(setup, tokens, cell["unique_experts"])
 
     def compare(self, where: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Both must have done the same work; whether the numbers are right is for the tests."""
-        if mine["routes"] != theirs["routes"]:
-            self.note(f"{where}: routed differently, so the times do not compare")
-        elif abs(theirs["norm"] - mine["norm"]) > 0.02 * mine["norm"]:
+        if self.same_routes(where, mine, theirs) and abs(theirs["norm"] - mine["norm"]) > 0.02 * mine["norm"]:
             self.note(f"{where}: output of norm {theirs['norm']:.4g}, ours {mine['norm']:.4g}")
 
-    def measure_turns(self, stand: Stand, tokens: int, unique: float) -> None:
-        operator = Stopwatch(Attention(stand.shape, tokens))
-        stand.look()
-        turns = take_turns(stand.ours.prepare(tokens), operator, self.args.seconds_per_cell)
-        stand.look()
-        cell = judge(stand, tokens, "alternate", turns.ours, unique)
-        cell.update(alone_ms=turns.ours_alone, torch_ms=turns.operator, torch_alone_ms=turns.operator_alone)
+    def measure_alternation(self, setup: Setup, tokens: int, unique: float) -> None:
+        operator = Stopwatch(Attention(setup.shape, tokens))
+        setup.sample_rates()
+        taken = alternate(setup.ours.prepare(tokens), operator, self.args.seconds_per_cell)
+        setup.sample_rates()
+        cell = forward_cell(setup, tokens, "alternate", taken.ours, unique)
+        cell.update(alone_ms=taken.ours_alone, torch_ms=taken.operator, torch_alone_ms=taken.operator_alone)
         self.add(cell)
         print(
-            f"    in turns with torch: ours {turns.ours:.3f} ms, alone {turns.ours_alone:.3f}"
-            f" ({turns.ours / turns.ours_alone:.2f}x); torch {turns.operator:.3f} ms, alone {turns.operator_alone:.3f}"
-            f" ({turns.operator / turns.operator_alone:.2f}x)",
+            f"    alternating with torch: ours {taken.ours:.3f} ms, alone {taken.ours_alone:.3f}"
+            f" ({taken.ours / taken.ours_alone:.2f}x); torch {taken.operator:.3f} ms, alone {taken.operator_alone:.3f}"
+            f" ({taken.operator / taken.operator_alone:.2f}x)",
             flush=True,
         )
 
 
 def main(argv: list[str] | None = None) -> int:
-    bench = Bench(parse(argv))
-    bench.run()
-    print_last_line(bench.document)
-    return 1 if bench.failed else 0
+    return Bench(parse(argv)).main()
 
 
 if __name__ == "__main__":

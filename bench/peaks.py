@@ -1,4 +1,4 @@
-"""The most memory that a process held, on the host and on the GPU, since it was last asked to forget."""
+"""Peak memory of this process on the host and on the GPU since the last reset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def host_bytes(key: str) -> int:
 
 
 def graph_bytes() -> int:
-    """That CUDA graphs keep for their replays: torch calls them free, but nobody else is given them."""
+    """Bytes of CUDA graph pools that torch counts as free: they are kept for replays and not allocated to others."""
     import torch
 
     own = (0, 0)  # the pool of all that is no graph's

@@ -2,17 +2,16 @@
 
     python bench/place.py --formats bf16,int4:32 --tokens 1,512,8192 --json place.json
 
-A step walks forward through several layers, more than the GPU has room for, as a server does, and with `--backward`
-back through them with LoRA of rank 8, as training does; the time is per layer. Few tokens are routed otherwise in every
-step and find no expert in the slots: with four layers both the GPU's room and the CPU's caches would hold the same few
-experts from step to step, which a model has not. Before a cell is timed `auto` takes
-steps until it has settled; how many is in the document, with all of their times. Policies take turns within a round, so
-that a machine that drifts does so for all of them; in its turn a policy takes one step untimed and then several in a
-row. A step is over when its results are there: copies that were queued for the next one go on, as they do between steps
-of training, and count where they are used. The table shows each policy's median, auto over the best of the others, the
-bare kernels on tensors in host memory (forward alone), and the floors: all bytes over PCIe, and all touched bytes out
-of memory, at the rates measured in the same run. The way is what `auto` found (`place/trials.py`); the split is that of
-a layer when it was last asked for its ids: experts that were there, streamed, on the CPU. Needs CUDA.
+A step runs forward through several layers, more than the GPU's cache of streamed experts holds, as a server does, and
+with `--backward` back through them with LoRA of rank 8, as training does; the time is per layer. Few tokens are routed
+differently in every step and find no expert in the cache: with four layers both the GPU's cache and the CPU's caches
+would hold the same few experts from step to step, which a model does not do. `auto` decides its mode before the first
+step (`place/tune.py`). Policies take turns within a round, so that drift of the machine affects all of them; in its
+turn a policy takes one step untimed and then several in a row. A step ends when its results are there: copies queued
+for the next one go on, as they do between steps of training, and count where they are used. The table shows each
+policy's median, auto over the best fixed mode, the bare kernels on tensors in host memory (forward alone), and the
+floors: all bytes over PCIe, and all touched bytes out of memory, at the rates measured in the same run; then the mode
+of `auto` and the split of a layer in its last pass with known ids: resident experts, streamed, on the CPU. Needs CUDA.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ if TYPE_CHECKING:
     import torch
 
     from ktransformers.nn import ExpertStore
-    from ktransformers.place.placed_store import ServedStore, ThresholdEngine
+    from ktransformers.place.engine import ExpertEngine
+    from ktransformers.place.placed_store import PlacedStore
 
 LAYERS = 4
 BATCHES = 24  # of few tokens, so that the routing differs from step to step
-POLICIES = ("cpu", "stream", "auto")
+POLICIES = ("cpu", "stream", "split", "host_callback", "auto")
 RANK = 8
 SLACK, SLACK_SECONDS = 1.05, 0.2e-3  # auto may be that much slower than the best fixed policy
-WARM, LONGEST = 3, 60  # steps before a cell is timed: at least, and at most until auto has settled
+WARM = 4  # steps before a cell is timed, at least: graphs are captured in the third
 WAKE = 0.2  # seconds of them at least: a machine that did nothing takes a while
 TURN = 0.06  # seconds of timed steps in one turn, two steps at least
 
@@ -61,7 +61,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b")
     parser.add_argument("--formats", type=words, default=["bf16", "int8", "int4:32"])
     parser.add_argument("--tokens", type=words, default=["1", "16", "128", "512", "2048", "8192", "16384"])
-    parser.add_argument("--policies", type=words, default=list(POLICIES), help="of cpu, stream, auto")
+    parser.add_argument(
+        "--policies", type=words, default=list(POLICIES), help="of cpu, stream, split, host_callback, auto"
+    )
     parser.add_argument("--backward", action="store_true", help="forward and backward with LoRA, else forward alone")
     parser.add_argument("--pin", choices=["map", "stage"], default="map")
     parser.add_argument("--rounds", type=int, default=5)
@@ -86,41 +88,43 @@ def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
     return found
 
 
-def engine_of(made: list[ExpertStore], policy: str, registered: Any, device: torch.device) -> list[ServedStore]:
+def engine_of(
+    made: list[ExpertStore], policy: str, registered: Any, device: torch.device, top_k: int
+) -> list[PlacedStore]:
     from ktransformers.nn.gate import Gate
+    from ktransformers.place.engine import ExpertEngine
     from ktransformers.place.gpu.expert_cache import ExpertCache
     from ktransformers.place.gpu.layer_costs import costs_of
-    from ktransformers.place.placed_store import ServedStore, ThresholdEngine
+    from ktransformers.place.placed_store import PlacedStore
     from ktransformers.place.placement import LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
     sizes = geometry_of(made[0])
-    slots = ExpertCache(sizes, int(LAYERS_OF_ROOM * sizes.experts), device, registered)
-    engine = ThresholdEngine(device, policy, slots)
+    cache = ExpertCache(sizes, int(LAYERS_OF_ROOM * sizes.experts), device, registered)
+    engine = ExpertEngine(device, policy, cache)
+    engine.dispatcher.top_k = top_k
     found = []
     for index, store in enumerate(made):
         layer = new_layer(engine, index, store, Gate("silu"), sizes)
-        if policy == "auto":
-            if index == 0:
-                layer.costs, slots.link_rate = costs_of(layer.packed, store, engine.side, anew=True)
-            else:
-                layer.costs = engine.layers[0].costs
+        if not index and policy in ("auto", "split"):
+            layer.costs, cache.link_rate = costs_of(layer.packed, store, engine.executor, anew=policy == "auto")
+            engine.dispatcher.costs = layer.costs
         engine.layers[index] = layer
-        found.append(ServedStore(engine, layer, index))
+        found.append(PlacedStore(engine, layer, index))
     return found
 
 
 def load_of(shape: Shape, tokens: int, device: torch.device) -> Load:
     import torch
 
-    from ktransformers.place.host_callback import MOST
+    from ktransformers.plan.modes import MAX_DECODE_TOKENS
 
     generator = torch.Generator().manual_seed(tokens)
 
     def ids() -> torch.Tensor:
         return torch.rand(tokens, shape.experts, generator=generator).topk(shape.top_k).indices.to(device)
 
-    routes = [[ids() for _ in range(LAYERS)] for _ in range(BATCHES if tokens <= MOST else 1)]
+    routes = [[ids() for _ in range(LAYERS)] for _ in range(BATCHES if tokens <= MAX_DECODE_TOKENS else 1)]
     hidden = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
     weights = torch.rand(tokens, shape.top_k, generator=generator).softmax(-1)
     return Load(hidden.to(device), routes, weights.to(device))
@@ -140,7 +144,7 @@ def lora_of(shape: Shape) -> Any:
     return factors_of(ExpertLora(gate_up=wide, down=Factor(random(e, RANK, i), random(e, h, RANK), 1.0)))
 
 
-def step(layers: list[ServedStore], load: Load, factors: Any, backward: bool, turn: int) -> float:
+def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool, turn: int) -> float:
     """Seconds per layer, until the results are there."""
     import torch
 
@@ -161,18 +165,18 @@ def step(layers: list[ServedStore], load: Load, factors: Any, backward: bool, tu
     return (time.perf_counter() - begun) / len(layers)
 
 
-def forget(layers: list[ServedStore]) -> None:
+def forget(layers: list[PlacedStore]) -> None:
     """What is in the slots, as if there had been many layers since."""
     for placed in layers:
-        placed.engine.slots.forget(placed.layer.packed.index)
+        placed.engine.cache.forget(placed.layer.packed.index)
 
 
-def rates(layers: list[ServedStore]) -> dict[str, float]:
+def rates(layers: list[PlacedStore]) -> dict[str, float]:
     from ktransformers.place.gpu.layer_costs import link_rate, memory_rate
 
     first = layers[0]
     return {
-        "link": link_rate(first.layer.packed, first.engine.side),
+        "link": link_rate(first.layer.packed, first.engine.executor),
         "memory": memory_rate(),
     }
 
@@ -190,24 +194,24 @@ def bare(made: list[ExpertStore], load: Load) -> float:
     return statistics.median(taken[1:])
 
 
-def way_of(engine: ThresholdEngine, tokens: int, backward: bool = False) -> str:
-    """That batches of this size go, once `auto` has settled."""
-    directions = ("back",) if backward else ("few", "forward")
-    return next(filter(None, (engine.trials.coming(one, tokens) for one in directions)), "")
+def mode_of(engine: ExpertEngine, tokens: int, backward: bool = False) -> str:
+    """That `auto` has decided for batches of this size."""
+    return engine.dispatcher.decision(tokens, backward).mode
 
 
-def cell(engines: dict[str, list[ServedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
+def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from ktransformers.place.tune import tune
+
     warm: dict[str, list[float]] = {policy: [] for policy in engines}
-    for policy, layers in engines.items():  # kernels are loaded, memory is at hand, auto has settled
-        trials, tokens, times = layers[0].engine.trials, load.hidden.shape[0], warm[policy]
+    tokens = load.hidden.shape[0]
+    if "auto" in engines:
+        tune(engines["auto"][0].engine, (tokens,), args.backward)
+    for policy, layers in engines.items():  # kernels are loaded, graphs captured, memory allocated
+        times = warm[policy]
         torch.cuda.synchronize()
-        while (
-            len(times) < WARM
-            or LAYERS * sum(times) < WAKE
-            or (policy == "auto" and len(times) < LONGEST and not trials.settled(tokens))
-        ):
+        while len(times) < WARM or LAYERS * sum(times) < WAKE:
             times.append(step(layers, load, factors, args.backward, len(times)))
     taken: dict[str, list[float]] = {policy: [] for policy in engines}
     begun = time.perf_counter()
@@ -223,15 +227,12 @@ def cell(engines: dict[str, list[ServedStore]], load: Load, factors: Any, args: 
             taken[policy] += spent
     found: dict[str, Any] = {policy: statistics.median(times) for policy, times in taken.items()}
     if "auto" in engines:
-        phase = "backward" if args.backward else "forward"
-        last = [one.layer.last.get(phase) for one in engines["auto"]]
-        found["splits"] = [None if one is None else [len(one.there), len(one.streamed), len(one.cpu)] for one in last]
-        found["split"] = found["splits"][LAYERS // 2]  # the first had a pause before it
-        engine = engines["auto"][0].engine
-        known = engine.corrections.known.items()
-        found["correction"] = {f"{way}{' beside' * beside} {size}": value for (way, size, beside), value in known}
-        found["way"] = way_of(engine, load.hidden.shape[0], args.backward)
-        found["ways"], found["settled"] = engine.trials.ways(), engine.trials.settled(load.hidden.shape[0])
+        name = "backward" if args.backward else "forward"
+        last = [one.layer.last_split.get(name) for one in engines["auto"]]
+        splits = [None if one is None else [len(one.resident), len(one.streamed), len(one.cpu)] for one in last]
+        found["divisions"], found["division"] = splits, splits[LAYERS // 2]  # the first had a pause before it
+        decision = engines["auto"][0].engine.dispatcher.decision(tokens, args.backward)
+        found |= {"mode": decision.mode, "predicted": dict(decision.predicted), "mode_timed": dict(decision.timed)}
         found["warm"], found["timed"] = warm["auto"], taken["auto"]
     return found
 
@@ -256,7 +257,9 @@ def main(argv: list[str] | None = None) -> int:
         "pin": args.pin,
         "cells": [],
     }
-    policies = [policy for policy in POLICIES if policy in args.policies]
+    policies = [
+        policy for policy in POLICIES if policy in args.policies and not (args.backward and policy == "host_callback")
+    ]
     head = [
         "format",
         "tokens",
@@ -267,15 +270,15 @@ def main(argv: list[str] | None = None) -> int:
         "PCIe ms",
         "DRAM ms",
         "steps",
-        "way",
-        "split",
+        "mode",
+        "division",
     ]
-    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 8, 12])
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 13, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)
         registered = Registered(1 << 62) if args.pin == "map" else None
-        engines = {policy: engine_of(made, policy, registered, device) for policy in policies}
+        engines = {policy: engine_of(made, policy, registered, device, shape.top_k) for policy in policies}
         measured = rates(next(iter(engines.values())))
         for tokens in map(int, args.tokens):
             load = load_of(shape, tokens, device)
@@ -301,8 +304,8 @@ def main(argv: list[str] | None = None) -> int:
                     f"{1e3 * row['pcie']:.2f}",
                     f"{1e3 * row['dram']:.2f}",
                     str(len(times.get("warm", ()))),
-                    times.get("way", ""),
-                    "" if times.get("split") is None else "/".join(map(str, times["split"])),
+                    times.get("mode", ""),
+                    "" if times.get("division") is None else "/".join(map(str, times["division"])),
                 ]
             )
             if args.json:

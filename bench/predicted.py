@@ -1,6 +1,6 @@
 """What `kt plan` says about training steps that `train_e2e.py` has measured: predicted beside measured, cell by cell.
 
-    python bench/predicted.py bench/results/train-e2e-auto.json --machine amx16-h200 --json predicted.json
+    python bench/predicted.py bench/results/current/train-e2e.json --machine amx16-h200 --json predicted.json
 
 Each cell of a document becomes the planner's work (tokens, pieces, rank, what is kept) and choice (policy, format) and
 is evaluated for the named profile: nothing here is fitted to a cell. A cell is within the bars where its time is

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_contenders import DEPTH, Contender, open_ours
+from arguments import numbers
+from serve_clients import DEPTH, Client, open_ours
 from serve_model import ATTENTION, make_adapter, make_model
 from serve_ratios import print_ratios
 from shapes import SHAPES
@@ -49,10 +50,6 @@ class Test:
     @property
     def name(self) -> str:
         return f"tg{self.new}" if self.new else f"pp{self.prompt}"
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -90,10 +87,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def rate(test: Test, times: list[list[float]]) -> float:
     """Tokens/s of all streams."""
     if not test.new:
-        return len(times) * test.prompt / max(told[0] for told in times)
-    ready = max(told[0] for told in times)  # from here on every stream writes
-    ends = [told[min(test.new, len(told) - 1)] for told in times]
-    count = sum(ready < at <= end for told, end in zip(times, ends, strict=True) for at in told)
+        return len(times) * test.prompt / max(arrivals[0] for arrivals in times)
+    ready = max(arrivals[0] for arrivals in times)  # from here on every stream writes
+    ends = [arrivals[min(test.new, len(arrivals) - 1)] for arrivals in times]
+    count = sum(ready < at <= end for arrivals, end in zip(times, ends, strict=True) for at in arrivals)
     return count / (max(ends) - ready)
 
 
@@ -122,30 +119,28 @@ class Bench:
     def tests(self) -> tuple[Test, Test]:
         return Test(DEPTH, self.args.new), Test(self.args.prompt)
 
-    def ours(self, contender: Contender, kind: str, adapters: list[int]) -> None:
+    def ours(self, client: Client, kind: str, adapters: list[int]) -> None:
         for test in self.tests():
             for streams in self.args.streams:
                 for count in adapters:
                     if count > max(1, streams):
                         continue
                     names = [f"base:a{place % count}" if count else None for place in range(streams)]
-                    self.measure(kind, contender, test, streams, count, names)
+                    self.measure(kind, client, test, streams, count, names)
 
-    def measure(
-        self, kind: str, contender: Contender, test: Test, streams: int, count: int, names: list[str | None]
-    ) -> None:
+    def measure(self, kind: str, client: Client, test: Test, streams: int, count: int, names: list[str | None]) -> None:
         rates: list[float] = []
         shares: list[float] = []
         few = names if test.new else names[:1]
-        contender.begin(self.prompts(len(few), test.prompt), min(test.new, WARM) + 1, few)
+        client.begin(self.prompts(len(few), test.prompt), min(test.new, WARM) + 1, few)
         watch, first = Watch(), time.perf_counter()
         while not rates or (len(rates) < self.args.repetitions and time.perf_counter() - first < self.args.seconds):
-            contender.expert_seconds()
+            client.expert_seconds()
             begun = time.perf_counter()
-            times = contender.begin(self.prompts(streams, test.prompt), test.new + 1, names)
+            times = client.begin(self.prompts(streams, test.prompt), test.new + 1, names)
             spent = time.perf_counter() - begun
             rates.append(rate(test, times))
-            shares.append(contender.expert_seconds() / spent)
+            shares.append(client.expert_seconds() / spent)
         self.add(kind, count, test.name, streams, rates, statistics.fmean(shares), watch.foreign())
 
     def add(
@@ -200,13 +195,13 @@ class Bench:
             for line in process.stdout:
                 if not line.startswith("{"):
                     continue
-                told = json.loads(line)
-                if "about" in told:
-                    self.document.setdefault("peers", {})[name] = told["about"]
+                cell = json.loads(line)
+                if "about" in cell:
+                    self.document.setdefault("peers", {})[name] = cell["about"]
                     continue
-                samples, foreign = told["samples"], told.get("foreign", 0.0)
-                self.add(told["contender"], 0, told["test"], told["streams"], samples, None, foreign)
-                self.document["cells"][-1] |= {"new": told["new"]} if "new" in told else {}
+                samples, foreign = cell["samples"], cell.get("foreign", 0.0)
+                self.add(cell["contender"], 0, cell["test"], cell["streams"], samples, None, foreign)
+                self.document["cells"][-1] |= {"new": cell["new"]} if "new" in cell else {}
             clock.cancel()
         if process.returncode:
             self.document.setdefault("notes", []).append(f"{name}: ended with {process.returncode}")
@@ -216,9 +211,9 @@ class Bench:
 def run(args: argparse.Namespace, bench: Bench, model: Path, adapters: dict[str, Path]) -> None:
     kind = "kt engine" if args.engine else "kt http"
     if not args.peers_only:
-        with open_ours(args, model, adapters) as contender:
-            bench.ours(contender, kind, args.adapters)
-        del contender
+        with open_ours(args, model, adapters) as client:
+            bench.ours(client, kind, args.adapters)
+        del client
         gc.collect()  # a peer should find memory as we did
     for name, python in args.peers.items():
         bench.peer(name, python, model)
@@ -227,8 +222,8 @@ def run(args: argparse.Namespace, bench: Bench, model: Path, adapters: dict[str,
         if not file.is_file():
             bench.document.setdefault("notes", []).append(f"no {file}: llama.cpp did not write it")
             return
-        with open_ours(args, model, {}, file) as contender:
-            bench.ours(contender, f"{kind} Q4_K", [0])
+        with open_ours(args, model, {}, file) as client:
+            bench.ours(client, f"{kind} Q4_K", [0])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """The model and the adapters that `serve.py` measures: Qwen3-MoE with the experts of a shape and random numbers.
 
-Written as an ordinary checkpoint, a shard for each layer, so that every contender opens the same directory. Tokens are
+Written as an ordinary checkpoint, a shard for each layer, so that all programs open the same directory. Tokens are
 numbers here: the tokenizer is a small one from the tests and only turns them into some text.
 """
 

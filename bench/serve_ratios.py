@@ -25,7 +25,7 @@ def bar(peer: str, streams: int) -> float | None:
 
 def ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ours = [cell for cell in cells if cell["contender"].startswith("kt") and not cell["adapters"]]
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for cell in cells:
         if cell["contender"].startswith("kt"):
             continue
@@ -37,18 +37,18 @@ def ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
             words = {key: cell[key] for key in ("test", "streams")}
             words |= {"ours": own["contender"], "peer": cell["contender"], "expert_share": own["expert_share"]}
             words |= {"tokens_per_second": own["tokens_per_second"], "peer_rate": cell["tokens_per_second"]}
-            found.append(words | {"ratio": ratio, "bar": asked, "met": None if asked is None else ratio >= asked})
-    return found
+            rows.append(words | {"ratio": ratio, "bar": asked, "met": None if asked is None else ratio >= asked})
+    return rows
 
 
 def print_ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = ratios(cells)
-    if not found:
-        return found
+    rows = ratios(cells)
+    if not rows:
+        return rows
     print(flush=True)
     heads = ("ours", "test", "streams", "t/s", "experts", "peer", "peer t/s", "ratio", "bar")
     table = Table(heads, (16, 7, 7, 9, 7, 22, 9, 6, 9))
-    for row in found:
+    for row in rows:
         verdict = "-" if row["bar"] is None else f"{row['bar']:.1f} {'met' if row['met'] else 'missed'}"
         table.row(
             (
@@ -63,4 +63,4 @@ def print_ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 verdict,
             )
         )
-    return found
+    return rows

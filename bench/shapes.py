@@ -4,9 +4,9 @@ Everything is made from seeds, so that two interpreters, ours and a peer's, hold
 tokens without passing gigabytes between them. Weights are windows of one pool of random numbers: a gigabyte in a
 fraction of a second, no two experts alike.
 
-Caches must not help where a model would find none. A step of the work names a layer and its routes: steps walk over
-several layers, and a single token takes its experts from a shuffled deck that is dealt round and round, so an expert
-comes back only after all the others of all the layers.
+Caches must not help more than in a model. A step of the work names a layer and its routes: steps rotate over several
+layers, and a single token takes its experts from a random permutation of them, so an expert comes back only after all
+the others of all the layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-FEW = 16  # tokens; up to here the routes of many batches are walked through
+FEW = 16  # tokens; up to here steps have the routes of many batches
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ def make_work(shape: Shape, tokens: int, layers: int, seed: int = 1, experts: in
 
     steps: list[tuple[int, torch.Tensor]] = []
     if tokens == 1:
-        decks = [torch.randperm(shape.experts, generator=generator) for _ in range(layers)]
-        for hand in range(math.lcm(shape.experts, shape.top_k) // shape.top_k):
-            cards = torch.arange(hand * shape.top_k, (hand + 1) * shape.top_k) % shape.experts
-            steps += [(layer, deck[cards].view(1, -1)) for layer, deck in enumerate(decks)]
+        orders = [torch.randperm(shape.experts, generator=generator) for _ in range(layers)]
+        for token in range(math.lcm(shape.experts, shape.top_k) // shape.top_k):
+            places = torch.arange(token * shape.top_k, (token + 1) * shape.top_k) % shape.experts
+            steps += [(layer, order[places].view(1, -1)) for layer, order in enumerate(orders)]
     else:
         for _ in range(math.ceil((16 if tokens <= FEW else 2) / layers)):
             for layer in range(layers):

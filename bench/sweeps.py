@@ -1,8 +1,8 @@
-"""What the training bench and its peers share: the LoRA of a layer, what its products cost, and the timed sweeps.
+"""Timed sweeps of the training bench and its peers, the LoRA of a layer, and the operations of every mode.
 
 A sweep is what a step of training does to a stack of layers: forward through all of them, then backward from the last
-to the first, each call timed by itself. Backward thus never finds its layer's weights in the caches, and an
-implementation that shares a buffer between layers has to fill it anew. LoRA is rank 8 on gate, up and down, each with
+to the first, each call timed by itself. Backward thus never has its layer's weights in the caches, and an
+implementation that shares a buffer between layers has to fill it again. LoRA is rank 8 on gate, up and down, each with
 an A of its own (`a` [E, r, in], `b` [E, out, r], bf16, scale 2): kt-kernel has no shared A.
 """
 
@@ -105,16 +105,16 @@ def resident_bytes() -> int:
 
 
 class Sweeper(Runner):
-    """Answers the requests of `protocol.py` with sweeps of a contender whose `bind` gives a function of the sweep's
-    index to what it `Swept`. A round's `ms` is a list for each mode; a load's `resident` the bytes that the process
-    grew by for its layers, their LoRA and the gradients of one small sweep."""
+    """Answers the requests of `protocol.py` with sweeps of an implementation whose `bind` gives a function from the
+    index of a sweep to what it `Swept`. A round's `ms` is a list for each mode; a load's `resident` the bytes
+    that the process grew by for its layers, their LoRA and the gradients of one small sweep."""
 
     def _load(self, shape: Shape, layers: int, max_tokens: int) -> dict[str, Any]:
         self._shape, self._layers, self._tokens = shape, layers, 0
         weights = self._make(shape)
         self._before = resident_bytes()
-        seconds = self._contender.load(shape, weights, layers, max_tokens)
-        self._contender.bind(make_work(shape, FIRST_TOKENS, layers))(0)
+        seconds = self._implementation.load(shape, weights, layers, max_tokens)
+        self._implementation.bind(make_work(shape, FIRST_TOKENS, layers))(0)
         # The source is held until here: some allocators would give it to the layers, others back to the system.
         resident = resident_bytes() - self._before
         return {"ms": [1e3 * taken for taken in seconds], "resident": resident}
@@ -127,14 +127,14 @@ class Sweeper(Runner):
         return resident_bytes() - self._before
 
     def _results(self, work: Work) -> dict[str, torch.Tensor]:
-        swept: Swept = self._contender.bind(work)(0)
+        swept: Swept = self._implementation.bind(work)(0)
         return swept.results
 
     def prepare(self, tokens: int) -> None:  # type: ignore[override] # no Stopwatch: a sweep has several times
         if self._tokens == tokens:
             return
         work = make_work(self._shape, tokens, self._layers)
-        self._sweep = self._contender.bind(work)
+        self._sweep = self._implementation.bind(work)
         first = self._sweep(0)
         norms = {name: float(tensor.float().norm()) for name, tensor in first.results.items()}
         self._check: dict[str, Any] = {"unique_experts": work.unique_experts, "routes": work.routes, "norms": norms}

@@ -1,4 +1,4 @@
-"""What every bench shares: rounds of timed calls, the noise of other processes, the machine's own rates, the output.
+"""Rounds of timed calls, CPU time of other processes, the machine's rates, and the output, for every bench.
 
 The speed of a machine drifts within minutes, so nothing here keeps a number for later: what is compared is measured in
 alternating rounds, and the yardsticks are taken again around each round. A bench prints a table while it runs
@@ -56,7 +56,7 @@ class Round:
 
 
 class Stopwatch:
-    """Times call(0), call(1), ... in rounds. The count goes on from round to round: a deck of experts is walked on."""
+    """Times call(0), call(1), ... in rounds. The count goes on from round to round."""
 
     def __init__(self, call: Callable[[int], object]) -> None:
         self._call = call
@@ -134,7 +134,7 @@ class Yardstick:
         self._product = "bytes" if w8a8 else "panels"
         self._rates = (self._tile, self._registers, self._read)
         counts = sorted({pool.threads, max(1, pool.threads // 2)})
-        self._read(counts[0])  # the first one is slow: nobody has touched this memory yet
+        self._read(counts[0])  # the first one is slow: its pages are fresh
         self.threads = [max(counts, key=rate) for rate in self._rates]
 
     def _tile(self, threads: int) -> float:

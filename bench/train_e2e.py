@@ -32,7 +32,7 @@ from typing import Any
 
 from e2e_clock import PARTS
 from e2e_models import VARIANTS, Recipe, answer, recipes
-from e2e_trainer import WARM, Trainer
+from e2e_trainer import Trainer
 from ideal import ideal, measure
 from timing import Table, describe_machine, print_last_line, save
 
@@ -139,7 +139,7 @@ class Bench:
         self.rates = measure()
         machine["rates"] = dataclasses.asdict(self.rates)
         self.document: dict[str, Any] = {"bench": "train_e2e", "machine": machine}
-        self.document |= {"attention_graphs": env.text("KT_GRAPHS") != "0", "models": {}, "cells": []}
+        self.document |= {"attention_graphs": env.graphs_enabled("attention"), "models": {}, "cells": []}
         print(f"{machine['cpu']}: {machine['cpus']} CPUs; GPU: {machine['gpu'] or 'none'}")
         heads = ["model", "variant", "format", "tokens", "pieces", "s/step", "ideal", "tokens/s", "GPU GiB", "host GiB"]
         heads += ["fwd", "bwd", "again", "attn", "optim", "rest"]
@@ -159,9 +159,8 @@ class Bench:
         row += [f"{cell['gpu_peak_gib']:.2f}", f"{cell['host_peak_gib']:.2f}"]
         row += [f"{cell['parts'][part]:.3f}" for part in PARTS]
         self.table.row(row)
-        if cell["warm_s"][WARM:]:
-            words = "had settled" if cell["settled"] else "was stopped before it settled"
-            print(f"    auto {words} after {len(cell['warm_s'])} steps", flush=True)
+        if cell["modes"]:
+            print(f"    auto: {cell['modes']['mode']}", flush=True)
         if self.args.json:
             save(self.document, self.args.json)
 

@@ -5,7 +5,7 @@
 Five modes for each count of tokens, measured in the same sweeps (`sweeps.py`): forward and backward without LoRA, both
 with rank 8, and a backward that computes gate and up again because nothing was kept. All forwards keep gate and up for
 their backward, as in training. The roof counts the product of the input's gradient once, plus LoRA's terms, plus what
-is computed again. Rounds, yardsticks and peers are those of `moe.py`; docs/bench.md explains the columns.
+is recomputed. Rounds, rates and peers are those of `moe.py`; docs/bench.md explains the columns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import contest
+import layer_bench
 import moe
-from contest import Column, Contest, Program, Stand
+from arguments import numbers
+from layer_bench import NAMES, RATES, TIMES, Column, LayerBench, Program, Setup
 from peers.protocol import Peer
 from shapes import DEFAULT_SHAPES, Shape, Weights, Work
 from sweeps import (
@@ -35,7 +36,7 @@ from sweeps import (
     sweep_steps,
     timed,
 )
-from timing import Yardstick, print_last_line, spread
+from timing import Yardstick, spread
 
 if TYPE_CHECKING:
     import torch
@@ -45,17 +46,17 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = (512, 2048, 8192)
 PROGRAMS = {"kt": Program("peers.kt_sft"), "kt_private": Program("peers.kt_sft", ("--private",))}
-PLAIN = {"forward_lora": "forward", "backward_lora": "backward"}  # what LoRA's cost is told against
+PLAIN = {"forward_lora": "forward", "backward_lora": "backward"}  # what LoRA's cost is relative to
 REPACKS = 9
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     tokens = list(DEFAULT_TOKENS)
-    parser = contest.options(__doc__, PROGRAMS, DEFAULT_SHAPES)
-    parser.add_argument("--tokens", type=contest.numbers, default=tokens, help=f"default {','.join(map(str, tokens))}")
-    parser.add_argument("--seconds-per-cell", type=float, default=3.0, help="of timed calls for each contender")
-    args = contest.parse(parser, PROGRAMS, argv)
-    contest.check_tokens(parser, "--tokens", args.tokens)
+    parser = layer_bench.options(__doc__, PROGRAMS, DEFAULT_SHAPES)
+    parser.add_argument("--tokens", type=numbers, default=tokens, help=f"default {','.join(map(str, tokens))}")
+    parser.add_argument("--seconds-per-cell", type=float, default=3.0, help="of timed calls for each implementation")
+    args = layer_bench.parse(parser, PROGRAMS, argv)
+    layer_bench.check_tokens(parser, "--tokens", args.tokens)
     return args
 
 
@@ -76,7 +77,7 @@ class Ours(moe.Ours):
 
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
         from ktransformers.nn.lora import ExpertLora, Factor
-        from ktransformers.nn.lora_factors import factors_of, gradients_like, packed
+        from ktransformers.nn.lora_factors import empty_gradients, factors_of, packed_adapter
 
         seconds = super().load(shape, weights, layers, max_tokens)
         made = make_lora(shape)
@@ -87,9 +88,9 @@ class Ours(moe.Ours):
                 Factor(own[f"{matrix}_a"], own[f"{matrix}_b"], ALPHA / RANK) for matrix in ("gate", "up", "down")
             )
             factors = factors_of(ExpertLora(gate=gate, up=up, down=down))
-            grads, targets = gradients_like(factors)
+            grads, targets = empty_gradients(factors)
             self._factors.append(factors)
-            self._adapters.append([packed(store, factors)])
+            self._adapters.append([packed_adapter(store, factors)])
             self._grads.append(dict(zip(factors.roles, grads, strict=True)))
             self._targets.append([targets])
         return seconds
@@ -103,12 +104,12 @@ class Ours(moe.Ours):
         """Seconds to take in the factors of a layer that an optimizer has changed."""
         from torch.autograd.graph import increment_version
 
-        from ktransformers.nn.lora_factors import packed
+        from ktransformers.nn.lora_factors import packed_adapter
 
         store, factors = self._stores[step % len(self._stores)], self._factors[step % len(self._stores)]
         increment_version(factors.tensors)
         start = time.perf_counter()
-        packed(store, factors)
+        packed_adapter(store, factors)
         return time.perf_counter() - start
 
     def bind(self, work: Work) -> Callable[[int], Swept]:  # type: ignore[override] # sweeps, not calls
@@ -165,47 +166,39 @@ class Ours(moe.Ours):
 
 
 def measure_modes(
-    bench: Contest, stand: Stand, tokens: int, modes: Sequence[str]
+    bench: LayerBench, setup: Setup, tokens: int, modes: Sequence[str]
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """A cell for each mode, and the first answers of ours (`""`) and of the peers."""
-    mine, theirs = bench.rounds(stand, tokens)
-    reading, unique = stand.reading(), mine[0]["unique_experts"]
+    mine, theirs = bench.rounds(setup, tokens)
+    reading, unique = setup.mean_rates(), mine[0]["unique_experts"]
     medians: dict[str, float] = {}
     cells = []
     for mode in modes:
         ms = [value for answer in mine for value in answer["ms"][mode]]
         medians[mode] = statistics.median(ms)
-        work = operations(stand.shape, tokens, mode)
-        cell = stand.judge(reading, tokens, mode, medians[mode], work, unique)
+        work = operations(setup.shape, tokens, mode)
+        cell = setup.cell(reading, tokens, mode, medians[mode], work, unique)
         cell.update(reps=len(ms), spread=spread(ms), foreign=max(answer["foreign"] for answer in mine))
         if PLAIN.get(mode) in medians:
             cell["lora_cost"] = medians[mode] / medians[PLAIN[mode]] - 1
         if mode.startswith("backward"):
             cell["over_forward"] = medians[mode] / medians["forward" if mode == "backward" else "forward_lora"]
-        for name in stand.peers:
+        for name in setup.peers:
             times = [value for answers in theirs for value in answers[name]["ms"].get(mode, [])]
             if times:
                 cell["peers"][name] = statistics.median(times)
         cells.append(cell)
-    return cells, {"": mine[0], **{name: theirs[0][name] for name in stand.peers}}
+    return cells, {"": mine[0], **{name: theirs[0][name] for name in setup.peers}}
 
 
-class Bench(Contest):
+class Bench(LayerBench):
     NAME = "train_step"
     PROGRAMS = PROGRAMS
     COLUMNS: ClassVar = [
-        Column("shape", 16, "shape"),
-        Column("tokens", 6, "tokens"),
-        Column("isa", 11, "isa"),
+        *NAMES,
         Column("mode", 23, "mode"),
-        Column("ms", 9, "ms", 3),
-        Column("roof ms", 9, "roof_ms", 3),
-        Column("share", 5, "share", 2),
-        Column("bound", 6, "bound"),
-        Column("TFLOPS", 6, "tflops", 2),
-        Column("GB/s", 6, "gbs", 1),
-        Column("tile TF", 7, "tile_tflops", 2),
-        Column("read GB/s", 6, "read_gbs", 1),
+        *TIMES,
+        *RATES,
         Column("LoRA %", 6, "lora_cost", 1, 100),
         Column("x fwd", 5, "over_forward", 2),
     ]
@@ -216,28 +209,28 @@ class Bench(Contest):
 
     def measure_shape(self, shape: Shape, isa: str, peers: dict[str, Peer]) -> None:
         ours = Ours(self.pool, isa)
-        stand = Stand(shape, isa, Sweeper(ours), peers, Yardstick(self.roof_pool, isa))
+        setup = Setup(shape, isa, Sweeper(ours), peers, Yardstick(self.roof_pool, isa))
         layers = self.args.layers or shape.layers(self.cache)
         request = {"do": "load", "shape": shape.name, "layers": layers, "max_tokens": max(self.args.tokens)}
-        resident = stand.ours.ask(request)["resident"]
+        resident = setup.ours.ask(request)["resident"]
         theirs = {name: answer["resident"] for name, answer in self.ask_peers(peers, request).items()}
-        self.add_memory(stand, ours, layers, resident, theirs)
-        self.measure_repack(stand, ours)
+        self.add_memory(setup, ours, layers, resident, theirs)
+        self.measure_repack(setup, ours)
         for tokens in self.args.tokens:
-            stand.look()
-            if self.too_long(stand, tokens, stand.seen[-1].roof_seconds(operations(shape, tokens, MODES[-1]), 0)):
+            setup.sample_rates()
+            if self.too_long(setup, tokens, setup.samples[-1].roof_seconds(operations(shape, tokens, MODES[-1]), 0)):
                 continue
-            cells, answers = measure_modes(self, stand, tokens, MODES)
+            cells, answers = measure_modes(self, setup, tokens, MODES)
             for cell in cells:
                 self.add(cell)
-            for name in stand.peers:
+            for name in setup.peers:
                 self.compare(f"{shape.name}, {tokens} tokens, {name}", answers[""], answers[name])
 
-    def add_memory(self, stand: Stand, ours: Ours, layers: int, resident: int, theirs: dict[str, int]) -> None:
-        parameters = stand.shape.layer_bytes // 2
+    def add_memory(self, setup: Setup, ours: Ours, layers: int, resident: int, theirs: dict[str, int]) -> None:
+        parameters = setup.shape.layer_bytes // 2
         entry: dict[str, Any] = {
-            "shape": stand.shape.name,
-            "isa": stand.isa,
+            "shape": setup.shape.name,
+            "isa": setup.isa,
             "layers": layers,
             "packed_bytes_per_parameter": ours.packed_bytes / parameters,
             "packed_lora_bytes_per_parameter": ours.packed_lora_bytes / parameters,
@@ -245,28 +238,27 @@ class Bench(Contest):
             "peers": {name: taken / (layers * parameters) for name, taken in theirs.items()},
         }
         self.document["memory"].append(entry)
-        told = [f"{entry['packed_bytes_per_parameter']:.2f} packed"]
-        told += [f"{entry['resident_bytes_per_parameter']:.2f} resident with LoRA and its gradients"]
-        told += [f"{name} {value:.2f}" for name, value in entry["peers"].items()]
+        parts = [f"{entry['packed_bytes_per_parameter']:.2f} packed"]
+        parts += [f"{entry['resident_bytes_per_parameter']:.2f} resident with LoRA and its gradients"]
+        parts += [f"{name} {value:.2f}" for name, value in entry["peers"].items()]
         print(
-            f"    {stand.shape.name}, {stand.isa}, {layers} layers: bytes per parameter {', '.join(told)}", flush=True
+            f"    {setup.shape.name}, {setup.isa}, {layers} layers: bytes per parameter {', '.join(parts)}", flush=True
         )
 
-    def measure_repack(self, stand: Stand, ours: Ours) -> None:
+    def measure_repack(self, setup: Setup, ours: Ours) -> None:
         """Reads and writes every factor once; set against the reading alone."""
         ours.repack(0)
-        stand.look()
+        setup.sample_rates()
         ms = [1e3 * ours.repack(step) for step in range(REPACKS)]
-        stand.look()
-        source = 2 * stand.shape.experts * lora_parameters(stand.shape)
-        cell = stand.judge_bytes(stand.reading(), "repack", statistics.median(ms), source)
+        setup.sample_rates()
+        source = 2 * setup.shape.experts * lora_parameters(setup.shape)
+        cell = setup.read_cell(setup.mean_rates(), "repack", statistics.median(ms), source)
         cell.update(reps=len(ms), spread=spread(ms))
         self.add(cell)
 
     def compare(self, where: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Both must have done the same work, gradients included; whether the numbers are right is for the tests."""
-        if mine["routes"] != theirs["routes"]:
-            self.note(f"{where}: routed differently, so the times do not compare")
+        if not self.same_routes(where, mine, theirs):
             return
         for name, norm in mine["norms"].items():
             other = theirs["norms"][name]
@@ -276,10 +268,7 @@ class Bench(Contest):
 
 
 def main(argv: list[str] | None = None) -> int:
-    bench = Bench(parse(argv))
-    bench.run()
-    print_last_line(bench.document)
-    return 1 if bench.failed else 0
+    return Bench(parse(argv)).main()
 
 
 if __name__ == "__main__":

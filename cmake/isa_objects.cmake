@@ -1,14 +1,14 @@
 # kt_isa(name source flags...) compiles one CPU variant into objects of its own and checks what they export.
 #
-# Where a variant goes:
+# How a variant is built:
 #   x86-64              built with its flags
 #   elsewhere           only `generic` is built
 #   KT_EMULATE=ON       all are built; those that this machine cannot run are compiled for the baseline against
-#                       csrc/emulate/immintrin.h, which spells the intrinsics in plain C++, so tests cover every variant
+#                       csrc/emulate/immintrin.h, which implements the intrinsics in C++, so tests cover every variant
 #
 # The check: an object may export its table, kt::kernels_<name>, and nothing else. An inline function or a template
-# compiled with -mavx512f that another file instantiates too is one symbol to the linker, and it may keep the AVX-512
-# copy for everybody, on every CPU.
+# compiled with -mavx512f that another file instantiates too is one symbol to the linker, which may keep the AVX-512
+# copy for all callers, on every CPU.
 
 set(KT_ISA_ROWS "")
 set(KT_ISA_EMULATED_ROWS "")

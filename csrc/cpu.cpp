@@ -1,7 +1,8 @@
-// Reads CPUID, XCR0 and the AMX permission, and holds the one table that says which feature belongs to which variant.
+// Reads CPUID, XCR0 and the AMX permission, and holds the one table that maps features to variants.
 //
-// Everything here is compiled for the baseline, XGETBV included (inline assembly behind the OSXSAVE bit), so looking at
-// a CPU never executes what it lacks. The table is data: a rung of the ladder is the list of rows that carry its name.
+// Everything here is compiled for the baseline, XGETBV included (inline assembly behind the OSXSAVE bit), so detection
+// never executes an instruction that the CPU lacks. The table is data: the features of a variant are the rows that
+// carry its name.
 #include "cpu.h"
 
 #include <sys/syscall.h>
@@ -48,11 +49,12 @@ constexpr Feature kFeatures[] = {
 };
 
 struct Alias {
-  const char* theirs;
-  const char* ours;
+  const char* kt_kernel_name;
+  const char* name;
 };
 
-// kt-kernel builds six variants where we have four; its three in the middle differ in what we use with bf16 alone.
+// kt-kernel has six variants; its three AVX-512 ones without bf16 differ only in features that we use together with
+// bf16.
 constexpr Alias kAliases[] = {
     {"amx", "amx"},
     {"avx512_bf16", "avx512_bf16"},
@@ -62,16 +64,16 @@ constexpr Alias kAliases[] = {
     {"avx2", "avx2"},
 };
 
-enum class Presence { usable, kept_by_os, absent };
+enum class Presence { usable, disabled_by_os, absent };
 
 Presence presence(const Feature& feature, const CpuState& cpu) {
   if (!(cpu.*feature.word >> feature.bit & 1)) return Presence::absent;
   const bool saved = (cpu.xcr0 & feature.registers) == feature.registers;
   const bool granted = feature.registers != kTiles || cpu.tiles_granted;
-  return saved && granted ? Presence::usable : Presence::kept_by_os;
+  return saved && granted ? Presence::usable : Presence::disabled_by_os;
 }
 
-int rung_of(const std::string& variant) {
+int level_of(const std::string& variant) {
   const auto& names = variant_names();
   for (size_t i = 0; i < names.size(); ++i)
     if (names[i] == variant) return static_cast<int>(i);
@@ -101,7 +103,7 @@ uint64_t read_xcr0() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Linux 5.16 keeps tile data from a process until it asks; the answer holds for all its threads.
+// Linux 5.16 requires a process to request tile data; the permission holds for all its threads.
 bool request_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -141,47 +143,47 @@ const std::vector<std::string>& variant_names() {
 }
 
 std::string missing_features(const std::string& variant, const CpuState& cpu) {
-  const int rung = rung_of(variant);
-  if (rung < 0)
+  const int level = level_of(variant);
+  if (level < 0)
     throw std::runtime_error("no CPU variant is called \"" + variant + "\"; expected one of " +
                              joined(variant_names()));
-  if (rung == 0) return {};
+  if (level == 0) return {};
   if (!cpu.x86_64) return "x86-64";
   std::vector<std::string> missing;
   for (const Feature& feature : kFeatures) {
-    if (rung_of(feature.variant) > rung) continue;
-    const Presence found = presence(feature, cpu);
-    if (found == Presence::absent) missing.push_back(feature.name);
-    if (found == Presence::kept_by_os) missing.push_back(std::string(feature.name) + " (OS)");
+    if (level_of(feature.variant) > level) continue;
+    const Presence status = presence(feature, cpu);
+    if (status == Presence::absent) missing.push_back(feature.name);
+    if (status == Presence::disabled_by_os) missing.push_back(std::string(feature.name) + " (OS)");
   }
   return joined(missing);
 }
 
 std::string requested_variant() {
-  const std::string ours = environment("KT_ISA");
-  if (!ours.empty()) {
-    if (rung_of(ours) < 0) refuse("KT_ISA", ours, variant_names());
-    return ours;
+  const std::string name = environment("KT_ISA");
+  if (!name.empty()) {
+    if (level_of(name) < 0) refuse("KT_ISA", name, variant_names());
+    return name;
   }
-  const std::string theirs = environment("KT_KERNEL_CPU_VARIANT");
-  if (theirs.empty()) return {};
+  const std::string kt_kernel_name = environment("KT_KERNEL_CPU_VARIANT");
+  if (kt_kernel_name.empty()) return {};
   std::vector<std::string> known;
   for (const Alias& alias : kAliases) {
-    if (theirs == alias.theirs) return alias.ours;
-    known.push_back(alias.theirs);
+    if (kt_kernel_name == alias.kt_kernel_name) return alias.name;
+    known.push_back(alias.kt_kernel_name);
   }
-  refuse("KT_KERNEL_CPU_VARIANT", theirs, known);
+  refuse("KT_KERNEL_CPU_VARIANT", kt_kernel_name, known);
 }
 
 std::vector<std::string> feature_report(const CpuState& cpu) {
   if (!cpu.x86_64) return {"x86-64: no"};
   std::vector<std::string> lines;
   for (const Feature& feature : kFeatures) {
-    const Presence found = presence(feature, cpu);
+    const Presence status = presence(feature, cpu);
     lines.push_back(std::string(feature.name) + ": " +
-                    (found == Presence::usable       ? "yes"
-                     : found == Presence::kept_by_os ? "in the CPU, kept by the operating system"
-                                                     : "no"));
+                    (status == Presence::usable           ? "yes"
+                     : status == Presence::disabled_by_os ? "in the CPU, not enabled by the operating system"
+                                                          : "no"));
   }
   return lines;
 }

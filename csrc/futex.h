@@ -1,7 +1,7 @@
-// Waiting, from the cheapest to the most patient: a pause, a spin with a time limit, a spinlock, a futex.
+// Waiting primitives, from short to long waits: a pause, a spin with a time limit, a spinlock, a futex.
 //
-// All on std::atomic, so that ThreadSanitizer sees what orders what; a futex system call only puts threads to sleep and
-// wakes them, and every sleeper looks at its word again.
+// All use std::atomic, so that ThreadSanitizer sees the ordering; a futex system call only puts threads to sleep and
+// wakes them, and every woken thread checks its word again.
 #pragma once
 
 #include <linux/futex.h>
@@ -15,15 +15,15 @@
 
 namespace kt {
 
-using Word = std::atomic<uint32_t>;
-static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is four bytes");
+using FutexWord = std::atomic<uint32_t>;
+static_assert(sizeof(FutexWord) == 4 && FutexWord::is_always_lock_free, "a futex is four bytes");
 
-inline void futex_wait(Word& word, uint32_t seen) {
+inline void futex_wait(FutexWord& word, uint32_t seen) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 }
 
-// The kernel takes the address as a name and does not read it, so the word may be gone already.
-inline void futex_wake(Word* word, int threads) {
+// The kernel uses the address as a key and does not read it, so the word may already be destroyed.
+inline void futex_wake(FutexWord* word, int threads) {
   syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
 }
 
@@ -35,7 +35,7 @@ inline void relax() {
 #endif
 }
 
-// Spins until `ready` or until the time is over; the clock is read once in 16 looks.
+// Spins until `ready` or until the time limit; the clock is read once in 16 iterations.
 template <class Ready>
 bool spin_until(Ready ready, std::chrono::microseconds limit) {
   if (ready()) return true;
@@ -54,8 +54,8 @@ bool spin_until(Ready ready, std::chrono::microseconds limit) {
 class SpinLock {
  public:
   void lock() {
-    for (int looks = 0; held_.exchange(true, std::memory_order_acquire);) do {
-        if (++looks < 1000)
+    for (int spins = 0; held_.exchange(true, std::memory_order_acquire);) do {
+        if (++spins < 1000)
           relax();
         else
           sched_yield();

@@ -1,5 +1,5 @@
-// A job that starts when enough threads have come, which is against the grain of the pool: there a thread that comes
-// late is simply not needed. So nobody leaves before everybody is there, and waiting ends after a while.
+// A job that starts only when all measured threads have arrived, unlike other jobs, in which a late thread is simply
+// not needed. So no thread leaves before all have arrived or a timeout has passed.
 #include "measure.h"
 
 #include <cstring>
@@ -12,7 +12,7 @@
 namespace kt {
 namespace {
 
-constexpr std::chrono::seconds kPatience{10};
+constexpr std::chrono::seconds kTimeout{10};
 
 size_t scratch_bytes(const Measurement& m) {
   if (m.bytes) return m.bytes;
@@ -33,7 +33,7 @@ class MeasureJob final : public Job {
       std::memset(scratch_[index].data(), 1, scratch_[index].size());
       arrived_.fetch_add(1);
     }
-    if (assembled() && measures)
+    if (all_arrived() && measures)
       rates_[index] = kernels_.rate(m_.what, m_.seconds, scratch_[index].data(), scratch_[index].size());
   }
 
@@ -45,9 +45,9 @@ class MeasureJob final : public Job {
   }
 
  private:
-  // Everybody waits, those who do not measure too: the first to leave closes the job for all who are still to come.
-  bool assembled() {
-    const auto end = std::chrono::steady_clock::now() + kPatience;
+  // Threads that do not measure wait too: the first thread to return would close the job for those still to arrive.
+  bool all_arrived() {
+    const auto end = std::chrono::steady_clock::now() + kTimeout;
     while (arrived_.load() < rates_.size()) {
       if (std::chrono::steady_clock::now() > end) return false;
       sched_yield();

@@ -1,7 +1,7 @@
-// Maps, aligns, advises and binds.
+// Maps, aligns, advises and binds memory.
 //
-// The policy is "preferred", not "bind": with the latter a node that runs full ends in the OOM killer while the other
-// nodes have memory to spare, and a slice on the wrong node is merely slow.
+// The policy is "preferred", not "bind": with the latter a node that runs full invokes the OOM killer while other nodes
+// have free memory, whereas a slice on the wrong node is merely slow.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -28,13 +28,13 @@ char* map(size_t bytes) {
   return static_cast<char*>(p);
 }
 
-// mmap aligns to pages only: map 2 MB more, cut off both ends.
+// mmap aligns to pages only: maps 2 MB more and unmaps both ends.
 char* map_huge(size_t bytes) {
   char* p = map(bytes + kHuge);
   const size_t before = (kHuge - reinterpret_cast<uintptr_t>(p) % kHuge) % kHuge, after = kHuge - before;
   if (before) munmap(p, before);
   if (after) munmap(p + before + bytes, after);
-  madvise(p + before, bytes, MADV_HUGEPAGE);  // a wish; kernels without it give small pages
+  madvise(p + before, bytes, MADV_HUGEPAGE);  // a hint; kernels without it give small pages
   return p + before;
 }
 
@@ -43,7 +43,7 @@ void prefer_node(char* data, size_t bytes, int node) {
   constexpr size_t bits = 8 * sizeof(unsigned long), words = 16;
   unsigned long mask[words] = {};
   const size_t n = static_cast<size_t>(node);
-  if (n + 1 >= words * bits) return;  // the kernel reads one bit less than it is told
+  if (n + 1 >= words * bits) return;  // the kernel reads one bit less than the length passed to it
   mask[n / bits] = 1ul << n % bits;
   syscall(SYS_mbind, data, bytes, kPreferred, mask, words * bits, 0);
 }
@@ -66,7 +66,7 @@ Buffer::Buffer(Buffer&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
-  Buffer taken(std::move(other));  // what this one held is unmapped with it
+  Buffer taken(std::move(other));  // the old memory of this buffer is unmapped with it
   std::swap(data_, taken.data_);
   std::swap(size_, taken.size_);
   return *this;

@@ -1,7 +1,8 @@
-// Anonymous memory for weights and workspaces: 2 MB aligned, huge pages asked for, bound to a NUMA node on request.
+// Anonymous memory for weights and workspaces: 2 MB aligned, with huge pages requested, bound to a NUMA node on
+// request.
 //
-// Binding uses the mbind system call directly (no libnuma); where the kernel refuses, memory is still given, unbound.
-// Less than 2 MB is given in plain pages.
+// Binding uses the mbind system call directly (no libnuma); where the kernel refuses, the memory is allocated unbound.
+// Less than 2 MB is allocated in small pages.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,7 @@ class Buffer {
   Buffer& operator=(Buffer&& other) noexcept;
 
   char* data() const { return data_; }   // null for 0 bytes
-  size_t size() const { return size_; }  // as asked for
+  size_t size() const { return size_; }  // as requested
   explicit operator bool() const { return data_ != nullptr; }
 
  private:

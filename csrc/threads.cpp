@@ -1,11 +1,11 @@
-// The pool: a queue of open jobs under a short spinlock, and two bells on which idle threads sleep.
+// The pool: a queue of open jobs under a short spinlock, and two event counts on which idle threads sleep.
 //
-// A job lives in the queue from submission until the first thread comes back from work(), which means that all its
-// units are taken. Threads join under the lock and only jobs that are in the queue, so a thread that wakes late never
-// touches a job that its owner may already have destroyed. Waking is a tree: the submitter wakes two, each woken thread
-// wakes two more while a job is open, so a submitter pays for one system call however many threads sleep, and for none
-// when they are still spinning. The surprising one is thread 0: run() brings its caller as index 0, submit() brings
-// nobody, so a stand-in sleeps on a bell of its own and takes seat 0 of submitted jobs only.
+// A job is in the queue from submission until the first thread returns from work(), which means that all its units are
+// taken. Threads join under the lock and only jobs in the queue, so a thread that wakes late never touches a job that
+// its owner may already have destroyed. Waking is a tree: the submitter wakes two threads, each woken thread wakes two
+// more while a job is open, so a submitter pays for one system call however many threads sleep, and for none while they
+// spin. Thread 0 is special: run() makes its caller index 0, submit() has no such thread, so one worker waits on an
+// event count of its own and takes index 0 of submitted jobs only.
 #include "threads.h"
 
 #include <errno.h>
@@ -31,26 +31,26 @@
 namespace kt {
 namespace {
 
-enum JobState : uint32_t { kIdle, kQueued, kAwaited, kDone };  // awaited: queued, and somebody sleeps on it
+enum JobState : uint32_t { kIdle, kQueued, kAwaited, kDone };  // awaited: queued, and a thread sleeps on it
 
-// Where idle threads look and sleep. A sleeper counts itself before it looks at `open` for the last time, a submitter
-// raises `open` before it looks at `sleepers`; both are sequentially consistent, so one of the two sees the other.
-struct alignas(64) Bell {
-  Word open{0};  // jobs that a thread of this bell may join
-  Word sleepers{0};
-  Word rings{0};  // the futex
+// An event count: where idle threads wait. A waiter counts itself before it reads `open` for the last time, a submitter
+// increments `open` before it reads `waiters`; both are sequentially consistent, so one of the two sees the other.
+struct alignas(64) EventCount {
+  FutexWord open{0};  // jobs that a waiting thread may join
+  FutexWord waiters{0};
+  FutexWord epoch{0};  // the futex
 
-  void ring(int threads) {
-    if (sleepers.load() == 0) return;
-    rings.fetch_add(1);
-    futex_wake(&rings, threads);
+  void notify(int threads) {
+    if (waiters.load() == 0) return;
+    epoch.fetch_add(1);
+    futex_wake(&epoch, threads);
   }
 };
 
-// Raised in the child by fork(), where a pool has lost its threads; cheaper to compare than a getpid() per job.
+// Incremented in the child by fork(), where a pool has lost its threads; cheaper to compare than a getpid() per job.
 std::atomic<uint32_t> forks{0};
 
-uint32_t watch_forks() {
+uint32_t count_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
   (void)registered;
   return forks.load();
@@ -67,8 +67,8 @@ bool set_affinity(pthread_t thread, const std::vector<int>& cpus) {
   return done;
 }
 
-// Threads started in its scope take no signals: handlers belong to the program's own threads. Faults stay deliverable,
-// so that a crash report names the worker that crashed.
+// Threads started in its scope block signals: handlers belong to the program's own threads. Faults stay deliverable, so
+// that a crash report names the worker that crashed.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -87,49 +87,50 @@ class SignalsBlocked {
 }  // namespace
 
 struct Pool::Impl {
-  Impl(Seating where, int spin_us, bool pin);
+  Impl(ThreadPlacement place, int spin_us, bool pin);
   ~Impl() { stop(); }
 
   void check_process(const char* what) const;
   void enqueue(Job& job, bool with_caller);
-  Job* join(bool stand_in);
-  void participate(Job& job, const Worker& me) noexcept;
+  Job* join(bool as_submit_worker);
+  void work_and_close(Job& job, const Worker& worker) noexcept;
   void finish(Job& job);
-  void await(Job& job, std::chrono::microseconds spin);
-  bool rest(Bell& bell);
-  void serve(const Worker& me, Bell& bell);
+  void wait_done(Job& job, std::chrono::microseconds spin);
+  bool wait_for_work(EventCount& event);
+  void worker_loop(const Worker& worker, EventCount& event);
   void stop();
 
-  Seating seating;
+  ThreadPlacement placement;
   std::vector<int> cpus, groups;
   std::chrono::microseconds spin;
-  const uint32_t born = watch_forks();
+  const uint32_t fork_count = count_forks();
 
   SpinLock lock;
   Job* first = nullptr;  // the queue, oldest first: exactly the open jobs
   Job** end = &first;
-  Bell workers, stand_in;
+  EventCount idle_workers, idle_submit_worker;
   std::atomic<bool> stopping{false};
   std::vector<std::thread> threads;
 };
 
-Pool::Impl::Impl(Seating where, int spin_us, bool pin)
-    : seating(std::move(where)), spin(seating.crowded ? 0 : spin_us) {
-  for (const Seat& seat : seating.seats) {
-    groups.push_back(seat.group);
-    cpus.push_back(pin ? seat.cpu : -1);
+Pool::Impl::Impl(ThreadPlacement place, int spin_us, bool pin)
+    : placement(std::move(place)), spin(placement.oversubscribed ? 0 : spin_us) {
+  for (const WorkerPlacement& worker : placement.workers) {
+    groups.push_back(worker.group);
+    cpus.push_back(pin ? worker.cpu : -1);
   }
-  const SignalsBlocked quiet;
+  const SignalsBlocked blocked;
   try {
     for (size_t i = 0; i < cpus.size(); ++i) {
-      const Worker me{static_cast<int>(i), groups[i]};
-      threads.emplace_back([this, me] { serve(me, me.index == 0 ? stand_in : workers); });
+      const Worker worker{static_cast<int>(i), groups[i]};
+      threads.emplace_back(
+          [this, worker] { worker_loop(worker, worker.index == 0 ? idle_submit_worker : idle_workers); });
       const pthread_t thread = threads.back().native_handle();
       pthread_setname_np(thread, ("kt-" + std::to_string(i)).c_str());
-      const std::vector<int>& around = seating.cpus_of[static_cast<size_t>(me.group)];
-      if (!pin || around.empty()) continue;
+      const std::vector<int>& group_cpus = placement.cpus_of[static_cast<size_t>(worker.group)];
+      if (!pin || group_cpus.empty()) continue;
       if (cpus[i] >= 0 && !set_affinity(thread, {cpus[i]})) cpus[i] = -1;
-      if (cpus[i] < 0) set_affinity(thread, around);
+      if (cpus[i] < 0) set_affinity(thread, group_cpus);
     }
   } catch (const std::system_error& error) {
     const size_t started = threads.size();
@@ -141,16 +142,16 @@ Pool::Impl::Impl(Seating where, int spin_us, bool pin)
 
 void Pool::Impl::stop() {
   stopping.store(true);
-  for (Bell* bell : {&workers, &stand_in}) {
-    bell->rings.fetch_add(1);
-    futex_wake(&bell->rings, INT_MAX);
+  for (EventCount* event : {&idle_workers, &idle_submit_worker}) {
+    event->epoch.fetch_add(1);
+    futex_wake(&event->epoch, INT_MAX);
   }
   for (std::thread& thread : threads) thread.join();
   threads.clear();
 }
 
 void Pool::Impl::check_process(const char* what) const {
-  if (forks.load(std::memory_order_relaxed) != born)
+  if (forks.load(std::memory_order_relaxed) != fork_count)
     throw std::runtime_error(std::string(what) +
                              " on a pool that was made before fork(): its threads stayed in the "
                              "parent; make a new pool in the child, or start the child with spawn");
@@ -167,24 +168,24 @@ void Pool::Impl::enqueue(Job& job, bool with_caller) {
   job.next_ = nullptr;
   *end = &job;
   end = &job.next_;
-  workers.open.fetch_add(1);
-  if (!with_caller) stand_in.open.fetch_add(1);
+  idle_workers.open.fetch_add(1);
+  if (!with_caller) idle_submit_worker.open.fetch_add(1);
 }
 
-// The oldest job with a seat for this thread, or null.
-Job* Pool::Impl::join(bool as_stand_in) {
-  const Bell& bell = as_stand_in ? stand_in : workers;
-  if (bell.open.load() == 0) return nullptr;
+// The oldest job that this thread may join, or null.
+Job* Pool::Impl::join(bool as_submit_worker) {
+  const EventCount& event = as_submit_worker ? idle_submit_worker : idle_workers;
+  if (event.open.load() == 0) return nullptr;
   const std::scoped_lock locked(lock);
   Job* job = first;
-  while (job && as_stand_in && job->has_caller_) job = job->next_;
+  while (job && as_submit_worker && job->has_caller_) job = job->next_;
   if (job) ++job->active_;
   return job;
 }
 
-// The calling thread has joined. The first to come back closes the job, the last to come back finishes it.
-void Pool::Impl::participate(Job& job, const Worker& me) noexcept {
-  job.work(me);
+// Runs a job that the calling thread has joined. The first thread to return closes the job, the last one finishes it.
+void Pool::Impl::work_and_close(Job& job, const Worker& worker) noexcept {
+  job.work(worker);
   bool last;
   {
     const std::scoped_lock locked(lock);
@@ -194,8 +195,8 @@ void Pool::Impl::participate(Job& job, const Worker& me) noexcept {
       *link = job.next_;
       if (end == &job.next_) end = link;
       job.open_ = false;
-      workers.open.fetch_sub(1);
-      if (!job.has_caller_) stand_in.open.fetch_sub(1);
+      idle_workers.open.fetch_sub(1);
+      if (!job.has_caller_) idle_submit_worker.open.fetch_sub(1);
     }
     last = --job.active_ == 0;
   }
@@ -204,58 +205,58 @@ void Pool::Impl::participate(Job& job, const Worker& me) noexcept {
 
 // After the exchange the owner may destroy the job.
 void Pool::Impl::finish(Job& job) {
-  Word* const word = &job.state_;
+  FutexWord* const word = &job.state_;
   if (word->exchange(kDone) == kAwaited) futex_wake(word, INT_MAX);
 }
 
-void Pool::Impl::await(Job& job, std::chrono::microseconds patience) {
-  const auto over = [&] {
+void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit) {
+  const auto is_over = [&] {
     const uint32_t state = job.state_.load(std::memory_order_acquire);
     return state == kDone || state == kIdle;
   };
-  if (spin_until(over, patience)) return;
-  while (!over()) {
+  if (spin_until(is_over, spin_limit)) return;
+  while (!is_over()) {
     uint32_t expected = kQueued;
     job.state_.compare_exchange_strong(expected, kAwaited);
     futex_wait(job.state_, kAwaited);
   }
 }
 
-// Looks for an open job, then sleeps until the bell rings. True when it slept, or was about to.
-bool Pool::Impl::rest(Bell& bell) {
-  const auto wanted = [&] { return bell.open.load() > 0 || stopping.load(); };
-  if (spin_until(wanted, spin)) return false;
-  bell.sleepers.fetch_add(1);
-  const uint32_t seen = bell.rings.load();
-  if (!wanted()) futex_wait(bell.rings, seen);
-  bell.sleepers.fetch_sub(1);
+// Spins for an open job, then sleeps until notified. Returns whether it slept, or was about to.
+bool Pool::Impl::wait_for_work(EventCount& event) {
+  const auto should_wake = [&] { return event.open.load() > 0 || stopping.load(); };
+  if (spin_until(should_wake, spin)) return false;
+  event.waiters.fetch_add(1);
+  const uint32_t seen = event.epoch.load();
+  if (!should_wake()) futex_wait(event.epoch, seen);
+  event.waiters.fetch_sub(1);
   return true;
 }
 
-void Pool::Impl::serve(const Worker& me, Bell& bell) {
+void Pool::Impl::worker_loop(const Worker& worker, EventCount& event) {
   while (true) {
-    bool slept = false;
+    bool was_asleep = false;
     Job* job;
-    while (!(job = join(me.index == 0))) {
+    while (!(job = join(worker.index == 0))) {
       if (stopping.load()) return;
-      slept = rest(bell);
+      was_asleep = wait_for_work(event);
     }
-    if (slept) bell.ring(2);
-    participate(*job, me);
+    if (was_asleep) event.notify(2);
+    work_and_close(*job, worker);
   }
 }
 
 namespace {
 
-// Every thread of a pool multiplies at the same time; each notes its own rate.
+// Every thread of a pool multiplies at the same time; each records its own rate.
 class RateJob : public Job {
  public:
   RateJob(const KernelTable& table, size_t threads, size_t bytes) : table_(table), rates_(threads) {
     for (size_t i = 0; i < threads; ++i) scratch_.emplace_back(bytes);
   }
 
-  void work(const Worker& me) override {
-    const size_t i = static_cast<size_t>(me.index);
+  void work(const Worker& worker) override {
+    const size_t i = static_cast<size_t>(worker.index);
     arrived_.fetch_add(1);
     while (arrived_.load() < rates_.size()) sched_yield();
     rates_[i] = table_.rate(Rate::panels, 0.010, scratch_[i].data(), scratch_[i].size());
@@ -275,13 +276,13 @@ class RateJob : public Job {
 };
 
 // A positive count from KT_THREADS, 0 where it is not set.
-int threads_asked() {
+int threads_from_environment() {
   const char* text = std::getenv("KT_THREADS");
   if (!text || !*text) return 0;
-  char* rest = nullptr;
+  char* wait_for_work = nullptr;
   errno = 0;
-  const long value = std::strtol(text, &rest, 10);
-  if (errno || *rest || value < 1 || value > INT_MAX)
+  const long value = std::strtol(text, &wait_for_work, 10);
+  if (errno || *wait_for_work || value < 1 || value > INT_MAX)
     throw std::runtime_error("KT_THREADS=" + std::string(text) + ": expected a positive number of threads; unset it " +
                              "to have the count chosen");
   return static_cast<int>(value);
@@ -289,18 +290,18 @@ int threads_asked() {
 
 }  // namespace
 
-// Scratch of about half an L2: siblings share it, and it must hold what both work on.
+// Scratch of about half an L2: siblings share it, and it must hold the data of both.
 double Pool::rate_on(const std::vector<int>& cpus) {
-  Seating seating;
-  for (int cpu : cpus) seating.seats.push_back({0, cpu});
-  seating.cpus_of = {cpus};
+  ThreadPlacement placement;
+  for (int cpu : cpus) placement.workers.push_back({0, cpu});
+  placement.cpus_of = {cpus};
   const size_t l2 = topology().l2, kilobyte = 1024;
   RateJob job(kernels(), cpus.size(), l2 ? std::clamp(l2 / 2, 512 * kilobyte, 2048 * kilobyte) : 1024 * kilobyte);
-  Impl pool(std::move(seating), 0, true);
+  Impl pool(std::move(placement), 0, true);
   pool.enqueue(job, false);
-  pool.workers.ring(2);
-  pool.stand_in.ring(1);
-  pool.await(job, {});
+  pool.idle_workers.notify(2);
+  pool.idle_submit_worker.notify(1);
+  pool.wait_done(job, {});
   return job.sum();
 }
 
@@ -308,7 +309,7 @@ Pool::Pool(const PoolOptions& options) {
   if (options.threads < 0 || options.groups < 0 || options.spin_us < 0)
     throw std::invalid_argument("a pool needs threads, groups and spin_us of 0 or more; 0 threads or groups: chosen");
   const Topology& machine = topology();
-  const int given = options.threads ? options.threads : threads_asked();
+  const int given = options.threads ? options.threads : threads_from_environment();
   std::vector<int> cpus;
   if (given) {
     for (const Cpu& cpu : machine.cpus) cpus.push_back(cpu.id);
@@ -322,37 +323,37 @@ Pool::Pool(const PoolOptions& options) {
   if (groups > threads)
     throw std::invalid_argument("a pool of " + std::to_string(threads) + " threads cannot have " +
                                 std::to_string(groups) + " groups; ask for at least one thread per group");
-  impl_ = std::make_unique<Impl>(seat_threads(machine, cpus, threads, groups), options.spin_us, options.pin);
+  impl_ = std::make_unique<Impl>(place_threads(machine, cpus, threads, groups), options.spin_us, options.pin);
 }
 
 Pool::~Pool() {
-  if (forks.load() != impl_->born) (void)impl_.release();
+  if (forks.load() != impl_->fork_count) (void)impl_.release();
 }
 
 int Pool::threads() const { return static_cast<int>(impl_->cpus.size()); }
-int Pool::groups() const { return static_cast<int>(impl_->seating.node_of.size()); }
+int Pool::groups() const { return static_cast<int>(impl_->placement.node_of.size()); }
 const std::vector<int>& Pool::cpus() const { return impl_->cpus; }
 const std::vector<int>& Pool::group_of() const { return impl_->groups; }
-int Pool::node_of(int group) const { return impl_->seating.node_of.at(static_cast<size_t>(group)); }
+int Pool::node_of(int group) const { return impl_->placement.node_of.at(static_cast<size_t>(group)); }
 
 void Pool::run(Job& job) {
   impl_->check_process("run()");
   impl_->enqueue(job, true);
-  impl_->workers.ring(2);
-  impl_->participate(job, {0, 0});
-  impl_->await(job, 4 * impl_->spin);  // what others have taken is as short as what this thread took
+  impl_->idle_workers.notify(2);
+  impl_->work_and_close(job, {0, 0});
+  impl_->wait_done(job, 4 * impl_->spin);  // units taken by other threads are as short as this thread's
 }
 
 void Pool::submit(Job& job) {
   impl_->check_process("submit()");
   impl_->enqueue(job, false);
-  impl_->workers.ring(2);
-  impl_->stand_in.ring(1);
+  impl_->idle_workers.notify(2);
+  impl_->idle_submit_worker.notify(1);
 }
 
 void Pool::wait(Job& job) {
   impl_->check_process("wait()");
-  impl_->await(job, impl_->spin);
+  impl_->wait_done(job, impl_->spin);
 }
 
 bool Pool::done(const Job& job) const { return job.state_.load(std::memory_order_acquire) == kDone; }

@@ -1,10 +1,10 @@
-// A pinned pool of threads, one group per NUMA node, that sleeps on a futex when there is nothing to do.
+// A pinned thread pool, one group per NUMA node, whose idle threads sleep on a futex.
 //
-// A Job takes its own work: `work` is called once on every thread that joins, hands out units by an atomic counter of
-// the job's, and returns when none is left to take. So the pool knows nothing of units, a thread that wakes late costs
-// nothing, and a job is over when every thread that joined has returned. Several threads may run and submit jobs at
-// once; workers join the oldest job that is still open. A worker index is unique within a job, not within the process:
-// every caller of run() is index 0 of its own job, so scratch belongs to the job, by index.
+// A Job distributes its own work: `work` is called once on every thread that joins, takes units by an atomic counter of
+// the job, and returns when none is left. So the pool needs no notion of units, a thread that wakes late costs nothing,
+// and a job is done when every thread that joined has returned. Several threads may run and submit jobs at once;
+// workers join the oldest job that is still open. A worker index is unique within a job, not within the process: every
+// caller of run() is index 0 of its own job, so scratch belongs to the job, by index.
 #pragma once
 
 #include <atomic>
@@ -37,8 +37,8 @@ class Job {
 
 struct PoolOptions {
   int threads = 0;   // in all groups together; 0: KT_THREADS, or chosen by topology and probe
-  int groups = 0;    // 0: one per NUMA node in the affinity mask; other than there are nodes: simulated, unbound
-  int spin_us = 50;  // how long an idle thread looks for work before it sleeps
+  int groups = 0;    // 0: one per NUMA node in the affinity mask; any number but that of nodes: simulated, unbound
+  int spin_us = 50;  // how long an idle thread spins before it sleeps
   bool pin = true;
 };
 
@@ -57,12 +57,12 @@ class Pool {
   const std::vector<int>& group_of() const;  // group of each worker index
   int node_of(int group) const;              // NUMA node to bind memory to; -1 when simulated
 
-  void run(Job& job);               // works along, returns when the job is done; jobs don't throw
+  void run(Job& job);               // the caller takes part; returns when the job is done; jobs don't throw
   void submit(Job& job);            // returns at once, all threads() work; the job must outlive wait()
   void wait(Job& job);              // from any thread but a worker; returns at once if never queued
   bool done(const Job& job) const;  // finished since it was last submitted
 
-  // flop/s of threads pinned to each of these cpus that multiply together for 10 ms; what the probe asks.
+  // flop/s of threads pinned to these cpus that multiply at the same time for 10 ms; used by the probe.
   static double rate_on(const std::vector<int>& cpus);
 
  private:

@@ -1,8 +1,8 @@
 // Reads sysfs, procfs and the cgroup into a Topology, and decides from it which cpus get a thread.
 //
 // Siblings are taken from the list of cpus that share a core, not from core_id, which some guests report as -1 or
-// repeat from package to package. The affinity asked for is the main thread's, not the caller's: a caller may be a
-// worker that somebody has pinned to one cpu.
+// repeat from package to package. The affinity is that of the main thread, not of the caller, which may be a worker
+// pinned to one cpu.
 #include "topology.h"
 
 #include <dirent.h>
@@ -21,7 +21,7 @@
 namespace kt {
 namespace {
 
-// The whole of a small file, empty where there is none.
+// The content of a small file, empty if it does not exist.
 std::string text_of(const std::string& path) {
   std::ifstream file(path);
   std::ostringstream text;
@@ -35,7 +35,7 @@ bool read_number(const std::string& path, long& value) {
   return static_cast<bool>(text >> value);
 }
 
-// "0-3,8,10-11" as numbers; stops at what it cannot read.
+// "0-3,8,10-11" as numbers; stops at the first parse error.
 std::vector<int> parse_list(const std::string& text) {
   std::vector<int> numbers;
   std::istringstream in(text);
@@ -65,7 +65,7 @@ std::vector<int> allowed_by_kernel() {
   return cpus;
 }
 
-// Node of every cpu that sysfs places; nodes without cpus place none.
+// The node of every cpu listed in sysfs.
 std::map<int, int> read_nodes(const std::string& root) {
   std::map<int, int> node_of;
   const std::string folder = root + "sys/devices/system/node";
@@ -127,7 +127,7 @@ bool read_hypervisor(const std::string& root) {
   return false;
 }
 
-// cpus' worth of time that one cgroup folder grants, 0 for no limit; v2 says it in one file, v1 in two.
+// cpus' worth of time that one cgroup folder grants, 0 for no limit; v2 has one file for it, v1 two.
 double quota_of(const std::string& folder) {
   double quota = 0, period = 0;
   std::istringstream v2(text_of(folder + "/cpu.max"));
@@ -138,8 +138,8 @@ double quota_of(const std::string& folder) {
   return 0;
 }
 
-// The tightest limit from this process's cgroup up to the root. A container may name a path that only the host can see;
-// the folders that exist are read and the others count as unlimited.
+// The lowest limit from this process's cgroup up to the root. A container may name a path that only the host can see;
+// missing folders count as unlimited.
 double read_quota(const std::string& root) {
   double tightest = 0;
   std::ifstream groups(root + "proc/self/cgroup");
@@ -161,11 +161,11 @@ double read_quota(const std::string& root) {
   return tightest;
 }
 
-std::vector<Cpu> places_of(const Topology& t, const std::vector<int>& cpus) {
-  std::vector<Cpu> places;
+std::vector<Cpu> selected_cpus(const Topology& t, const std::vector<int>& cpus) {
+  std::vector<Cpu> selected;
   for (const Cpu& cpu : t.cpus)
-    if (std::find(cpus.begin(), cpus.end(), cpu.id) != cpus.end()) places.push_back(cpu);
-  return places;
+    if (std::find(cpus.begin(), cpus.end(), cpu.id) != cpus.end()) selected.push_back(cpu);
+  return selected;
 }
 
 std::vector<int> nodes_among(const std::vector<Cpu>& cpus) {
@@ -250,11 +250,11 @@ std::vector<int> useful_cpus(const Topology& t, const AggregateRate& rate) {
     candidates = {of_each_node(t, [](size_t i, size_t) { return i % 2 == 0; }),
                   of_each_node(t, [](size_t i, size_t n) { return i < (n + 1) / 2; })};
   }
-  // Under a quota the measurement would run into the throttle, and the quota decides the count anyway.
+  // Under a quota the measurement would be throttled, and the quota decides the count anyway.
   const bool cut = t.thread_limit() < static_cast<int>(all.size());
   if (all.size() <= 2 || candidates.empty() || cut) return all;
 
-  // All cpus are measured before and after: the first run pays for cold clocks.
+  // All cpus are measured before and after: the first run includes the ramp-up of the clocks.
   double reference = rate(all);
   std::vector<double> rates;
   for (const auto& candidate : candidates) rates.push_back(rate(candidate));
@@ -263,39 +263,39 @@ std::vector<int> useful_cpus(const Topology& t, const AggregateRate& rate) {
   return rates[best] > 1.05 * reference ? candidates[best] : all;
 }
 
-Seating seat_threads(const Topology& t, const std::vector<int>& cpus, int threads, int groups) {
-  const std::vector<Cpu> places = places_of(t, cpus);
-  const std::vector<int> nodes = nodes_among(places);
+ThreadPlacement place_threads(const Topology& t, const std::vector<int>& cpus, int threads, int groups) {
+  const std::vector<Cpu> selected = selected_cpus(t, cpus);
+  const std::vector<int> nodes = nodes_among(selected);
   const bool real = groups == static_cast<int>(nodes.size());
   const size_t count = static_cast<size_t>(groups);
 
-  Seating seating;
+  ThreadPlacement placement;
   std::vector<std::vector<Cpu>> members(count);
-  for (size_t i = 0; i < places.size(); ++i) {
-    const auto node = std::lower_bound(nodes.begin(), nodes.end(), places[i].node) - nodes.begin();
-    members[real ? static_cast<size_t>(node) : i * count / places.size()].push_back(places[i]);
+  for (size_t i = 0; i < selected.size(); ++i) {
+    const auto node = std::lower_bound(nodes.begin(), nodes.end(), selected[i].node) - nodes.begin();
+    members[real ? static_cast<size_t>(node) : i * count / selected.size()].push_back(selected[i]);
   }
   std::vector<size_t> share(count, 1);
   for (int left = threads - groups; left > 0; --left) {
-    size_t emptiest = 0;  // the group with the fewest threads per cpu once it has one more
+    size_t least_loaded = 0;  // the group with the fewest threads per cpu once it has one more
     const auto load = [&](size_t g) {
       return static_cast<double>(share[g] + 1) / static_cast<double>(std::max<size_t>(members[g].size(), 1));
     };
     for (size_t g = 1; g < count; ++g)
-      if (load(g) < load(emptiest)) emptiest = g;
-    ++share[emptiest];
+      if (load(g) < load(least_loaded)) least_loaded = g;
+    ++share[least_loaded];
   }
   const bool cut = t.thread_limit() < static_cast<int>(t.cpus.size());
   for (size_t g = 0; g < count; ++g) {
     const std::vector<int> order = cores_first(members[g]);
     const bool fits = share[g] <= order.size();
     for (size_t i = 0; i < share[g]; ++i)
-      seating.seats.push_back({static_cast<int>(g), fits && !cut && (g > 0 || i > 0) ? order[i] : -1});
-    seating.crowded |= !fits;
-    seating.node_of.push_back(real ? nodes[g] : -1);
-    seating.cpus_of.push_back(order);
+      placement.workers.push_back({static_cast<int>(g), fits && !cut && (g > 0 || i > 0) ? order[i] : -1});
+    placement.oversubscribed |= !fits;
+    placement.node_of.push_back(real ? nodes[g] : -1);
+    placement.cpus_of.push_back(order);
   }
-  return seating;
+  return placement;
 }
 
 }  // namespace kt

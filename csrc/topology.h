@@ -1,8 +1,8 @@
-// What the machine has, as this process may use it: NUMA nodes, physical cores and hyperthread siblings, caches, quota.
+// The machine as this process may use it: NUMA nodes, physical cores and hyperthread siblings, caches, quota.
 //
-// Read from sysfs, cut to the cgroup's cpuset and the affinity mask (sched_getaffinity honours both). Containers show
-// any part of sysfs or none: what is missing reads as one node and one core per cpu, never as an error. Deciding where
-// threads go is here too, as functions from a Topology to a list of cpus, so that tests can seat made-up machines.
+// Read from sysfs and restricted to the cgroup's cpuset and the affinity mask (sched_getaffinity honours both).
+// Containers show any part of sysfs or none: missing files mean one node and one core per cpu, never an error. Thread
+// placement is here too, as functions from a Topology to a list of cpus, so that tests can use synthetic machines.
 #pragma once
 
 #include <cstddef>
@@ -28,39 +28,39 @@ struct Topology {
   bool hypervisor = false;         // a guest: siblings may be hidden
   double quota = 0;                // cpus' worth of time that the cgroup grants (cpu.max); 0: no limit
 
-  int thread_limit() const;  // allowed cpus, cut to the quota (rounded up)
+  int thread_limit() const;  // allowed cpus, limited by the quota (rounded up)
 };
 
-// `root` is "/" on a real machine; tests pass a made-up tree. `allowed` empty: ask the kernel.
+// `root` is "/" on a real machine; tests pass a synthetic tree. `allowed` empty: ask the kernel.
 Topology read_topology(const std::string& root = "/", std::vector<int> allowed = {});
 const Topology& topology();  // of this process at first use
 
-// Together how fast threads pinned to these cpus multiply; any unit.
+// Combined multiplication rate of threads pinned to these cpus, in any unit.
 using AggregateRate = std::function<double(const std::vector<int>& cpus)>;
 
-// The cpus worth a thread each, ascending. Two hyperthreads of a core may multiply slower than one alone, and guests
-// often hide who shares a core, so where that is possible and there are more than two cpus, `rate` is asked: all cpus
-// stay unless one per core (listed, or guessed as every other cpu or the first half of each node) is 5 % faster.
+// The cpus to run a thread on each, ascending. Two hyperthreads of a core may multiply slower than one alone, and
+// guests often hide which cpus share a core. So where siblings are listed or possible and there are more than two cpus,
+// `rate` is measured: all cpus are used unless one per core (listed, or guessed as every other cpu or the first half of
+// each node) is 5 % faster.
 std::vector<int> useful_cpus(const Topology& topology, const AggregateRate& rate);
 
-// Who sits where. Index 0 is the seat of whoever calls run(); its cpu is left free for it.
-struct Seat {
+// Placement of a worker. Index 0 is the thread that calls run(); its cpu is left free for it.
+struct WorkerPlacement {
   int group;
   int cpu;  // -1: may move among the cpus of its group
 };
 
-struct Seating {
-  std::vector<Seat> seats;                // by worker index, group after group
+struct ThreadPlacement {
+  std::vector<WorkerPlacement> workers;   // by worker index, group after group
   std::vector<int> node_of;               // NUMA node of each group; -1 where groups do not follow nodes
   std::vector<std::vector<int>> cpus_of;  // cpus of each group
-  bool crowded = false;                   // more threads than cpus: spinning would keep others from working
+  bool oversubscribed = false;            // more threads than cpus: spinning would take cpus from working threads
 };
 
-// `threads` seats on `cpus` in `groups` groups: one per node where there are as many groups as nodes among `cpus`,
-// otherwise simulated groups that cut the cpus evenly. Distinct cores are taken before siblings, and a group gets a
-// share of the threads in proportion to its cpus. Threads stay free to move inside their group where there are more of
-// them than cpus, and where a quota cuts the machine: any fixed cpu may be the one that another container is busy on.
-// Needs 1 <= groups <= threads and at least one cpu.
-Seating seat_threads(const Topology& topology, const std::vector<int>& cpus, int threads, int groups);
+// Places `threads` workers on `cpus` in `groups` groups: one group per node where their numbers are equal, otherwise
+// simulated groups that divide the cpus evenly. Distinct cores are taken before siblings, and a group gets threads in
+// proportion to its cpus. Threads may move inside their group where there are more of them than cpus, and under a
+// quota, because another container may be busy on any fixed cpu. Needs 1 <= groups <= threads and at least one cpu.
+ThreadPlacement place_threads(const Topology& topology, const std::vector<int>& cpus, int threads, int groups);
 
 }  // namespace kt

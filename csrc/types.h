@@ -1,10 +1,10 @@
-// The words that every part of the core shares: element types, the tile, and the checks.
+// Definitions shared by all parts of the core: element types, the weight tile, scalar conversions.
 //
 // A weight tile holds 32 of K by 16 of N. In bf16, 1 KB, it is stored as 16 rows of k-pairs: row p holds, for each of
-// 16 outputs n, the two neighbours k = 2p and 2p + 1. It is the B operand of an AMX product as it lies in memory, one
-// 64-byte load for AVX-512 and two shifts away from f32 for everyone else. In f32 (2 KB) and f64 (4 KB), the exact
-// kinds, it is simply [32 k][16 n]. Everything in this header is constexpr or
-// internal to the file that includes it: the ISA files include it too, and the linker must not find a copy there.
+// 16 outputs n, the two neighbours k = 2p and 2p + 1. In this layout it is the B operand of an AMX product, one 64-byte
+// load for AVX-512, and converted to f32 by two shifts elsewhere. In f32 (2 KB) and f64 (4 KB), the exact precisions,
+// it is [32 k][16 n]. Everything in this header is constexpr or has internal linkage: the ISA files include it too, and
+// the linker must not find a copy there.
 #pragma once
 
 #include <cstddef>
@@ -16,26 +16,25 @@ enum class DType : uint8_t { f32, bf16, f16, f64 };
 
 constexpr size_t size_of(DType t) { return t == DType::f64 ? 8 : t == DType::f32 ? 4 : 2; }
 
-// What weights are rounded to when they are packed. bf16: sums are f32, activations bf16 or f32 as the CPU multiplies
-// them. f32 and f64: weights, activations and sums alike, so nothing is rounded but by the arithmetic itself.
+// The type that weights are rounded to when they are packed. bf16: sums are f32, activations bf16 or f32 as the CPU
+// multiplies them. f32 and f64: weights, activations and sums have that type, so only the arithmetic itself rounds.
 enum class Precision : uint8_t { bf16, f32, f64 };
 constexpr int kPrecisions = 3;
 
 constexpr int kTileK = 32;        // contraction steps in a tile
 constexpr int kTileN = 16;        // outputs in a tile
 constexpr int kBlockN = 32;       // outputs in a block: two tiles side by side
-constexpr int kTileBytes = 1024;  // of a bf16 tile; KernelTable::tile_bytes says it for any
+constexpr int kTileBytes = 1024;  // of a bf16 tile; KernelTable::tile_bytes has that of any precision
 constexpr int kMaxRows = 16;      // tokens in an activation tile, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// What stands between the two products of an expert. `gated` forms take gate and up, the others up alone.
-// `none` is for products that are not an expert's own.
+// The function between the two products of an expert. `gated` forms take gate and up, the others up alone. `none` is
+// for products of LoRA factors.
 enum class Activation : uint8_t { silu, gelu, gelu_tanh, relu2, swiglu_oai, none };
 
-// One bf16 or f16 as f32: the scalar form of what kernels/elementwise.h does in vectors, for the code outside the
-// kernels.
+// One bf16 or f16 as f32: the scalar form of the conversions of kernels/elementwise.h, for code outside the kernels.
 static inline float to_float(uint16_t half, DType type) {
   uint32_t bits = (uint32_t)half << 16;
   float value;
@@ -52,7 +51,7 @@ static inline float to_float(uint16_t half, DType type) {
   return value;
 }
 
-// And back: the nearest, ties to even. What f16 cannot hold is infinite.
+// Rounds to the nearest, ties to even. Values beyond the range of f16 become infinite.
 static inline uint16_t from_float(float value, DType type) {
   uint32_t u;
   __builtin_memcpy(&u, &value, 4);
@@ -74,7 +73,7 @@ static inline uint16_t from_float(float value, DType type) {
   return (uint16_t)(sign | ((a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13));
 }
 
-// Element `index` of a tensor, and back.
+// Loads element `index` of a tensor; set_element stores it.
 template <class Real>
 static inline Real element_of(const void* data, int64_t index, DType type) {
   if (type == DType::f32) return (Real)((const float*)data)[index];

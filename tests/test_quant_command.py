@@ -17,7 +17,7 @@ from ktransformers.cli.main import app
 from ktransformers.cli.quant import duration, format_word, parse_layers
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.quant.receipt import WINDOW, read_receipt, read_text, windows
+from ktransformers.quant.receipt import WINDOW_TOKENS, read_receipt, read_text, split_windows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -148,8 +148,8 @@ def test_texts(tmp_path: Path) -> None:
         file.write_text(given)
         with pytest.raises(InputError, match=message):
             read_text(file)
-    pieces = windows(torch.arange(WINDOW + 2), WINDOW + 1)
-    assert [tuple(piece.shape) for piece in pieces] == [(1, WINDOW)]  # one token alone predicts nothing
+    pieces = split_windows(torch.arange(WINDOW_TOKENS + 2), WINDOW_TOKENS + 1)
+    assert [tuple(piece.shape) for piece in pieces] == [(1, WINDOW_TOKENS)]  # one token alone predicts nothing
 
 
 @pytest.mark.parametrize(("text", "layers"), [("0-3", {0, 1, 2, 3}), ("7", {7}), ("1, 3-4", {1, 3, 4})])

@@ -3,7 +3,7 @@
 
 Everything goes in as raw addresses, so the tensors behind them are kept for as long as a task may read them. Its
 workers are bound to the first CPUs, and both its queue and the thread that waits for a task spin: on a machine with
-CPUs to spare two are left to them, or they would take turns with a worker and slow the whole layer. One NUMA node is
+CPUs to spare two are left to them, or they would share a CPU with a worker and slow the whole layer. One NUMA node is
 used.
 """
 

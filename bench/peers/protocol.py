@@ -1,13 +1,13 @@
-"""How a bench talks to those it measures, itself included: JSON requests, JSON answers.
+"""The protocol between a bench and the implementations that it measures, ours included: JSON requests and answers.
 
     {"do": "hello"}                                                         ->  {"version": ..., "threads": ...}
     {"do": "load", "shape": "qwen3-30b", "layers": 2, "max_tokens": 8192}   ->  {"ms": [...]}
     {"do": "round", "tokens": 512, "seconds": 0.2}                          ->  {"ms": [...], "foreign": ..., ...}
     {"do": "probe", "tokens": 64, "experts": 8}                             ->  {"out": numbers in base64, ...}
 
-A contender is a class with `facts`, `load` and `bind`. `Runner` answers requests with one in this process; `serve` does
-so over stdin and stdout, one line each, and `Peer` is the other end of that pipe, for contenders that need another
-interpreter or would disturb ours with their threads.
+An implementation is a class with `facts`, `load` and `bind`. `Runner` answers requests with one in this process;
+`serve` does so over stdin and stdout, one line each, and `Peer` is the other end of that pipe, for implementations that
+need another interpreter or whose threads would disturb ours.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     import torch
 
 BENCH = Path(__file__).resolve().parent.parent
-PATIENCE = 180.0  # seconds for one answer; a peer that hangs must not cost the run
+TIMEOUT = 180.0  # seconds for one answer; a peer that hangs must not cost the run
 
 
-class Contender(Protocol):
+class Implementation(Protocol):
     def facts(self) -> dict[str, Any]:
         """Versions and threads, for the record."""
 
@@ -47,17 +47,17 @@ class Contender(Protocol):
 
 
 class Runner:
-    """Answers requests with a contender in this process; the work of one token count is held at a time. `make` gives
-    the layer's weights in bf16."""
+    """Answers requests with an implementation in this process; the work of one token count is held at a time. `make`
+    gives the layer's weights in bf16."""
 
-    def __init__(self, contender: Contender, make: Callable[[Shape], Weights] = make_weights) -> None:
-        self._contender = contender
+    def __init__(self, implementation: Implementation, make: Callable[[Shape], Weights] = make_weights) -> None:
+        self._implementation = implementation
         self._make = make
         self._tokens = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "hello":
-            return self._contender.facts()
+            return self._implementation.facts()
         if request["do"] == "load":
             return self._load(SHAPES[request["shape"]], request["layers"], request["max_tokens"])
         if request["do"] == "probe":
@@ -67,18 +67,18 @@ class Runner:
 
     def _load(self, shape: Shape, layers: int, max_tokens: int) -> dict[str, Any]:
         self._shape, self._layers, self._tokens = shape, layers, 0
-        seconds = self._contender.load(shape, self._make(shape), layers, max_tokens)
+        seconds = self._implementation.load(shape, self._make(shape), layers, max_tokens)
         return {"ms": [1e3 * taken for taken in seconds]}
 
     def _results(self, work: Work) -> dict[str, torch.Tensor]:
         """What the first step gives."""
-        return {"out": self._contender.bind(work)(0)}
+        return {"out": self._implementation.bind(work)(0)}
 
     def prepare(self, tokens: int) -> Stopwatch:
         """Makes the work of a cell unless it is at hand."""
         if self._tokens != tokens:
             work = make_work(self._shape, tokens, self._layers)
-            call = self._contender.bind(work)
+            call = self._implementation.bind(work)
             self._check = {
                 "unique_experts": work.unique_experts,
                 "routes": work.routes,
@@ -103,8 +103,8 @@ def from_text(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32)
 
 
-def serve(make: Callable[[], Contender], runner: type[Runner] = Runner) -> None:
-    """Answers requests until stdin ends. Whatever the contender prints goes to stderr, away from the answers."""
+def serve(make: Callable[[], Implementation], runner: type[Runner] = Runner) -> None:
+    """Answers requests until stdin ends. What the implementation prints goes to stderr, away from the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     running = runner(make())
@@ -113,12 +113,12 @@ def serve(make: Callable[[], Contender], runner: type[Runner] = Runner) -> None:
         answers.flush()
 
 
-class PeerGone(RuntimeError):
-    """A peer died or gave no answer in time; the message ends with what it said last."""
+class PeerFailed(RuntimeError):
+    """A peer exited or timed out; the message ends with the last lines of its stderr."""
 
 
 class Peer:
-    """A contender in a process of its own."""
+    """An implementation in a process of its own."""
 
     def __init__(self, name: str, python: str, module: str, options: list[str], env: dict[str, str]) -> None:
         self.name = name
@@ -126,7 +126,7 @@ class Peer:
         # Found from where the user stands, not from the folder that the peer runs in; a venv's link is kept.
         program = shutil.which(python)
         if program is None:
-            raise PeerGone(f"{name}: {python} is not a program; give --peers {name}=/path/to/python")
+            raise PeerFailed(f"{name}: {python} is not a program; give --peers {name}=/path/to/python")
         self._process = subprocess.Popen(
             [os.path.abspath(program), "-m", module, *options],
             cwd=BENCH,
@@ -143,16 +143,16 @@ class Peer:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise PeerGone(self._last_words("ended early")) from None
-        if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
-            raise PeerGone(self._last_words(f"gave no answer in {PATIENCE:.0f} s"))
+            raise PeerFailed(self._failure("ended early")) from None
+        if not select.select([self._process.stdout], [], [], TIMEOUT)[0]:
+            raise PeerFailed(self._failure(f"gave no answer in {TIMEOUT:.0f} s"))
         line = self._process.stdout.readline()
         if not line:
-            raise PeerGone(self._last_words("ended early"))
+            raise PeerFailed(self._failure("ended early"))
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _last_words(self, what: str) -> str:
+    def _failure(self, what: str) -> str:
         self._log.seek(0)
         tail = [line.rstrip() for line in self._log.read().splitlines() if line.strip()][-5:]
         return f"{self.name}: {what}" + "".join(f"\n    {line}" for line in tail)

@@ -1,7 +1,7 @@
-"""What the peers of `serve.py` share: the arguments that it starts them with, and how a cell is measured and told.
+"""Arguments of the peers of `serve.py`, and how they measure and print a cell.
 
 A cell is one test with some streams: one short call to warm up, then calls until `--seconds` have passed or there are
-`--repetitions`. Each is told as one JSON line on stdout; a line with `about` says what the peer is.
+`--repetitions`. Each is printed as one JSON line; a line with `about` says what the peer is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from timing import Watch
 
 DEPTH = 16  # tokens before an answer
 WARM = 8  # tokens that are written before any are counted
-PATIENCE = 3  # times `--seconds`: who would write for longer than that writes fewer tokens, at the same rate
+LONGEST = 3  # times `--seconds`: a call that would take longer generates fewer tokens, at the same rate
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def measure(
     """`call(prompt, new, streams)` gives tokens/s; the samples and the share of the CPUs that others took."""
     warm = call(prompt, min(new, WARM), streams if new else 1)
     if new:
-        new = max(WARM, min(new, int(PATIENCE * args.seconds * warm / streams)))
+        new = max(WARM, min(new, int(LONGEST * args.seconds * warm / streams)))
     samples: list[float] = []
     watch, first = Watch(), time.perf_counter()
     while not samples or (len(samples) < args.repetitions and time.perf_counter() - first < args.seconds):

@@ -97,15 +97,15 @@ def write_gguf(model: Path, target: Path) -> None:
         kind = gguf.GGMLQuantizationType.F32 if exact else gguf.GGMLQuantizationType.BF16
         size = int(np.prod(shape)) * (4 if exact else 2)
         # With a raw type the shape is that of the bytes: a row of bf16 is twice as long.
-        told = shape if exact else (*shape[:-1], 2 * shape[-1])
+        stated = shape if exact else (*shape[:-1], 2 * shape[-1])
         dtype = np.dtype(np.float32 if exact else np.uint8)
-        writer.add_tensor_info(name, told, dtype, size, raw_dtype=kind)
+        writer.add_tensor_info(name, stated, dtype, size, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for _, sources, exact in listed:
-        found = [checkpoint.read(source) for source in sources]
-        bits = found[0] if len(found) == 1 else np.stack(found)
+        tensors = [checkpoint.read(source) for source in sources]
+        bits = tensors[0] if len(tensors) == 1 else np.stack(tensors)
         writer.write_tensor_data((bits.astype(np.uint32) << 16).view(np.float32) if exact else bits)
     writer.close()
     half.replace(target)

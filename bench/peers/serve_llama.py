@@ -4,7 +4,7 @@
 
 The checkpoint is written as GGUF beside itself, once (needs the gguf package), and quantised by llama.cpp. As in
 llama-bench the tokens are random and nothing is sampled: the price of choosing a token is left out, in its favour.
-llama.cpp has to be built for the processor (`GGML_NATIVE`, or AVX-512 and AMX by name): what it found is told.
+llama.cpp has to be built for the processor (`GGML_NATIVE`, or AVX-512 and AMX by name): what it detected is printed.
 """
 
 from __future__ import annotations

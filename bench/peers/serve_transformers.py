@@ -60,9 +60,9 @@ def main() -> None:
             prompts = [[draw.randrange(3, top) for _ in range(prompt)] for _ in range(streams)]
             times = run(manager, prompts, new + 1)
             if not new:
-                return streams * prompt / max(told[0] for told in times)
-            ready, end = max(told[0] for told in times), max(told[-1] for told in times)
-            return sum(at > ready for told in times for at in told) / (end - ready)
+                return streams * prompt / max(arrivals[0] for arrivals in times)
+            ready, end = max(arrivals[0] for arrivals in times), max(arrivals[-1] for arrivals in times)
+            return sum(at > ready for arrivals in times for at in arrivals) / (end - ready)
 
         for test, prompt, new, streams in cells(args):
             words = {"contender": f"transformers {args.dtype}", "test": test, "streams": streams}

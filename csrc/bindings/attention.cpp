@@ -1,4 +1,4 @@
-// Attention over slots, from Python.
+// Decode attention over a KV cache, from Python.
 #include "moe/attention.h"
 
 #include <nanobind/stl/vector.h>
@@ -16,10 +16,10 @@ int64_t bytes_between(const Array& array, size_t dim) {
 }
 
 Array of_type(const char* name, nb::handle tensor, const Array& query) {
-  Array found = array_of(name, tensor, 3, {kBFloat16, kFloat32});
-  check_dense(name, found);
-  if (found.dtype() != query.dtype()) refuse_type(name, "another dtype", "that of query");
-  return found;
+  Array array = array_of(name, tensor, 3, {kBFloat16, kFloat32});
+  check_dense(name, array);
+  if (array.dtype() != query.dtype()) refuse_type(name, "another dtype", "that of query");
+  return array;
 }
 
 }  // namespace
@@ -35,8 +35,8 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
   if (groups < 1 || heads % groups)
     refuse_value("key", std::to_string(groups) + " heads", "a divisor of query's " + std::to_string(heads));
   for (auto [name, given] : {std::pair{"query", size}, {"value", wide}})
-    if (given < kAttendSize || given % kAttendSize || given > 4096)
-      refuse_value(name, "heads of " + std::to_string(given), "a multiple of " + std::to_string(kAttendSize));
+    if (given < kHeadSizeStep || given % kHeadSizeStep || given > 4096)
+      refuse_value(name, "heads of " + std::to_string(given), "a multiple of " + std::to_string(kHeadSizeStep));
   check_shape("key", k, {groups, rows, size}, "its heads, rows of query, size of query's heads");
   check_shape("value", v, {groups, rows, wide}, "heads of key, rows of query, its own size");
   check_shape("out", to, {rows, heads, wide}, "rows and heads of query, size of value's heads");
@@ -61,10 +61,10 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
     auto at = [](const Array& array, int64_t index, int64_t stride) {
       return const_cast<char*>((const char*)array.data()) + index * stride;
     };
-    a.pasts.push_back({at(keys, start, size * elem), at(values, start, wide * elem), bytes_between(keys, 0),
-                       bytes_between(values, 0), (int32_t)(end - start), at(q, row, bytes_between(q, 1)),
-                       at(k, row, bytes_between(k, 1)), at(v, row, bytes_between(v, 1)), bytes_between(q, 0),
-                       bytes_between(k, 0), bytes_between(v, 0), at(to, row, heads * wide * elem)});
+    a.sequences.push_back({at(keys, start, size * elem), at(values, start, wide * elem), bytes_between(keys, 0),
+                           bytes_between(values, 0), (int32_t)(end - start), at(q, row, bytes_between(q, 1)),
+                           at(k, row, bytes_between(k, 1)), at(v, row, bytes_between(v, 1)), bytes_between(q, 0),
+                           bytes_between(k, 0), bytes_between(v, 0), at(to, row, heads * wide * elem)});
     alive.push_back(std::move(keys));
     alive.push_back(std::move(values));
   }

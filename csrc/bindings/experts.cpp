@@ -1,5 +1,5 @@
-// Pools and experts: construction, packing, and calls. tensors.h has the checks of one argument, this file those of
-// arguments that have to agree.
+// Pools and experts: construction, packing, and calls. tensors.h checks single arguments, this file that arguments
+// agree with each other.
 #include <climits>
 #include <cmath>
 
@@ -66,7 +66,7 @@ PyExperts::PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, in
   experts = std::make_shared<Experts>(shape, gate, table, pool.engine, formats);
 }
 
-// Of codes, the first of three.
+// The number of experts in the codes of an encoded matrix.
 static int64_t experts_in(nb::handle three) {
   if (!nb::isinstance<nb::sequence>(three) || nb::len(three) != 3)
     refuse_type("up", "no encoded matrix", "(codes, scales, tensor scale)");
@@ -82,7 +82,8 @@ void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle d
   if (!s.gated && !gate_bias.is_none()) refuse_value("gate_bias", "a tensor", "None: these experts have no gate");
   std::vector<Array> alive;
   SourceLayer layer{};
-  auto take = [&](const char* name, nb::handle tensor, int dims, int64_t rows, int64_t columns, const char* meaning) {
+  auto bind_tensor = [&](const char* name, nb::handle tensor, int dims, int64_t rows, int64_t columns,
+                         const char* meaning) {
     SourceMatrix matrix{};
     if (tensor.is_none()) return matrix;
     const Array& a = alive.emplace_back(array_of(name, tensor, dims, kFloats));
@@ -94,21 +95,21 @@ void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle d
     }
     return SourceMatrix{{a.data(), dtype_of(a), a.stride(1), dims == 3 ? a.stride(2) : 0}, a.stride(0)};
   };
-  auto take_matrix = [&](const char* name, nb::handle given, const Format& format, int64_t rows, int64_t columns,
+  auto bind_matrix = [&](const char* name, nb::handle given, const Format& format, int64_t rows, int64_t columns,
                          const char* meaning) {
-    if (format.is_tiles() || given.is_none()) return take(name, given, 3, rows, columns, meaning);
+    if (format.is_tiles() || given.is_none()) return bind_tensor(name, given, 3, rows, columns, meaning);
     if (!layer.count) layer.count = in_range("number of experts in up", experts_in(given), 1, s.experts);
     return released_of(name, given, format, layer.count, rows, columns, alive);
   };
   if (up.is_none()) refuse_type("up", "None", "a tensor");
   if (down.is_none()) refuse_type("down", "None", "a tensor");
   const LayerFormats& formats = experts->weights().formats();
-  layer.up = take_matrix("up", up, formats.up, s.intermediate, s.hidden, "experts, intermediate, hidden");
-  layer.gate = take_matrix("gate", gate, formats.gate, s.intermediate, s.hidden, "experts, intermediate, hidden");
-  layer.down = take_matrix("down", down, formats.down, s.hidden, s.intermediate, "experts, hidden, intermediate");
-  layer.gate_bias = take("gate_bias", gate_bias, 2, s.intermediate, 0, "experts, intermediate");
-  layer.up_bias = take("up_bias", up_bias, 2, s.intermediate, 0, "experts, intermediate");
-  layer.down_bias = take("down_bias", down_bias, 2, s.hidden, 0, "experts, hidden");
+  layer.up = bind_matrix("up", up, formats.up, s.intermediate, s.hidden, "experts, intermediate, hidden");
+  layer.gate = bind_matrix("gate", gate, formats.gate, s.intermediate, s.hidden, "experts, intermediate, hidden");
+  layer.down = bind_matrix("down", down, formats.down, s.hidden, s.intermediate, "experts, hidden, intermediate");
+  layer.gate_bias = bind_tensor("gate_bias", gate_bias, 2, s.intermediate, 0, "experts, intermediate");
+  layer.up_bias = bind_tensor("up_bias", up_bias, 2, s.intermediate, 0, "experts, intermediate");
+  layer.down_bias = bind_tensor("down_bias", down_bias, 2, s.hidden, 0, "experts, hidden");
   layer.first = in_range("first_expert", first, 0, s.experts - layer.count);
   nb::gil_scoped_release released;
   experts->weights().pack(layer);
@@ -116,29 +117,30 @@ void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle d
 
 namespace {
 
-constexpr int64_t kMostRows = INT_MAX - 64;  // (token, slot) pairs of a call: rounding up to a tile stays in 32 bits
+constexpr int64_t kMaxCallRows = INT_MAX - 64;  // (token, slot) pairs of a call: rounding up to a tile stays in 32 bits
 
 }  // namespace
 
-Bound PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                      nb::handle skip, nb::handle adapters) const {
+BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out,
+                               nb::handle adapter, nb::handle skip, nb::handle adapters) const {
   const LayerShape& s = experts->shape();
-  Bound bound;
-  auto take = [&](const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
+  BoundArguments bound;
+  auto bind_tensor = [&](const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
     const Array& a = bound.tensors.emplace_back(array_of(name, tensor, dims, elements));
     check_dense(name, a);
     return a;
   };
   Batch& b = bound.batch;
-  Array x = take("hidden", hidden, 2, kFloats);
-  int64_t tokens = in_range("tokens in hidden", (int64_t)x.shape(0), 0, kMostRows);
+  Array x = bind_tensor("hidden", hidden, 2, kFloats);
+  int64_t tokens = in_range("tokens in hidden", (int64_t)x.shape(0), 0, kMaxCallRows);
   check_shape("hidden", x, {tokens, s.hidden}, "tokens, hidden");
-  Array i = take("ids", ids, 2, {kInt64, kInt32});
-  int64_t top_k = in_range("second dimension of ids", (int64_t)i.shape(1), 1, kMostRows / std::max<int64_t>(tokens, 1));
+  Array i = bind_tensor("ids", ids, 2, {kInt64, kInt32});
+  int64_t top_k =
+      in_range("second dimension of ids", (int64_t)i.shape(1), 1, kMaxCallRows / std::max<int64_t>(tokens, 1));
   check_shape("ids", i, {tokens, top_k}, "tokens, top k");
-  Array w = take("weights", weights, 2, kFloats);
+  Array w = bind_tensor("weights", weights, 2, kFloats);
   check_shape("weights", w, {tokens, top_k}, "tokens, top k");
-  Array y = take("out", out, 2, kFloats);
+  Array y = bind_tensor("out", out, 2, kFloats);
   check_writable("out", out);
   check_shape("out", y, {tokens, s.hidden}, "tokens, hidden");
   if (tokens > 1 && std::abs(y.stride(0)) < s.hidden)
@@ -161,12 +163,12 @@ Bound PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb:
   b.out_dtype = dtype_of(y);
   b.out_stride = row_stride(y);
   if (!adapter.is_none()) {
-    Array a = take("adapter", adapter, 1, {kInt32});
+    Array a = bind_tensor("adapter", adapter, 1, {kInt32});
     check_shape("adapter", a, {tokens}, "tokens");
     b.adapter = (const int32_t*)a.data();
   }
   if (!skip.is_none()) {
-    Array m = take("skip", skip, 1, {kBool, kUint8});
+    Array m = bind_tensor("skip", skip, 1, {kBool, kUint8});
     check_shape("skip", m, {s.experts}, "experts");
     b.skip = (const uint8_t*)m.data();
   }
@@ -177,24 +179,24 @@ Bound PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb:
         refuse_value("adapters", "an adapter of another layer", "adapters made for these experts");
       bound.adapters.push_back(given.adapter);
     }
-  // Who brings one adapter and names no token means all of them.
+  // One adapter without token ids applies to all tokens.
   if (!b.adapter && bound.adapters.size() == 1) b.every_adapter = 0;
   return bound;
 }
 
-Adapters Bound::table() const {
+Adapters BoundArguments::table() const {
   Adapters all;
   for (const auto& adapter : adapters) all.push_back(adapter.get());
   return all;
 }
 
-void Bound::set_dropout(double dropout, int64_t seed) {
+void BoundArguments::set_dropout(double dropout, int64_t seed) {
   if (!(dropout >= 0 && dropout < 1)) refuse_value("dropout", std::to_string(dropout), "at least 0 and less than 1");
   batch.dropout = dropout;
   batch.dropout_seed = (uint64_t)seed;
 }
 
-void Bound::check_adapters() const {
+void BoundArguments::check_adapters() const {
   int32_t count = (int32_t)adapters.size();
   for (int32_t t = 0; batch.adapter && t < batch.tokens; t++)
     if (batch.adapter[t] < -1 || batch.adapter[t] >= count)
@@ -203,14 +205,14 @@ void Bound::check_adapters() const {
           count ? "-1 (none) to " + std::to_string(count - 1) : "-1 (none)", count ? "" : "no adapter is loaded"));
 }
 
-void PyExperts::set_w8a8(bool w8a8, Bound& bound) const {
+void PyExperts::set_w8a8(bool w8a8, BoundArguments& bound) const {
   bound.batch.w8a8 = w8a8;
-  std::string why = w8a8 ? experts->why_no_bytes() : "";
+  std::string why = w8a8 ? experts->w8a8_unsupported() : "";
   if (!why.empty()) refuse_value("w8a8", "True", "False for these experts", why);
 }
 
 // Memory for gate and up of every (token, slot) of a call, or null.
-char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
+char* PyExperts::bind_keep(nb::handle keep, BoundArguments& bound) const {
   if (keep.is_none()) return nullptr;
   const Array& a = bound.tensors.emplace_back(array_of("keep", keep, 1, {kUint8}));
   check_dense("keep", a);
@@ -222,10 +224,10 @@ char* PyExperts::bind_keep(nb::handle keep, Bound& bound) const {
 
 void PyExperts::forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                         nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8,
-                        bool learns) const {
-  Bound bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
+                        bool needs_grad) const {
+  BoundArguments bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
   bound.set_dropout(dropout, seed);
-  bound.batch.learns = learns;
+  bound.batch.needs_grad = needs_grad;
   set_w8a8(w8a8, bound);
   if (w8a8 && (!keep.is_none() || dropout > 0))
     refuse_value("w8a8", "True", "False beside keep and dropout", "training computes with all bits");
@@ -240,7 +242,7 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
                          nb::handle adapter, nb::handle adapters, nb::handle factors, double dropout,
                          int64_t seed) const {
   // The gradient of the hidden states is this call's output.
-  Bound bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters);
+  BoundArguments bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters);
   bound.set_dropout(dropout, seed);
   Gradients gradients;
   gradients.keep = bind_keep(keep, bound);
@@ -271,15 +273,15 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
 
 PyCall* PyExperts::prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                            nb::handle skip, nb::handle adapters, bool w8a8) const {
-  auto made = std::make_unique<PyCall>();
-  made->bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
-  set_w8a8(w8a8, made->bound);
-  made->experts = experts;
-  made->bound.check_adapters();
-  experts->weights().enter();  // tells now what submit() would tell later
+  auto prepared = std::make_unique<PyCall>();
+  prepared->bound = bind(hidden, ids, weights, out, adapter, skip, adapters);
+  set_w8a8(w8a8, prepared->bound);
+  prepared->experts = experts;
+  prepared->bound.check_adapters();
+  experts->weights().enter();  // reports now what submit() would report later
   experts->weights().leave();
-  made->call.emplace(*experts, made->bound.batch, made->bound.table());
-  return made.release();  // Python's from here on
+  prepared->call.emplace(*experts, prepared->bound.batch, prepared->bound.table());
+  return prepared.release();  // Python owns it from here on
 }
 
 PyCall::~PyCall() {

@@ -1,9 +1,9 @@
-// Plain matrices from Python: linear layers, LoRA on one and a norm for a few rows, the largest of each row, and
-// transposing.
+// Dense matrices from Python: linear layers, LoRA on a linear layer and RMS norm for a few rows, argmax of rows,
+// transpose.
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
-#include "moe/largest.h"
+#include "moe/argmax.h"
 #include "moe/transpose.h"
 
 namespace kt {
@@ -14,12 +14,12 @@ void PyExperts::transpose(nb::handle source, nb::handle target) const {
   check_shape("target", to, {columns, rows}, "columns and rows of the source");
   check_writable("target", target);
   if (to.dtype() != from.dtype()) refuse_type("target", "another dtype", "that of the source");
-  auto whole = [](const char* name, const Array& a) {
+  auto check_contiguous = [](const char* name, const Array& a) {
     if (a.size() > 1 && (a.stride(1) != 1 || a.stride(0) != (int64_t)a.shape(1)))
       refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
   };
-  whole("source", from);
-  whole("target", to);
+  check_contiguous("source", from);
+  check_contiguous("target", to);
   nb::gil_scoped_release released;
   kt::transpose(experts->engine().pool, from.data(), const_cast<void*>(to.data()), rows, columns,
                 from.dtype().bits / 8);
@@ -29,14 +29,14 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
   const KernelTable& table = kernels();
   Array rows = array_of("x", x, 2, {kBFloat16, kFloat32});
   int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1);
-  if (tokens < 1 || tokens > table.narrow_tokens)
-    refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(table.narrow_tokens));
-  if (k % kNarrowK || k > (1 << 24))
-    refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kNarrowK));
+  if (tokens < 1 || tokens > table.gemv_max_tokens)
+    refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(table.gemv_max_tokens));
+  if (k % kGemvK || k > (1 << 24))
+    refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kGemvK));
   check_dense("x", rows);
   if (weights.size() != outs.size() || !weights.size())
     refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
-  std::vector<Array> held;  // their memory
+  std::vector<Array> arrays;  // keeps the memory alive
   std::vector<Matrix> matrices;
   for (size_t i = 0; i < weights.size(); i++) {
     Array w = array_of("weight", weights[i], 2, {kBFloat16}), to = array_of("out", outs[i], 2, {kBFloat16, kFloat32});
@@ -48,8 +48,8 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
     check_writable("out", outs[i]);
     if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
     matrices.push_back({(const char*)w.data(), row_stride(w) * 2, n, const_cast<void*>(to.data()), row_stride(to)});
-    held.push_back(std::move(w));
-    held.push_back(std::move(to));
+    arrays.push_back(std::move(w));
+    arrays.push_back(std::move(to));
   }
   Linear l{rows.data(),     row_stride(rows),        k, dtype_of(rows), (int32_t)tokens,
            matrices.data(), (int32_t)matrices.size()};
@@ -62,14 +62,14 @@ nb::list PyPool::argmax(nb::handle x) const {
   int64_t count = (int64_t)rows.shape(0), columns = (int64_t)rows.shape(1);
   if (!columns) refuse_value("x", "no columns", "one or more");
   check_dense("x", rows);
-  std::vector<int64_t> found((size_t)count);
+  std::vector<int64_t> indices((size_t)count);
   {
     nb::gil_scoped_release released;
-    find_largest(engine->pool, rows.data(), dtype_of(rows), count, columns, row_stride(rows), found.data());
+    kt::argmax(engine->pool, rows.data(), dtype_of(rows), count, columns, row_stride(rows), indices.data());
   }
-  nb::list places;
-  for (int64_t place : found) places.append(place);
-  return places;
+  nb::list result;
+  for (int64_t index : indices) result.append(index);
+  return result;
 }
 
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
@@ -79,15 +79,15 @@ void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
   check_shape("weight", w, {size}, "columns of x");
   check_shape("out", to, {count, size}, "like x");
   check_writable("out", out);
-  auto whole = [&](const char* name, const Array& a) {
+  auto check_contiguous = [&](const char* name, const Array& a) {
     check_dense(name, a);
     if (a.ndim() == 2 && count > 1 && a.stride(0) != size)
       refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
     if (a.dtype() != rows.dtype()) refuse_type(name, "another dtype", "that of x");
   };
-  whole("x", rows);
-  whole("weight", w);
-  whole("out", to);
+  check_contiguous("x", rows);
+  check_contiguous("weight", w);
+  check_contiguous("out", to);
   if (!size) return;
   nb::gil_scoped_release released;
   kernels().norm({(const char*)rows.data(), (const char*)w.data(), (char*)const_cast<void*>(to.data()), dtype_of(rows),
@@ -96,16 +96,16 @@ void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
 
 void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double scale) {
   Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), to = array_of("out", out, 2, {kBFloat16, kFloat32});
-  Array narrow = array_of("a", a, 2, {kFloat32}), wide = array_of("b", b, 2, {kFloat32});
-  int64_t count = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), rank = (int64_t)narrow.shape(0),
+  Array factor_a = array_of("a", a, 2, {kFloat32}), factor_b = array_of("b", b, 2, {kFloat32});
+  int64_t count = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), rank = (int64_t)factor_a.shape(0),
           columns = (int64_t)to.shape(1);
-  check_shape("a", narrow, {rank, k}, "rank, columns of x");
-  check_shape("b", wide, {rank, columns}, "rank, columns of out");
+  check_shape("a", factor_a, {rank, k}, "rank, columns of x");
+  check_shape("b", factor_b, {rank, columns}, "rank, columns of out");
   check_shape("out", to, {count, columns}, "rows of x, its columns");
   check_writable("out", out);
   check_dense("x", rows);
   check_dense("out", to);
-  for (auto [name, factor] : {std::pair{"a", &narrow}, {"b", &wide}}) {
+  for (auto [name, factor] : {std::pair{"a", &factor_a}, {"b", &factor_b}}) {
     check_dense(name, *factor);
     if (rank > 1 && factor->stride(0) != (int64_t)factor->shape(1))
       refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
@@ -113,9 +113,9 @@ void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double s
   if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
   nb::gil_scoped_release released;
   std::vector<float> scratch((size_t)rank);
-  kernels().adapt({(const char*)rows.data(), (char*)const_cast<void*>(to.data()), row_stride(rows), row_stride(to),
-                   dtype_of(rows), (const float*)narrow.data(), (const float*)wide.data(), count, k, rank, columns,
-                   (float)scale, scratch.data()});
+  kernels().lora_gemv({(const char*)rows.data(), (char*)const_cast<void*>(to.data()), row_stride(rows), row_stride(to),
+                       dtype_of(rows), (const float*)factor_a.data(), (const float*)factor_b.data(), count, k, rank,
+                       columns, (float)scale, scratch.data()});
 }
 
 }  // namespace kt

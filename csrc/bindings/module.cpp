@@ -1,4 +1,4 @@
-// The Python module: its classes and functions, and the callbacks that need no Python.
+// The Python module: its classes and functions, and the host callbacks, which do not call Python.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,12 +11,12 @@ using nb::literals::operator""_a;
 namespace kt {
 namespace {
 
-// void(void*), as CUDA's host callbacks are; they need no GIL.
+// void(void*), the signature of CUDA host callbacks; they need no GIL.
 void submit_callback(void* call) {
-  ((PyCall*)call)->quietly([&] { ((PyCall*)call)->submit(); });
+  ((PyCall*)call)->store_error([&] { ((PyCall*)call)->submit(); });
 }
 void wait_callback(void* call) {
-  ((PyCall*)call)->quietly([&] { ((PyCall*)call)->call->wait(); });
+  ((PyCall*)call)->store_error([&] { ((PyCall*)call)->call->wait(); });
 }
 
 nb::list list_variants() {
@@ -52,25 +52,25 @@ nb::dict describe_machine() {
   return d;
 }
 
-// Outlives every tensor that lies in what it lent, those of the interpreter's last moments among them.
-Lender& lender() {
-  static Lender* forever = new Lender;
-  return *forever;
+// Never destroyed: arrays may be released while the interpreter exits.
+BufferPool& buffer_pool() {
+  static BufferPool* pool = new BufferPool;
+  return *pool;
 }
 
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> lend(int64_t bytes) {
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> pooled_array(int64_t bytes) {
   if (bytes < 0) refuse_value("bytes", std::to_string(bytes), "0 or more");
-  auto buffer = std::make_unique<Buffer>(lender().borrow((size_t)bytes));
+  auto buffer = std::make_unique<Buffer>(buffer_pool().acquire((size_t)bytes));
   char* data = buffer->data();
   nb::capsule owner(buffer.release(), [](void* p) noexcept {
-    std::unique_ptr<Buffer> back((Buffer*)p);
-    lender().give_back(std::move(*back));
+    std::unique_ptr<Buffer> buffer((Buffer*)p);
+    buffer_pool().release(std::move(*buffer));
   });
   return {data, {(size_t)bytes}, owner};
 }
 
-// The driver's own copies to a device, found by whoever calls: rows of (target, source, bytes), each of which would
-// cost Python as long as a small one takes. The first error ends it.
+// Calls a copy function of the device driver, whose address the caller passes, for rows of (target, source, bytes); a
+// call from Python would take as long as a small copy. Stops at the first error.
 int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu> rows,
               uintptr_t stream) {
   const uint64_t* row = rows.data();
@@ -87,16 +87,16 @@ int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::
 
 NB_MODULE(_core, m) {
   using namespace kt;
-  m.doc() = "The native core; ktransformers.nn is the face for users.";
+  m.doc() = "The native core; ktransformers.nn is the interface for users.";
   m.def("variants", &list_variants);
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);
   m.def("grid", &describe_grid, "format"_a);
-  m.def("linear_rows", [] { return kernels().narrow_tokens; });
+  m.def("linear_rows", [] { return kernels().gemv_max_tokens; });
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "epsilon"_a);
   m.def("add_lora", &add_lora, "x"_a, "a"_a, "b"_a, "out"_a, "scale"_a);
-  m.def("lend", &lend, "bytes"_a);
-  m.def("lent_bytes", [] { return lender().held(); });
+  m.def("pooled_array", &pooled_array, "bytes"_a);
+  m.def("pooled_bytes", [] { return buffer_pool().total_bytes(); });
   m.def("copy_rows", &copy_rows, "call"_a, "rows"_a, "stream"_a);
   m.def("host_callbacks", [] {
     nb::dict d;
@@ -152,9 +152,9 @@ NB_MODULE(_core, m) {
                d["blocks"] = store.blocks();
                d["k_tiles"] = store.k_tiles();
                d["block_bytes"] = store.block_bytes();
-               if (const Encoding* how = store.encoding()) {
+               if (const Encoding* encoding = store.encoding()) {
                  nb::list strips;
-                 for (const Strip& s : how->strip) {
+                 for (const Strip& s : encoding->strip) {
                    nb::dict strip;
                    strip["headers"] = s.headers;
                    strip["codes"] = s.codes;
@@ -176,7 +176,7 @@ NB_MODULE(_core, m) {
            "gate_bias"_a.none() = nb::none(), "up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
       .def("forward", &PyExperts::forward, "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(), "out"_a.none(),
            "adapter"_a.none() = nb::none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
-           "adapters"_a.none() = nb::none(), "dropout"_a = 0.0, "seed"_a = 0, "w8a8"_a = false, "learns"_a = false)
+           "adapters"_a.none() = nb::none(), "dropout"_a = 0.0, "seed"_a = 0, "w8a8"_a = false, "needs_grad"_a = false)
       .def("backward", &PyExperts::backward, "grad_out"_a.none(), "hidden"_a.none(), "ids"_a.none(), "weights"_a.none(),
            "grad_hidden"_a.none(), "grad_weights"_a.none(), "skip"_a.none() = nb::none(), "keep"_a.none() = nb::none(),
            "adapter"_a.none() = nb::none(), "adapters"_a.none() = nb::none(), "factors"_a.none() = nb::none(),
@@ -186,7 +186,7 @@ NB_MODULE(_core, m) {
            "w8a8"_a = false)
       .def_prop_ro("packed_bytes", [](const PyExperts& e) { return e.experts->weights().bytes(); })
       .def_prop_ro("keep_row_bytes", [](const PyExperts& e) { return e.experts->keep_row_bytes(); })
-      .def_prop_ro("against_w8a8", [](const PyExperts& e) { return e.experts->why_no_bytes(); })
+      .def_prop_ro("w8a8_unsupported", [](const PyExperts& e) { return e.experts->w8a8_unsupported(); })
       .def_prop_ro("isa", [](const PyExperts& e) { return e.experts->kernels().name; })
       .def_prop_ro("precision", [](const PyExperts& e) { return name_of(e.experts->kernels().precision); })
       .def_prop_ro("num_experts", [](const PyExperts& e) { return e.experts->shape().experts; })

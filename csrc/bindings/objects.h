@@ -1,5 +1,5 @@
-// What Python holds of the core: a pool, the experts of a layer, an adapter of theirs, a prepared call. Each checks its
-// arguments, so that nothing past this folder has to, and releases the GIL around everything that takes time.
+// The classes that Python sees: a pool, the experts of a layer, an adapter for them, a prepared call. Each checks its
+// arguments, so that code outside this folder need not, and releases the GIL around long work.
 #pragma once
 
 #include <nanobind/stl/string.h>
@@ -23,8 +23,8 @@ struct PyPool {
   void linear(nb::handle x, nb::list weights, nb::list outs) const;  // out = x weight^T for a few rows
   nb::list argmax(nb::handle x) const;                               // of each row
   // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of
-  // `places`, (row, start, end, keys, values): the row's key and value become the slot's at end - 1, then its query
-  // meets start to end of keys [groups, capacity, d] and values [groups, capacity, dv].
+  // `places`, (row, start, end, keys, values): the row's key and value are written to end - 1 of keys [groups,
+  // capacity, d] and values [groups, capacity, dv], then its query attends to [start, end).
   void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale) const;
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
 };
@@ -32,7 +32,7 @@ struct PyPool {
 struct PyExperts;
 
 struct PyAdapter {
-  std::shared_ptr<Experts> experts;  // whose layer this is
+  std::shared_ptr<Experts> experts;  // the layer that the adapter belongs to
   std::shared_ptr<Adapter> adapter;
   double gate_scale = 0, up_scale = 0, down_scale = 0;
 
@@ -41,8 +41,8 @@ struct PyAdapter {
             nb::handle down_b, double gate_scale, double up_scale, double down_scale);
 };
 
-// What a call reads and writes, alive as long as it is.
-struct Bound {
+// The tensors of a call, kept alive as long as it.
+struct BoundArguments {
   std::vector<Array> tensors;
   std::vector<std::shared_ptr<Adapter>> adapters;
   Batch batch;
@@ -53,19 +53,19 @@ struct Bound {
 };
 
 struct PyCall {
-  Bound bound;
+  BoundArguments bound;
   std::shared_ptr<const Experts> experts;
-  std::string error;  // of a callback, which has nobody to throw to
+  std::string error;  // of a callback, which cannot throw to its caller
   std::mutex error_mutex;
   std::optional<Call> call;
 
   ~PyCall();
   void submit();
-  void raise_error();  // what a callback left
+  void raise_error();  // of an earlier callback
 
-  // A C callback: whatever is thrown is told to the next one who can hear it.
+  // Runs a C callback: an exception is stored and raised by the next submit() or wait() from Python.
   template <class Act>
-  void quietly(Act&& act) noexcept {
+  void store_error(Act&& act) noexcept {
     try {
       act();
     } catch (const std::exception& e) {
@@ -77,37 +77,37 @@ struct PyCall {
 
 struct PyExperts {
   std::shared_ptr<Experts> experts;
-  std::vector<Array> adopted;  // memory that the experts lie in
+  std::vector<Array> adopted;  // memory that holds adopted experts
 
   PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
             const std::string& activation, double limit, double alpha, const std::string& isa,
             const std::string& precision, const std::string& gate_format, const std::string& up_format,
             const std::string& down_format);
-  // A matrix is a tensor, or where its format is not bf16 the three of (codes, scales or None, tensor scale or None).
+  // A matrix is a tensor or, where its format is not bf16, the tuple (codes, scales or None, tensor scale or None).
   void pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias, nb::handle up_bias,
             nb::handle down_bias);
   void forward(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                nb::handle skip, nb::handle keep, nb::handle adapters, double dropout, int64_t seed, bool w8a8,
-               bool learns) const;
-  // `factors`: for every adapter the gradients' tensors (gate_a, gate_b, up_a, up_b, down_a, down_b), each a tensor or
-  // None; or None.
+               bool needs_grad) const;
+  // `factors`: for every adapter the tensors of its gradients (gate_a, gate_b, up_a, up_b, down_a, down_b), each a
+  // tensor or None; or None.
   void backward(nb::handle grad_out, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle grad_hidden,
                 nb::handle grad_weights, nb::handle skip, nb::handle keep, nb::handle adapter, nb::handle adapters,
                 nb::handle factors, double dropout, int64_t seed) const;
   // formats.cpp
   void adopt(nb::handle up, nb::handle down, nb::handle up_bias, nb::handle down_bias);
-  nb::dict memory(nb::handle self) const;  // packed bytes and biases; views of them where they lie in order
+  nb::dict memory(nb::handle self) const;  // packed bytes and biases; views where they are contiguous, else copies
   void decode(const std::string& matrix, int64_t expert, nb::handle out) const;
   PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                   nb::handle skip, nb::handle adapters, bool w8a8) const;
 
-  void transpose(nb::handle source, nb::handle target) const;  // by the threads of these experts
+  void transpose(nb::handle source, nb::handle target) const;  // on the thread pool of these experts
  private:
-  Bound bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter, nb::handle skip,
-             nb::handle adapters) const;
-  void set_w8a8(bool w8a8, Bound& bound) const;
-  char* bind_keep(nb::handle keep, Bound& bound) const;
-  LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, Bound& bound) const;
+  BoundArguments bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
+                      nb::handle skip, nb::handle adapters) const;
+  void set_w8a8(bool w8a8, BoundArguments& bound) const;
+  char* bind_keep(nb::handle keep, BoundArguments& bound) const;
+  LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, BoundArguments& bound) const;
 };
 
 Format format_of(const char* name, const std::string& text);

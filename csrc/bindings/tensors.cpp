@@ -1,5 +1,5 @@
-// The way of a tensor through DLPack. The surprising part is exported(): torch's `__dlpack__` takes 6 us a tensor, a
-// third of what a call may cost, and DLPack's C exchange API a twentieth of that.
+// Takes tensors through DLPack. The surprising part is dlpack_capsule(): torch's `__dlpack__` takes 6 us a tensor, a
+// third of the overhead of a call, and DLPack's C exchange API a twentieth of that.
 #include "bindings/tensors.h"
 
 #include <nanobind/stl/string.h>
@@ -31,7 +31,7 @@ std::string name_of(const nb::dlpack::dtype& type) {
 
 std::string kind_of(nb::handle object) { return "a " + nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
 
-// The C exchange API of DLPack 1.2, as far as it is used here. A producer's type carries it as a capsule.
+// The part of the C exchange API of DLPack 1.2 that is used here. A producer's type holds it in a capsule.
 struct ExchangeApi {
   uint32_t major, minor;
   ExchangeApi* previous;
@@ -48,21 +48,21 @@ struct ManagedHead {
 constexpr const char* kExchange = "__dlpack_c_exchange_api__";
 constexpr const char* kCapsule = "dltensor_versioned";
 
-void drop_unused(PyObject* capsule) {
-  if (!PyCapsule_IsValid(capsule, kCapsule)) return;  // renamed by the one who took it
+void delete_unconsumed(PyObject* capsule) {
+  if (!PyCapsule_IsValid(capsule, kCapsule)) return;  // renamed by its consumer
   ManagedHead* head = (ManagedHead*)PyCapsule_GetPointer(capsule, kCapsule);
   if (head->deleter) head->deleter(head);
 }
 
-// The tensor as a DLPack capsule where its type has the exchange API, as itself elsewhere.
-nb::object exported(nb::handle tensor) {
+// The tensor as a DLPack capsule where its type has the exchange API, otherwise the tensor itself.
+nb::object dlpack_capsule(nb::handle tensor) {
   nb::object holder = nb::getattr(tensor.type(), kExchange, nb::none());
   if (!PyCapsule_IsValid(holder.ptr(), "dlpack_exchange_api")) return nb::borrow(tensor);
   auto* api = (ExchangeApi*)PyCapsule_GetPointer(holder.ptr(), "dlpack_exchange_api");
   if (api->major != 1) return nb::borrow(tensor);
   void* managed = nullptr;
   if (api->to_managed(tensor.ptr(), &managed)) nb::raise_python_error();
-  PyObject* capsule = PyCapsule_New(managed, kCapsule, drop_unused);
+  PyObject* capsule = PyCapsule_New(managed, kCapsule, delete_unconsumed);
   if (!capsule) nb::raise_python_error();
   return nb::steal(capsule);
 }
@@ -101,7 +101,7 @@ Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_l
                 "pass " + std::string(name) + ".detach()");
   Array array;
   try {
-    array = nb::cast<Array>(exported(tensor));
+    array = nb::cast<Array>(dlpack_capsule(tensor));
   } catch (nb::python_error& error) {
     nb::object device = nb::getattr(tensor, "device", nb::none());
     std::string where = device.is_none() ? "" : " on " + nb::cast<std::string>(nb::str(device));
@@ -110,7 +110,7 @@ Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_l
   } catch (nb::cast_error&) {
     refuse_type(name, kind_of(tensor), "a torch tensor, a numpy array or another DLPack tensor in CPU memory");
   }
-  // Pinned host memory (cuda_host) is as good as any.
+  // Pinned host memory (cuda_host) is accepted like any other.
   if (array.device_type() != nb::device::cpu::value && array.device_type() != nb::device::cuda_host::value)
     refuse_type(name, kind_of(tensor) + " on a device of DLPack type " + std::to_string(array.device_type()),
                 "a tensor in CPU memory", "copy it with .cpu()");
@@ -163,7 +163,7 @@ bool share_memory(const Array& x, const Array& y) {
   if (x.size() == 0 || x1 <= y0 || y1 <= x0) return false;
   intptr_t size = x.dtype().bits / 8, other = y.dtype().bits / 8, step = std::abs(row_stride(x)) * size;
   if (step == 0 || step != std::abs(row_stride(y)) * other) return true;
-  // Columns of one buffer, side by side.
+  // The rows interleave in one buffer: compares the column ranges.
   intptr_t apart = ((y0 - x0) % step + step) % step;
   return apart < (intptr_t)x.shape(1) * size || apart + (intptr_t)y.shape(1) * other > step;
 }

@@ -1,7 +1,7 @@
-// Arguments from Python, checked one at a time: a tensor as an array, a number in its range, a word of a list.
+// Checks of single arguments from Python: a tensor as an array, a number in its range, a word of a list.
 //
-// Every refusal has the name of the argument, what was given, what was expected and what to do. Tensors come through
-// DLPack from whoever speaks it; neither torch nor numpy is known here.
+// Every error names the argument, what was given, what was expected and what to do. Tensors are taken through DLPack
+// from any library that implements it; neither torch nor numpy is used here.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -42,7 +42,7 @@ inline constexpr Element kUint8{"uint8", nb::dlpack::dtype_code::UInt, 8};
 
 bool is(const nb::dlpack::dtype& type, const Element& e);
 
-// Any of them goes with any precision of the experts, which compute in theirs.
+// Any of them may be given whatever the precision of the experts.
 inline constexpr std::initializer_list<Element> kFloats = {kBFloat16, kFloat16, kFloat32, kFloat64};
 
 using Array = nb::ndarray<nb::ro>;
@@ -62,7 +62,7 @@ bool share_memory(const Array& x, const Array& y);  // of two dimensions, rows d
 
 int32_t in_range(const char* name, int64_t value, int64_t low, int64_t high);
 
-// A word from a list, by its place.
+// Maps a word to the enum value at its index in the list.
 template <class Enum>
 Enum word_of(const char* name, const std::string& word, std::initializer_list<const char*> words) {
   std::string all;

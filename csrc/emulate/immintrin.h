@@ -1,10 +1,10 @@
 // Software versions of the few intrinsics that the AVX-512 BF16 and AMX kernels use, for machines that lack them.
 //
 // The kernels are otherwise written in the compiler's portable vectors, so with this file in place of the compiler's
-// <immintrin.h> every variant runs on every CPU: slowly, but with the same loops, layouts and edges. Test builds only
-// (KT_EMULATE); an emulated variant is never chosen unless it is asked for by name. Operands are bf16, denormals count
-// as zero, and products are added to the f32 sum one by one; the hardware adds a tile's products among themselves first
-// and flushes tiny results, so the last bits differ.
+// <immintrin.h> every variant runs on every CPU: slowly, but with the same loops, layouts and edge cases. For test
+// builds only (KT_EMULATE); an emulated variant is never chosen unless it is requested by name. Operands are bf16,
+// denormals count as zero, and products are added to the f32 sum one by one; the hardware first adds a tile's products
+// among themselves and flushes tiny results, so the last bits differ.
 #pragma once
 
 #include <stddef.h>
@@ -50,7 +50,7 @@ inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   return sum;
 }
 
-// Never inlined: the loops that have it would take minutes to compile.
+// Never inlined: loops that inline it take minutes to compile.
 __attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   for (int i = 0; i < 16; i++) {
     uint32_t lane;
@@ -64,7 +64,7 @@ __attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512
   return sum;
 }
 
-// Using tiles before configuring them faults on real hardware; here it ends the program as surely.
+// Using tiles before configuring them faults on real hardware; here it traps.
 inline EmulatedTile& emulated_tile(int i) {
   if (!emulated_tiles.on) __builtin_trap();
   return emulated_tiles.tile[i];
@@ -97,10 +97,10 @@ inline void _tile_stored(int t, void* base, size_t stride) {
     __builtin_memcpy((char*)base + r * stride, emulated_tile(t).bytes[r], emulated_tiles.colsb[t]);
 }
 
-// Every word of c grows by what `add` makes of a word of a and one of b.
+// Updates every word of c with `add` over the words of a and b.
 template <class Sum, class Add>
 inline void emulated_product(int c, int a, int b, const Add& add) {
-  // Shapes that do not fit each other fault on real hardware.
+  // Mismatched shapes fault on real hardware.
   const EmulatedTiles& t = emulated_tiles;
   if (t.rows[a] != t.rows[c] || t.colsb[b] != t.colsb[c] || t.colsb[a] != 4 * t.rows[b]) __builtin_trap();
   EmulatedTile &tc = emulated_tile(c), &ta = emulated_tile(a), &tb = emulated_tile(b);

@@ -1,52 +1,54 @@
-// What a model has besides experts when it decodes, as it crosses the door of table.h: a few rows through a linear
-// layer, attention over keys and values as they lie, norms, and LoRA on linear layers. Numbers are f32 or bf16 in rows
-// of their own strides; nothing here is packed, and results are of the type that came in.
+// Arguments of the kernels of table.h that decoding needs besides experts: linear layers for a few rows, attention over
+// the KV cache, RMS norm, and LoRA on linear layers. Tensors are f32 or bf16 with row strides; nothing is packed, and
+// results have the type of the input.
 #pragma once
 
 #include "types.h"
 
 namespace kt {
 
-// A few rows times a matrix of bf16 rows; K a multiple of kNarrowK. First the rows are laid out as a variant multiplies
-// them (`spread`), which depends on their type: bf16 rows may meet the weights in bf16, f32 rows stay f32.
-constexpr int32_t kNarrowK = 32, kNarrowRows = 16;  // rows of the matrix that are read together
-struct Spread {
+// x W^T for a few rows of x and a matrix W of bf16 rows; K is a multiple of kGemvK. `pack_rows` first brings the rows
+// of x into the order in which a variant multiplies them: bf16 rows may be multiplied in bf16, f32 rows stay f32.
+constexpr int32_t kGemvK = 32, kGemvGroup = 16;  // kGemvGroup: matrix rows that are read together
+struct PackRows {
   const void* x;   // [tokens][K]
   DType type;      // bf16 or f32
   int64_t stride;  // elements
   int32_t k, tokens;
-  char* out;  // spread_bytes(tokens, k), aligned to 64
+  char* out;  // packed_rows_bytes(tokens, k) bytes, aligned to 64
 };
-constexpr int64_t spread_bytes(int64_t tokens, int64_t k) { return tokens * k * 4; }
+constexpr int64_t packed_rows_bytes(int64_t tokens, int64_t k) { return tokens * k * 4; }
 
-struct Narrow {
+struct Gemv {
   const char* weights;
   int64_t weight_stride;  // bytes from row to row
   int32_t rows;           // of the matrix
   int32_t k, tokens;
-  const char* x;  // as spread
-  DType type;     // of x before, and of out
+  const char* x;  // as packed by pack_rows
+  DType type;     // of x before packing, and of out
   char* out;      // [tokens][out_stride] elements, `rows` of them
   int64_t out_stride;
-  bool cold;         // nobody has fetched the first rows
-  const char* next;  // rows that this thread will read after these, or null
+  bool cold;         // the first rows have not been prefetched
+  const char* next;  // matrix rows that this thread reads next, or null
 };
 
-// One query of each head of a group against a stretch of keys and values. Sizes are multiples of kAttendSize.
-constexpr int32_t kStretch = 512, kAttendSize = 16;
-struct Attend {
+// Attention of one query per head of a GQA group over a split of at most kAttentionSplit keys and values (as in
+// FlashDecoding). Head sizes are multiples of kHeadSizeStep.
+constexpr int32_t kAttentionSplit = 512, kHeadSizeStep = 16;
+struct AttentionSplit {
   const float* query;  // [heads][key_size], scaled
   const char *keys, *values;
   int64_t key_stride, value_stride;  // bytes from token to token
   DType type;                        // bf16 or f32, of both
   int32_t heads, key_size, value_size;
-  int32_t count;        // of keys, 1 to kStretch
-  float* scores;        // [heads][kStretch], scratch
-  float *most, *total;  // [heads]: the largest score; the sum of e^(score - most)
-  float* out;           // [heads][value_size]: the sum of e^(score - most) v
+  int32_t count;               // of keys, 1 to kAttentionSplit
+  float* scores;               // [heads][kAttentionSplit], scratch
+  float *max_score, *exp_sum;  // [heads]: the largest score; the sum of e^(score - max_score)
+  float* out;                  // [heads][value_size]: the sum of e^(score - max_score) v
 };
 
-// Rows divided by their root mean square, rounded, times a weight: x, weight and out of one type, bf16 or f32.
+// RMS norm: rows divided by their root mean square, rounded, times a weight; x, weight and out have one type, bf16 or
+// f32.
 struct Norm {
   const char *x, *weight;
   char* out;
@@ -55,9 +57,9 @@ struct Norm {
   float epsilon;
 };
 
-// out [rows][columns] += scale * (x [rows][k] A^T) B with A [rank][k] and B [rank][columns] in f32; x and out of one
+// out [rows][columns] += scale * (x [rows][k] A^T) B with A [rank][k] and B [rank][columns] in f32; x and out have one
 // type, bf16 or f32.
-struct Adapt {
+struct LoraGemv {
   const char* x;
   char* out;
   int64_t x_stride, out_stride;  // elements from row to row
@@ -65,7 +67,7 @@ struct Adapt {
   const float *a, *b;
   int64_t rows, k, rank, columns;
   float scale;
-  float* narrow;  // [rank], scratch
+  float* xa;  // x A^T of one row, [rank], scratch
 };
 
 }  // namespace kt

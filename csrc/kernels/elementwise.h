@@ -1,11 +1,11 @@
-// Vectors in the compiler's own vector types, and the element-wise mathematics of an expert on them: conversions to and
+// SIMD vectors in the compiler's vector types, and the element-wise functions of an expert on them: conversions to and
 // from bf16 and f16 (round to nearest even), exp, erf, and the activations.
 //
-// The same source serves 4 floats a vector (any CPU), 8 (AVX2), 16 (AVX-512) and, for the exact kind in f64, 2 doubles:
-// the file that includes it was compiled with its flags, and the compiler picks the instructions. V is any of these
-// vectors, F32<W> and its like are those of W lanes. Floats have approximations of their own for exp and erf, doubles
-// go to the C library lane by lane, because they are there to be exact. Everything sits in an unnamed namespace, so
-// that each ISA keeps its own copy.
+// The same source serves 4 floats a vector (any CPU), 8 (AVX2), 16 (AVX-512) and, for precision f64, 2 doubles: each
+// ISA file includes it and is compiled with its own flags, and the compiler selects the instructions. V is any of these
+// vector types, F32<W> etc. are those of W lanes. Floats have polynomial approximations of exp and erf; doubles call
+// the C library lane by lane, because that precision is meant to be exact. Everything is in an unnamed namespace, so
+// that each ISA has its own copy.
 #pragma once
 
 #ifdef __AVX2__
@@ -70,7 +70,7 @@ inline V select(Mask<V> mask, V yes, V no) {
   return (V)((mask & (Mask<V>)yes) | (~mask & (Mask<V>)no));
 }
 
-// The smaller and the larger; a NaN in `a` stays, so bounds go to the right.
+// Minimum and maximum; a NaN in `a` is kept, so bounds are passed as `b`.
 template <class V>
 inline V vmin(V a, V b) {
   return b < a ? b : a;
@@ -117,8 +117,7 @@ inline F32<W> from_f16(const void* p) {
   U32<W> h = __builtin_convertvector(load<typename Vec<W>::u16>(p), U32<W>);
   U32<W> sign = (h & 0x8000u) << 16;
   U32<W> magnitude = (h & 0x7fffu) << 13;
-  // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals on the way; infinities and NaNs are put
-  // back.
+  // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals; infinities and NaNs are restored.
   F32<W> scaled = (F32<W>)magnitude * splat<F32<W>>(0x1p112f);
   U32<W> special = (U32<W>)(magnitude >= (31u << 23)) & 0x7f800000u;
   return (F32<W>)((U32<W>)scaled | special | sign);
@@ -140,8 +139,8 @@ inline void to_f16(void* p, F32<W> x) {
   store(p, __builtin_convertvector(bits, typename Vec<W>::u16));
 }
 
-// W numbers from element `index` of a tensor on, and back. Doubles beside floats are vectors wider than a register, so
-// they stay inside these functions: nothing passes them by value.
+// Loads W values from element `index` of a tensor on, and stores them. W doubles are wider than a register where V is
+// float, so they are never passed by value outside these functions.
 template <class V>
 inline V load_as(const void* base, int64_t index, DType type) {
   constexpr int W = kLanes<V>;
@@ -199,13 +198,14 @@ __attribute__((always_inline)) inline V vexp(V x) {
 template <class V>
 inline V sigmoid(V x) {
   V one = splat<V>(1.0), above = one;
-  // vexp stops there for floats, and x may be large. Above the line, or the compiler divides twice to select.
+  // vexp clamps there for floats, and x may be large. Applied to the numerator, or the compiler divides twice to
+  // select.
   if constexpr (!kDouble<V>) above = select<V>(x < splat<V>(-88.0f), splat<V>(0.0), one);
   return above / (one + vexp<V>(-x));
 }
 
-// Phi(x), the normal distribution; for floats by the complementary error function of Abramowitz & Stegun 7.1.26
-// (absolute error 1.5e-7).
+// Phi(x), the normal distribution function; for floats by the complementary error function of Abramowitz &
+// Stegun 7.1.26 (absolute error 1.5e-7).
 template <class V>
 inline V gelu_phi(V x) {
   V z = x * splat<V>(0.70710678118654752);
@@ -231,7 +231,7 @@ inline V gelu_tanh(V x) {
   return x * sigmoid<V>(u + u);
 }
 
-// The scalar part of an activation, on the gate (or on up alone where there is no gate).
+// The activation function, of the gate (or of up where there is no gate).
 template <class V, Activation A>
 inline V activate(V g, double alpha) {
   if constexpr (A == Activation::silu) return g * sigmoid<V>(g);
@@ -243,7 +243,7 @@ inline V activate(V g, double alpha) {
   return positive * positive;
 }
 
-// One vector of the gated product, clamps included.
+// One vector of the gated product, with clamps.
 template <class V, Activation A>
 inline V gated(V g, V u, const Gate& gate) {
   if (gate.limit > 0) {

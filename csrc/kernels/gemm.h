@@ -1,26 +1,26 @@
-// The two products of an expert, written once for every ISA.
+// The two products of an expert (gate/up and down), written once for every ISA.
 //
-// An ISA brings `multiply`: up to two token tiles against one weight block of 32 outputs, into sums [rows][32]. Around
-// it stand the loops over blocks and token tiles, the activation that turns gate and up into the hidden panel, and the
-// scaled addition of down's rows into the running sums. Weights are the stream: while one block is multiplied, the next
-// one is fetched into L2, its lines spread evenly over all the k steps of the current one, so that memory and
-// arithmetic work at the same time, as far as the core lets them (docs/log.md has how far). For the same reason the
-// rows of one product are finished (activated, or added to the sums) during the k steps of the next one, where the
-// matrix unit leaves the vector units idle. What one token gets does not depend on its neighbours in the tile or on the
-// number of threads: every row sees the same operations in the same order. Few rows may go another way (direct.h).
+// An ISA provides `multiply`: up to two token tiles times one weight block of 32 outputs, into sums [rows][32]. This
+// file adds the loops over blocks and token tiles and the epilogues: the activation that makes the hidden panel of gate
+// and up, and the scaled addition of down's rows to the running sums. Weights are streamed: while one block is
+// multiplied, the next one is prefetched into L2, its lines distributed evenly over the k steps of the current one, so
+// that memory and arithmetic overlap (docs/log.md has how far). For the same reason the epilogue of one product runs
+// during the k steps of the next one, where the matrix unit leaves the vector units idle. A token's result does not
+// depend on its neighbours in the tile or on the number of threads: every row sees the same operations in the same
+// order. Small batches of quantised experts may take packed_gemv.h instead.
 #pragma once
 
-#include "kernels/direct_bytes.h"
-#include "kernels/direct_numbers.h"
 #include "kernels/pack.h"
+#include "kernels/packed_gemv_f32.h"
+#include "kernels/packed_gemv_int8.h"
 
 namespace kt {
 namespace {
 
-// W elements of a row from `column` on: dropped ones are zero, the others scaled. The numbers are a hash of seed and
-// column, after the integer mixer that C. Wellons found by search ("lowbias32").
+// Dropout of W elements of a row from `column` on: dropped ones become zero, the others are scaled. The mask is a hash
+// of seed and column by the integer mixer "lowbias32" of C. Wellons.
 template <class V>
-inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
+inline V apply_dropout(V v, const Dropout& dropout, uint32_t seed, int column) {
   constexpr int W = kLanes<V>;
   U32<W> x = {};
   for (int i = 0; i < W; i++) x[i] = (uint32_t)(column + i);
@@ -28,112 +28,113 @@ inline V thinned(V v, const Drop& drop, uint32_t seed, int column) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   x ^= x >> 16;
-  Mask<V> gone = __builtin_convertvector((I32<W>)(x < drop.below), Mask<V>);
-  return select<V>(gone, splat<V>(0.0), v * splat<V>(drop.scale));
+  Mask<V> dropped = __builtin_convertvector((I32<W>)(x < dropout.threshold), Mask<V>);
+  return select<V>(dropped, splat<V>(0.0), v * splat<V>(dropout.scale));
 }
 
-// The extras of a product alone, into p.c or added to it; whether there is anything in it then.
+// Only the LoRA terms of a product, stored to p.c or added to it. Returns whether p.c holds sums.
 template <class Isa>
-inline bool multiply_extras(const ProductOf<typename Isa::Real>& p) {
-  Nothing nothing;
+inline bool multiply_lora_terms(const ProductOf<typename Isa::Real>& p) {
+  NoOverlap no_overlap;
   ProductOf<typename Isa::Real> q = p;
-  q.ahead = kNothingAhead;
-  q.extras = 0;
-  for_each_extra(p, [&](const Stretch& s) {
-    q.s = s;
-    Isa::multiply(q, nothing);
+  q.prefetch = kNoPrefetch;
+  q.lora_terms = 0;
+  for_each_lora_term(p, [&](const Contraction& s) {
+    q.contraction = s;
+    Isa::multiply(q, no_overlap);
     q.accumulate = true;
   });
   return q.accumulate;
 }
 
-// Extras whose result has elements dropped cannot share the accumulation: they come first, and the product adds to
-// them.
+// LoRA terms with dropout of their result cannot share the accumulation: they are computed first, and the product adds
+// to them.
 template <class Isa>
-inline void begin_with_extras(ProductOf<typename Isa::Real>& p, const Drop& drop) {
+inline void begin_with_lora_terms(ProductOf<typename Isa::Real>& p, const Dropout& dropout) {
   using V = typename Isa::Vector;
-  p.accumulate = multiply_extras<Isa>(p);
-  p.extras = 0;
+  p.accumulate = multiply_lora_terms<Isa>(p);
+  p.lora_terms = 0;
   for (int r = 0; p.accumulate && r < p.live; r++)
     for (int i = 0; i < kBlockN; i += Isa::width) {
       typename Isa::Real* c = p.c + r * kBlockN + i;
-      uint32_t seed = drop.row[p.tile * p.rows + r];
-      store(c, thinned<V>(load<V>(c), drop, seed, p.block * kBlockN + i));
+      uint32_t seed = dropout.seeds[p.tile * p.rows + r];
+      store(c, apply_dropout<V>(load<V>(c), dropout, seed, p.block * kBlockN + i));
     }
 }
 
-// Multiplies every block with every pair of token tiles, weights prefetched one block ahead and `after` behind the
-// last, unless the blocks are turned ones in scratch. `where` gives a product its place for the sums, `finish(product,
-// first, end)` takes rows once they are complete.
-template <class Isa, bool turns = false, class Unit, class Where, class Finish>
-inline void for_each_product(const Unit& u, bool complete, const char* after, const Turned* turned, const Drop& drop,
-                             const Where& where, const Finish& finish) {
+// Multiplies every block with every pair of token tiles. Weights are prefetched one block ahead, and `after` during the
+// last block, unless the blocks are transposed ones in scratch. `place_sums` sets the address of a product's sums,
+// `epilogue(product, first, end)` takes rows whose sums are complete.
+template <class Isa, bool transposes = false, class Unit, class PlaceSums, class Epilogue>
+inline void for_each_product(const Unit& u, bool complete, const char* after, const TransposedBlocks* transposed,
+                             const Dropout& dropout, const PlaceSums& place_sums, const Epilogue& epilogue) {
   int passes = (u.tiling.tiles + kPassTiles - 1) / kPassTiles;
-  using Rows = Unfinished<typename Isa::Real, Finish>;
-  Rows unfinished(finish);
-  const Encoding* how = nullptr;
-  DecodingAhead<Isa> ahead_of_it(u, passes), *decoding = nullptr;
-  if constexpr (requires { u.coded; }) how = u.coded.how;
-  if (how && Isa::overlaps) decoding = &ahead_of_it;
-  using Beside = typename BesideOf<Isa, turns && !kInBytes<Isa>>::type;
-  Beside beside(turned);
-  Beside* turning = turned && turned->count ? &beside : nullptr;
+  using Rows = PendingRows<typename Isa::Real, Epilogue>;
+  Rows pending(epilogue);
+  const Encoding* encoding = nullptr;
+  DecodeAhead<Isa> decode_ahead(u, passes), *decoding = nullptr;
+  if constexpr (requires { u.encoded; }) encoding = u.encoded.encoding;
+  if (encoding && Isa::overlaps) decoding = &decode_ahead;
+  using Transposer = typename OverlappedTransposeOf<Isa, transposes && !kIntegerSums<Isa>>::type;
+  Transposer overlapped_transpose(transposed);
+  Transposer* transposer = transposed && transposed->count ? &overlapped_transpose : nullptr;
   Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     ProductOf<typename Isa::Real> p;
-    p.s = u.base;
-    p.s.b += (turning ? (block - u.block0) % 2 : block - u.block0) * u.block_bytes;
-    if (turning) turning->begin(passes * u.base.k_tiles);
+    p.contraction = u.base;
+    p.contraction.b += (transposer ? (block - u.block0) % 2 : block - u.block0) * u.block_bytes;
+    if (transposer) transposer->begin(passes * u.base.k_tiles);
     p.block = block;
     p.block0 = u.block0;
-    p.extra = u.extra;
+    p.lora_term = u.lora_term;
     p.rows = u.tiling.rows;
-    const char* next = block + 1 < u.block1 ? p.s.b + u.block_bytes : after;
-    if (turned) next = nullptr;
-    if constexpr (requires { u.coded; } && !Isa::overlaps)
-      if (how) {
-        float* channel = kInBytes<Isa> ? u.coded.channel + (int64_t)(block - u.block0) * kBlockN : nullptr;
-        begin_block<Isa>(*how, p.s.b, channel);
-        open_block<Isa>(*how, p.s.b, channel, u.coded.k0, u.base.k_tiles, u.coded.decoded);
-        p.s.b = u.coded.decoded;
+    const char* next = block + 1 < u.block1 ? p.contraction.b + u.block_bytes : after;
+    if (transposed) next = nullptr;
+    if constexpr (requires { u.encoded; } && !Isa::overlaps)
+      if (encoding) {
+        float* channel = kIntegerSums<Isa> ? u.encoded.channel + (int64_t)(block - u.block0) * kBlockN : nullptr;
+        begin_decode<Isa>(*encoding, p.contraction.b, channel);
+        unpack_block<Isa>(*encoding, p.contraction.b, channel, u.encoded.k0, u.base.k_tiles, u.encoded.decoded);
+        p.contraction.b = u.encoded.decoded;
       }
     for (int pass = 0; pass < passes; pass++) {
       p.tile = pass * kPassTiles;
-      p.extras = u.extras;
+      p.lora_terms = u.lora_terms;
       p.tiles = u.tiling.tiles - p.tile < kPassTiles ? u.tiling.tiles - p.tile : kPassTiles;
       p.live = u.live - p.tile * p.rows < p.tiles * p.rows ? u.live - p.tile * p.rows : p.tiles * p.rows;
-      p.ahead = how ? share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
-                    : share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
-      where(p);
-      if constexpr (!kInBytes<Isa>)
-        if (drop.row && !p.accumulate && p.extras) begin_with_extras<Isa>(p, drop);
+      p.prefetch = encoding ? prefetch_share_encoded(next, pass, passes, u.base.k_tiles, (int64_t)u.block_bytes)
+                            : prefetch_share(next, pass, passes, u.base.k_tiles, Isa::tile_bytes);
+      place_sums(p);
+      if constexpr (!kIntegerSums<Isa>)
+        if (dropout.seeds && !p.accumulate && p.lora_terms) begin_with_lora_terms<Isa>(p, dropout);
       if (decoding && pass == 0) decoding->begin();
-      Meanwhile<Rows, DecodingAhead<Isa>, Beside> meanwhile{unfinished, decoding, turning};
-      Isa::multiply(p, meanwhile);
-      unfinished.all();
-      if (complete) unfinished.put(p);
+      OverlappedWork<Rows, DecodeAhead<Isa>, Transposer> overlapped{pending, decoding, transposer};
+      Isa::multiply(p, overlapped);
+      pending.all();
+      if (complete) pending.set(p);
     }
-    if (turning) turning->finish();
+    if (transposer) transposer->finish();
   }
-  unfinished.all();
+  pending.all();
   Isa::leave();
 }
 
 template <class Isa>
-void thin_panel(const Thin& t) {
+void dropout_panel(const DropoutPanel& t) {
   int64_t row_bytes = kTileK * Isa::elem, step = row_bytes * t.tiling.rows;
   for (int r = 0; r < t.live; r++) {
     int64_t at = (r / t.tiling.rows) * step * t.k_tiles + (r % t.tiling.rows) * row_bytes;
     for (int k = 0; k < t.k_tiles; k++)
       for (int i = 0; i < kTileK; i += Isa::width) {
         auto v = get_element<Isa>(t.in + at + k * step, i);
-        put_element<Isa>(t.out + at + k * step, i, thinned(v, t.drop, t.drop.row[r], t.column + k * kTileK + i));
+        put_element<Isa>(t.out + at + k * step, i,
+                         apply_dropout(v, t.dropout, t.dropout.seeds[r], t.column + k * kTileK + i));
       }
   }
 }
 
-// Row r of a product's `sums`, activated. One copy of this code: inlined into a loop that the compiler cuts in pieces,
-// it may fuse a multiplication and an addition here and not there, and a row's bits would depend on which copy it met.
+// Activates row r of a product's `sums`. Never inlined: in a loop that the compiler splits it might fuse a
+// multiplication and an addition in one copy and not in the other, and a row's bits would depend on its position.
 template <class Isa, Activation A, class Sums>
 __attribute__((noinline)) void hidden_row(const Sums& sums, int r, const Gate& gate, const typename Isa::Real* bias,
                                           char* out) {
@@ -162,68 +163,68 @@ inline void keep_row(const Sums& sums, int r, const typename Isa::Real* bias, ch
   }
 }
 
-// Sums that meet the scales of their rows and channels in the end, and have the extras added after that.
-template <class By>
-constexpr bool kScaled = kInBytes<By>;
-template <class Quads, class Sums>
-constexpr bool kScaled<DirectBytes<Quads, Sums>> = true;
+// Whether sums are multiplied with row and channel scales at the end, and LoRA terms are added after that.
+template <class Multiplier>
+constexpr bool kScaled = kIntegerSums<Multiplier>;
+template <class Dp4a, class Sums>
+constexpr bool kScaled<PackedGemvInt8<Dp4a, Sums>> = true;
 
-// Sums of bytes cannot take the extras in: those are a product of their own, which joins where a row is finished. Those
-// of numbers that meet codes directly begin with them.
-template <class Isa, class By, class Unit>
-inline void set_extras_apart(const Unit& u, int turn, ProductOf<typename By::Real>& p) {
-  if constexpr (kScaled<By>) {
+// int32 sums cannot accumulate the LoRA terms: these are a separate product, added in the epilogue. Sums of the f32
+// packed GEMV start from them.
+template <class Isa, class Multiplier, class Unit>
+inline void multiply_lora_apart(const Unit& u, int buffer, ProductOf<typename Multiplier::Real>& p) {
+  if constexpr (kScaled<Multiplier>) {
     constexpr int sums = kPassTiles * kMaxRows * kBlockN;
-    Product q{{}, p.block, p.tile, p.tiles, p.rows, p.live, false, kNothingAhead, nullptr, p.extra, p.extras, p.block0};
-    q.c = (float*)u.scratch + (2 + turn) * sums;
-    p.beside = p.extras && multiply_extras<Isa>(q) ? q.c : nullptr;
-    p.extras = 0;
-  } else if constexpr (kDirect<By>) {
-    p.accumulate = multiply_extras<Isa>(p);
-    p.extras = 0;
+    Product q{{},    p.block,     p.tile,  p.tiles,     p.rows,       p.live,
+              false, kNoPrefetch, nullptr, p.lora_term, p.lora_terms, p.block0};
+    q.c = (float*)u.scratch + (2 + buffer) * sums;
+    p.lora_sums = p.lora_terms && multiply_lora_terms<Isa>(q) ? q.c : nullptr;
+    p.lora_terms = 0;
+  } else if constexpr (kIsPackedGemv<Multiplier>) {
+    p.accumulate = multiply_lora_terms<Isa>(p);
+    p.lora_terms = 0;
   }
 }
 
-// The sums of a product's rows as numbers: W of row r from output n on.
+// Float sums of a product: W values of row r from output n on.
 template <class V>
 struct PlainSums {
   const Lane<V>* c;
   V at(int r, int n) const { return load<V>(c + r * kBlockN + n); }
 };
 
-template <class Isa, class By, class Unit>
-inline auto sums_of(const Unit& u, const ProductOf<typename By::Real>& p) {
+template <class Isa, class Multiplier, class Unit>
+inline auto sums_of(const Unit& u, const ProductOf<typename Multiplier::Real>& p) {
   using V = typename Isa::Vector;
-  if constexpr (kScaled<By>) {
-    const float* channel = u.coded.channel + (int64_t)(p.block - p.block0) * kBlockN;
-    return ScaledSums<V, typename By::Real>{p.c, u.row_scale + p.tile * p.rows, channel, p.beside};
+  if constexpr (kScaled<Multiplier>) {
+    const float* channel = u.encoded.channel + (int64_t)(p.block - p.block0) * kBlockN;
+    return ScaledSums<V, typename Multiplier::Real>{p.c, u.row_scale + p.tile * p.rows, channel, p.lora_sums};
   } else {
     return PlainSums<V>{p.c};
   }
 }
 
-// `By` multiplies: the ISA itself, or its products of bytes.
-template <class Isa, class By, Activation A>
+// `Multiplier` computes the products: the ISA itself, its int8 form, or a packed GEMV.
+template <class Isa, class Multiplier, Activation A>
 void run_up_as(const Up& u) {
-  using Real = typename By::Real;
+  using Real = typename Multiplier::Real;
   int64_t block_sums = (int64_t)u.tiling.tiles * u.tiling.rows * kBlockN;
   constexpr int64_t row_bytes = kTileK * Isa::elem;
   int64_t tile_bytes = row_bytes * u.tiling.rows * u.hidden_k_tiles;
-  int turn = 0;
-  auto where = [&](ProductOf<Real>& p) {
+  int buffer = 0;
+  auto place_sums = [&](ProductOf<Real>& p) {
     p.accumulate = !u.first;
-    // Two places take turns, because the rows in one are still being finished while the other is filled.
-    turn ^= 1;
-    p.c = u.first && u.last ? (Real*)u.scratch + turn * kPassTiles * kMaxRows * kBlockN
+    // Two buffers alternate, because the epilogue still reads one while the other is filled.
+    buffer ^= 1;
+    p.c = u.first && u.last ? (Real*)u.scratch + buffer * kPassTiles * kMaxRows * kBlockN
                             : (Real*)u.sums + (p.block - u.block0) * block_sums + (int64_t)p.tile * p.rows * kBlockN;
-    set_extras_apart<Isa, By>(u, turn, p);
+    multiply_lora_apart<Isa, Multiplier>(u, buffer, p);
   };
-  // What a row needs is held in copies: its stores might go anywhere, and everything else would be read anew after
-  // them.
-  auto finish = [&](const ProductOf<Real>& p, int first, int end) {
+  // Fields are copied to locals: the stores of a row may alias the arguments, which would be reloaded after each.
+  auto epilogue = [&](const ProductOf<Real>& p, int first, int end) {
     using Number = typename Isa::Real;
     const Number* bias = u.bias ? (const Number*)u.bias + (int64_t)p.block * kBlockN : nullptr;
-    const auto sums = sums_of<Isa, By>(u, p);
+    const auto sums = sums_of<Isa, Multiplier>(u, p);
     const Gate gate = u.gate;
     const int rows = p.rows, column = gate.gated ? p.block * kTileN : p.block * kBlockN;
     const int64_t keep_stride = u.keep_stride, next_tile = tile_bytes, row = (int64_t)p.tile * rows;
@@ -237,44 +238,44 @@ void run_up_as(const Up& u) {
       if (out) hidden_row<Isa, A>(sums, r, gate, bias, out + second * next_tile + (r - second * rows) * row_bytes);
     }
   };
-  if constexpr (kDirect<By>) {
-    for_each_direct<Isa, By>(u, where, finish);
+  if constexpr (kIsPackedGemv<Multiplier>) {
+    for_each_packed_gemv<Isa, Multiplier>(u, place_sums, epilogue);
   } else {
-    for_each_product<By>(u, u.last, u.next, nullptr, Drop{}, where, finish);
+    for_each_product<Multiplier>(u, u.last, u.next, nullptr, Dropout{}, place_sums, epilogue);
   }
 }
 
-template <class Isa, class By>
-void run_up_by(const Up& u) {
+template <class Isa, class Multiplier>
+void run_up_with(const Up& u) {
   switch (u.gate.kind) {
     case Activation::silu:
-      return run_up_as<Isa, By, Activation::silu>(u);
+      return run_up_as<Isa, Multiplier, Activation::silu>(u);
     case Activation::gelu:
-      return run_up_as<Isa, By, Activation::gelu>(u);
+      return run_up_as<Isa, Multiplier, Activation::gelu>(u);
     case Activation::gelu_tanh:
-      return run_up_as<Isa, By, Activation::gelu_tanh>(u);
+      return run_up_as<Isa, Multiplier, Activation::gelu_tanh>(u);
     case Activation::relu2:
-      return run_up_as<Isa, By, Activation::relu2>(u);
+      return run_up_as<Isa, Multiplier, Activation::relu2>(u);
     case Activation::swiglu_oai:
-      return run_up_as<Isa, By, Activation::swiglu_oai>(u);
+      return run_up_as<Isa, Multiplier, Activation::swiglu_oai>(u);
     case Activation::none:
-      return run_up_as<Isa, By, Activation::none>(u);
+      return run_up_as<Isa, Multiplier, Activation::none>(u);
   }
 }
 
-// `Bytes`: how the ISA multiplies them, or void.
-template <class Isa, class Bytes>
+// `Int8Isa`: the int8 form of the ISA, or void.
+template <class Isa, class Int8Isa>
 void run_up(const Up& u) {
-  if constexpr (kMultiplies<Bytes>) {
-    using Quads = typename Bytes::Arithmetic::Quads;
-    if (u.row_scale && u.direct.step)
-      return whole_sums(*u.coded.how) ? run_up_by<Isa, DirectBytes<Quads, int32_t>>(u)
-                                      : run_up_by<Isa, DirectBytes<Quads, float>>(u);
-    if (u.row_scale) return run_up_by<Isa, Bytes>(u);
+  if constexpr (kHasInt8<Int8Isa>) {
+    using Dp4a = typename Int8Isa::Arithmetic::Dp4a;
+    if (u.row_scale && u.packed_gemv.step)
+      return integer_sums(*u.encoded.encoding) ? run_up_with<Isa, PackedGemvInt8<Dp4a, int32_t>>(u)
+                                               : run_up_with<Isa, PackedGemvInt8<Dp4a, float>>(u);
+    if (u.row_scale) return run_up_with<Isa, Int8Isa>(u);
   }
-  if constexpr (kOpens<Isa>)
-    if (u.direct.step) return run_up_by<Isa, DirectNumbers<Isa>>(u);
-  run_up_by<Isa, Isa>(u);
+  if constexpr (kHasPackedGemvF32<Isa>)
+    if (u.packed_gemv.step) return run_up_with<Isa, PackedGemvF32<Isa>>(u);
+  run_up_with<Isa, Isa>(u);
 }
 
 template <class V>
@@ -291,40 +292,42 @@ inline void write_columns(const Down& d, int token, int column, const V (&v)[kBl
   __builtin_memcpy((char*)d.out + at * (int64_t)size, edge, (d.width - column) * size);
 }
 
-// The sums of a block's tokens.
+// The running sums of a block.
 template <class Real>
 inline Real* sums_at(const Down& d, int block) {
   return (Real*)d.sum + (block - d.block0) * d.sum_block;
 }
 
-// Rows [first, end) of one expert's block join their tokens' sums: stored if first, added otherwise, rounded into the
-// output if last. `now` is the product under way. Copies for the same reason as above.
-template <class Isa, class By>
-inline void add_rows(const Down& d, const ProductOf<typename By::Real>& p, const ProductOf<typename By::Real>& now,
-                     int first, int end) {
+// Adds rows [first, end) of one expert's block to their tokens' sums: stored if first, added otherwise, rounded into
+// the output if last. `current` is the product being computed. Fields are copied for the reason given above.
+template <class Isa, class Multiplier>
+inline void add_rows(const Down& d, const ProductOf<typename Multiplier::Real>& p,
+                     const ProductOf<typename Multiplier::Real>& current, int first, int end) {
   using V = typename Isa::Vector;
   using Real = typename Isa::Real;
   constexpr int W = kLanes<V>;
-  const auto sums = sums_of<Isa, By>(d, p);
-  const int block = p.block, row = p.tile * p.rows, last = now.live - 1;
-  const int32_t *token = d.rows.token + row, *later = d.rows.token + now.tile * now.rows;
+  const auto sums = sums_of<Isa, Multiplier>(d, p);
+  const int block = p.block, row = p.tile * p.rows, last = current.live - 1;
+  const int32_t *token = d.rows.token + row, *next_token = d.rows.token + current.tile * current.rows;
   const uint8_t* mark = d.rows.mark + row;
   const double* weight = d.rows.weight ? d.rows.weight + row : nullptr;
   const uint8_t starts = d.first ? kFirst : 0, ends = d.last ? kLast : 0;
   const Real* bias = d.bias && d.first ? (const Real*)d.bias + (int64_t)block * kBlockN : nullptr;
-  Real *own = sums_at<Real>(d, block), *next = sums_at<Real>(d, now.block);
+  Real *block_sums = sums_at<Real>(d, block), *next = sums_at<Real>(d, current.block);
   for (int r = first; r < end; r++) {
-    // Sums lie scattered by token: those that the product under way will need come into L1 meanwhile.
-    const Real* soon = next + (int64_t)later[r < last ? r : last] * kBlockN;
-    __builtin_prefetch(soon, 1, 3);
-    __builtin_prefetch(soon + 16, 1, 3);
-    Real* sum = own + (int64_t)token[r] * kBlockN;
+    // Sums are scattered by token: those that the current product will need are prefetched into L1.
+    const Real* next_sums = next + (int64_t)next_token[r < last ? r : last] * kBlockN;
+    __builtin_prefetch(next_sums, 1, 3);
+    __builtin_prefetch(next_sums + 16, 1, 3);
+    Real* sum = block_sums + (int64_t)token[r] * kBlockN;
     const bool begins = mark[r] & starts;
     V v[kBlockN / W], scale = splat<V>(weight ? weight[r] : 1.0);
     for (int i = 0; i < kBlockN / W; i++) {
       V x = sums.at(r, i * W);
       if (bias) x += load<V>(bias + i * W);
-      v[i] = apart(x * scale);  // rounded apart, or the compiler might fuse it with the addition here and not there
+      v[i] = apart(
+          x *
+          scale);  // rounded before the addition: the compiler might fuse the two in one loop copy and not in another
       if (!begins) v[i] += load<V>(sum + i * W);
     }
     if (mark[r] & ends) {
@@ -335,39 +338,42 @@ inline void add_rows(const Down& d, const ProductOf<typename By::Real>& p, const
   }
 }
 
-template <class Isa, class By>
-void run_down_by(const Down& d) {
-  using Real = typename By::Real;
-  int turn = 0;
-  ProductOf<Real> now = {};
-  auto where = [&](ProductOf<Real>& p) {
+template <class Isa, class Multiplier>
+void run_down_with(const Down& d) {
+  using Real = typename Multiplier::Real;
+  int buffer = 0;
+  ProductOf<Real> current = {};
+  auto place_sums = [&](ProductOf<Real>& p) {
     p.accumulate = false;
-    p.c = (Real*)d.scratch + (turn ^= 1) * kPassTiles * kMaxRows * kBlockN;
-    set_extras_apart<Isa, By>(d, turn, p);
-    now = p;
+    p.c = (Real*)d.scratch + (buffer ^= 1) * kPassTiles * kMaxRows * kBlockN;
+    multiply_lora_apart<Isa, Multiplier>(d, buffer, p);
+    current = p;
   };
-  auto finish = [&](const ProductOf<Real>& p, int first, int end) { add_rows<Isa, By>(d, p, now, first, end); };
-  if constexpr (kDirect<By>) {
-    for_each_direct<Isa, By>(d, where, finish);
+  auto epilogue = [&](const ProductOf<Real>& p, int first, int end) {
+    add_rows<Isa, Multiplier>(d, p, current, first, end);
+  };
+  if constexpr (kIsPackedGemv<Multiplier>) {
+    for_each_packed_gemv<Isa, Multiplier>(d, place_sums, epilogue);
   } else {
-    // Forward has no part in turning, and its loop is the shorter for it.
-    if (d.turned.yes) return for_each_product<By, true>(d, true, d.next, &d.turned, d.drop, where, finish);
-    for_each_product<By>(d, true, d.next, nullptr, d.drop, where, finish);
+    // Forward transposes nothing, and its loop is instantiated without that code.
+    if (d.transposed.in_scratch)
+      return for_each_product<Multiplier, true>(d, true, d.next, &d.transposed, d.dropout, place_sums, epilogue);
+    for_each_product<Multiplier>(d, true, d.next, nullptr, d.dropout, place_sums, epilogue);
   }
 }
 
-template <class Isa, class Bytes>
+template <class Isa, class Int8Isa>
 void run_down(const Down& d) {
-  if constexpr (kMultiplies<Bytes>) {
-    using Quads = typename Bytes::Arithmetic::Quads;
-    if (d.row_scale && d.direct.step)
-      return whole_sums(*d.coded.how) ? run_down_by<Isa, DirectBytes<Quads, int32_t>>(d)
-                                      : run_down_by<Isa, DirectBytes<Quads, float>>(d);
-    if (d.row_scale) return run_down_by<Isa, Bytes>(d);
+  if constexpr (kHasInt8<Int8Isa>) {
+    using Dp4a = typename Int8Isa::Arithmetic::Dp4a;
+    if (d.row_scale && d.packed_gemv.step)
+      return integer_sums(*d.encoded.encoding) ? run_down_with<Isa, PackedGemvInt8<Dp4a, int32_t>>(d)
+                                               : run_down_with<Isa, PackedGemvInt8<Dp4a, float>>(d);
+    if (d.row_scale) return run_down_with<Isa, Int8Isa>(d);
   }
-  if constexpr (kOpens<Isa>)
-    if (d.direct.step) return run_down_by<Isa, DirectNumbers<Isa>>(d);
-  run_down_by<Isa, Isa>(d);
+  if constexpr (kHasPackedGemvF32<Isa>)
+    if (d.packed_gemv.step) return run_down_with<Isa, PackedGemvF32<Isa>>(d);
+  run_down_with<Isa, Isa>(d);
 }
 
 }  // namespace

@@ -1,20 +1,20 @@
-// AMX: two token tiles against two weight tiles, four accumulators, one tile load for each product.
+// AMX: two token tiles times two weight tiles, four accumulators, one tile load per product.
 //
-// Activations are the A operand, their rows as they are; weights are the B operand as they lie in memory. A tile of
-// fewer token rows takes less time (8 rows about 0.85 of 16: the latency of four accumulators remains) and fewer loads,
-// so a panel is cut into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
+// Activations are the A operand, one token per row; weights are the B operand in their stored layout. A tile of fewer
+// token rows takes less time (8 rows about 0.85 of 16: the latency of four accumulators remains) and fewer loads, so a
+// panel is divided into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
 #include <immintrin.h>
 
-#include "kernels/narrow_tiles.h"
-#include "kernels/outer.h"
-#include "kernels/quads_vnni.h"
+#include "kernels/dp4a_vnni.h"
+#include "kernels/gemv_amx.h"
+#include "kernels/lora_wgrad.h"
 #include "kernels/rate.h"
 
 namespace kt {
 namespace {
 
 // Tiles 0-3 accumulate [token tile][weight tile], 4 holds activations, 6 and 7 weights; 5 is for half blocks and the
-// bare loop.
+// register rate.
 inline void configure(int rows) {
   TileConfig c = {};
   c.palette = 1;
@@ -28,7 +28,7 @@ inline void configure(int rows) {
 // Tile 4 times weights, into an accumulator: even ones take tile 6, odd ones tile 7.
 struct Bf16Products {
   using Real = float;
-  static constexpr bool halves = true;  // there are blocks with one tile of zeros
+  static constexpr bool halves = true;  // blocks may have one tile of zeros
   template <int to>
   static void add() {
     if constexpr (to == 0) _tile_dpbf16ps(0, 4, 6);
@@ -38,10 +38,10 @@ struct Bf16Products {
   }
 };
 
-// A step is 64 of K, and everything else is the same.
-struct ByteProducts {
+// A step is 64 of K; everything else is the same.
+struct Int8Products {
   using Real = int32_t;
-  using Quads = VnniQuads;
+  using Dp4a = VnniDp4a;
   static constexpr bool halves = false;
   template <int to>
   static void add() {
@@ -52,51 +52,51 @@ struct ByteProducts {
   }
 };
 
-// Both token tiles pass through tile 4. Measured against a tile for each, with loads moved around in several ways, this
-// order is never behind and up to a fifth ahead with all cores busy.
-template <class Products, class P, class Beside>
-inline void steps_of_two(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
+// Both token tiles pass through tile 4. Compared with one tile for each and with other orders of the loads, this order
+// is never slower and up to a fifth faster with all cores busy.
+template <class Products, class P, class Overlap>
+inline void steps_of_two(const Contraction& s, const P& p, Prefetch prefetch, Overlap& overlapped) {
   const char* a0 = s.a + p.tile * (int64_t)s.a_tile;
   const char* a1 = a0 + s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a0 += step, a1 += step) {
-    const char* b = meanwhile.tiles(s.b, k, kTileBytes);
+    const char* b = overlapped.tiles(s.b, k, kTileBytes);
     _tile_loadd(4, a0, 64);
     _tile_loadd(6, b, 64);
     Products::template add<0>();
-    prefetch_quarter(ahead, 0);
+    prefetch_quarter(prefetch, 0);
     _tile_loadd(7, b + kTileBytes, 64);
     Products::template add<1>();
-    prefetch_quarter(ahead, 1);
+    prefetch_quarter(prefetch, 1);
     _tile_loadd(4, a1, 64);
     Products::template add<2>();
-    prefetch_quarter(ahead, 2);
+    prefetch_quarter(prefetch, 2);
     Products::template add<3>();
-    prefetch_quarter(ahead, 3);
-    ahead.at += ahead.lines * 64;
-    meanwhile.step();
+    prefetch_quarter(prefetch, 3);
+    prefetch.at += prefetch.lines * 64;
+    overlapped.step();
   }
 }
 
-// Weight tiles 1, 3, 5 ... are zero: a factor of LoRA with few ranks.
-template <class P, class Beside>
-inline void half_steps(const Stretch& s, const P& p, Beside& meanwhile) {
+// Weight tiles 1, 3, 5 ... are zero: a LoRA factor of low rank.
+template <class P, class Overlap>
+inline void half_steps(const Contraction& s, const P& p, Overlap& overlapped) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
     _tile_loadd(4, a, 64);
-    _tile_loadd(6, meanwhile.tiles(s.b, k, kTileBytes), 64);
+    _tile_loadd(6, overlapped.tiles(s.b, k, kTileBytes), 64);
     _tile_dpbf16ps(0, 4, 6);
     if (p.tiles == 2) {
       _tile_loadd(5, a + s.a_tile, 64);
       _tile_dpbf16ps(2, 5, 6);
     }
-    meanwhile.step();
+    overlapped.step();
   }
 }
 
-template <class Products, class P, class Beside>
-inline void multiply_two(const P& p, Beside& meanwhile) {
+template <class Products, class P, class Overlap>
+inline void multiply_two(const P& p, Overlap& overlapped) {
   auto* c1 = p.c + p.rows * kBlockN;
   if (p.accumulate) {
     _tile_loadd(0, p.c, 128);
@@ -109,10 +109,11 @@ inline void multiply_two(const P& p, Beside& meanwhile) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_two<Products>(p.s, p, p.ahead, meanwhile);
-  for_each_extra(p, [&](const Stretch& s) {
-    Nothing nothing;
-    steps_of_two<Products>(s, p, kNothingAhead, nothing);
+  Products::halves&& p.contraction.half ? half_steps(p.contraction, p, overlapped)
+                                        : steps_of_two<Products>(p.contraction, p, p.prefetch, overlapped);
+  for_each_lora_term(p, [&](const Contraction& s) {
+    NoOverlap no_overlap;
+    steps_of_two<Products>(s, p, kNoPrefetch, no_overlap);
   });
   _tile_stored(0, p.c, 128);
   _tile_stored(1, p.c + 16, 128);
@@ -120,28 +121,28 @@ inline void multiply_two(const P& p, Beside& meanwhile) {
   _tile_stored(3, c1 + 16, 128);
 }
 
-template <class Products, class P, class Beside>
-inline void steps_of_one(const Stretch& s, const P& p, Ahead ahead, Beside& meanwhile) {
+template <class Products, class P, class Overlap>
+inline void steps_of_one(const Contraction& s, const P& p, Prefetch prefetch, Overlap& overlapped) {
   const char* a = s.a + p.tile * (int64_t)s.a_tile;
   int64_t step = p.rows * 64;
   for (int k = 0; k < s.k_tiles; k++, a += step) {
-    const char* b = meanwhile.tiles(s.b, k, kTileBytes);
-    prefetch_quarter(ahead, 0);
+    const char* b = overlapped.tiles(s.b, k, kTileBytes);
+    prefetch_quarter(prefetch, 0);
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
-    prefetch_quarter(ahead, 1);
+    prefetch_quarter(prefetch, 1);
     Products::template add<0>();
-    prefetch_quarter(ahead, 2);
+    prefetch_quarter(prefetch, 2);
     _tile_loadd(7, b + kTileBytes, 64);
-    prefetch_quarter(ahead, 3);
+    prefetch_quarter(prefetch, 3);
     Products::template add<1>();
-    ahead.at += ahead.lines * 64;
-    meanwhile.step();
+    prefetch.at += prefetch.lines * 64;
+    overlapped.step();
   }
 }
 
-template <class Products, class P, class Beside>
-inline void multiply_one(const P& p, Beside& meanwhile) {
+template <class Products, class P, class Overlap>
+inline void multiply_one(const P& p, Overlap& overlapped) {
   if (p.accumulate) {
     _tile_loadd(0, p.c, 128);
     _tile_loadd(1, p.c + 16, 128);
@@ -149,17 +150,18 @@ inline void multiply_one(const P& p, Beside& meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
   }
-  Products::halves&& p.s.half ? half_steps(p.s, p, meanwhile) : steps_of_one<Products>(p.s, p, p.ahead, meanwhile);
-  for_each_extra(p, [&](const Stretch& s) {
-    Nothing nothing;
-    steps_of_one<Products>(s, p, kNothingAhead, nothing);
+  Products::halves&& p.contraction.half ? half_steps(p.contraction, p, overlapped)
+                                        : steps_of_one<Products>(p.contraction, p, p.prefetch, overlapped);
+  for_each_lora_term(p, [&](const Contraction& s) {
+    NoOverlap no_overlap;
+    steps_of_one<Products>(s, p, kNoPrefetch, no_overlap);
   });
   _tile_stored(0, p.c, 128);
   _tile_stored(1, p.c + 16, 128);
 }
 
-// Rows m and m + 1 of 32 columns, neighbours in pairs: a row of each of two weight tiles. An instruction takes four
-// columns of every eight for the one and four for the other; `in_order` undoes that where the sums leave.
+// Pairs rows m and m + 1 of 32 columns: one row of each of two weight tiles. The instruction takes four columns of
+// every eight for one tile and four for the other; `in_order` undoes that when the sums are stored.
 inline void pair_rows(const char* a, const char* b, char* out) {
   using Row = Vec<16>::pairs;
   Row low, high;
@@ -183,35 +185,36 @@ inline void in_order(F32<16> (&v)[2]) {
   v[1] = __builtin_shuffle(first, v[1], high);
 }
 
-constexpr int kPairsAhead = 2;      // of rows, fetched while others are paired
-constexpr int kPanelColumns = 128;  // of a panel, made into tiles at a time: L1 holds them
+constexpr int kPairsAhead = 2;      // pairs of rows prefetched while others are paired
+constexpr int kPanelColumns = 128;  // of a panel, converted to tiles at a time: they fit L1
 
 // One row of 32 columns as bf16.
-inline const char* bf16_row(const Outer& o, int m, int column, char (&edge)[kBlockN * 8], char (&half)[kBlockN * 2]) {
+inline const char* bf16_row(const LoraWgrad& o, int m, int column, char (&edge)[kBlockN * 8],
+                            char (&half)[kBlockN * 2]) {
   if (m >= o.rows) {
     __builtin_memset(half, 0, sizeof half);
     return half;
   }
   const char* from = block_of_row(o, m, column, edge);
-  if (o.dtype == DType::bf16 && !o.drop.row) return from;
+  if (o.dtype == DType::bf16 && !o.dropout.seeds) return from;
   for (int i = 0; i < kBlockN; i += 16) {
     F32<16> v = load_as<F32<16>>(from, i, o.dtype);
-    if (o.drop.row) v = thinned(v, o.drop, o.drop.row[m], o.column + column + i);
+    if (o.dropout.seeds) v = apply_dropout(v, o.dropout, o.dropout.seeds[m], o.column + column + i);
     to_bf16<16>(half + i * 2, v);
   }
   return half;
 }
 
 // Sixteen ranks of row m as bf16, each in a lane.
-inline U32<16> ranks_in_lanes(const Outer& o, int m, int rank) {
+inline U32<16> ranks_in_lanes(const LoraWgrad& o, int m, int rank) {
   if (m >= o.rows) return U32<16>{};
   const char* from = o.p[m] + rank / kTileK * o.p_block + rank % kTileK * 2;
   if (!o.weight) return __builtin_convertvector(load<Vec<16>::u16>(from), U32<16>);
   return bf16_bits<16>(from_bf16<16>(from) * splat<F32<16>>((float)o.weight[m]));
 }
 
-// p turned: 16 ranks by 32 rows, [groups][steps] tiles.
-inline void rank_tiles(const Outer& o, int groups, int steps, char* a) {
+// p transposed: 16 ranks by 32 rows, [groups][steps] tiles.
+inline void rank_tiles(const LoraWgrad& o, int groups, int steps, char* a) {
   alignas(64) char pairs[kTileBytes];
   for (int g = 0; g < groups; g++)
     for (int k = 0; k < steps; k++, a += kTileBytes) {
@@ -223,18 +226,18 @@ inline void rank_tiles(const Outer& o, int groups, int steps, char* a) {
     }
 }
 
-// Columns [column, end) of all rows in pairs, [blocks][steps][2 tiles]. Rows of a tensor lie by token, anywhere, and
-// are read one pair after the other, because what follows a line of theirs is fetched by itself; of a panel, neighbours
-// are rows, and a few blocks are read at a time.
-inline void wide_tiles(const Outer& o, int column, int end, int steps, char* b) {
+// Pairs columns [column, end) of all rows, [blocks][steps][2 tiles]. Rows of a tensor are scattered by token and read
+// one pair after the other, because the hardware prefetches the lines that follow; in a panel, neighbouring lines are
+// rows, and a few blocks are read at a time.
+inline void wide_tiles(const LoraWgrad& o, int column, int end, int steps, char* b) {
   alignas(64) char edge[2][kBlockN * 8], half[2][kBlockN * 2];
   int64_t next_block = (int64_t)steps * 2 * kTileBytes;
-  bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.drop.row;
-  // The row and the column that are fetched while one is read, as bytes.
+  bool tensor = o.q_block == kBlockN * (int64_t)size_of(o.dtype), plain = o.dtype == DType::bf16 && !o.dropout.seeds;
+  // The address to prefetch while a row is read.
   auto ahead_of = [&](int row) {
-    int next = tensor ? row + kPairsAhead * 2 : row, later = tensor ? column : column + kPanelColumns;
-    if (next >= o.rows) next -= o.rows, later += kOuterColumns;
-    return (next < o.rows ? o.q[next] : o.q[0]) + later / kBlockN * o.q_block;
+    int next = tensor ? row + kPairsAhead * 2 : row, next_column = tensor ? column : column + kPanelColumns;
+    if (next >= o.rows) next -= o.rows, next_column += kWgradColumns;
+    return (next < o.rows ? o.q[next] : o.q[0]) + next_column / kBlockN * o.q_block;
   };
   for (int m = 0; m < steps * kTileK; m += 2) {
     char* to = b + m / kTileK * 2 * kTileBytes + m % kTileK / 2 * 64;
@@ -257,9 +260,9 @@ inline void wide_tiles(const Outer& o, int column, int end, int steps, char* b) 
   }
 }
 
-// Sums of 32 columns, or of 64 so that four products are under way, over all steps.
+// Sums of 32 columns, or of 64 so that four products are in flight, over all steps.
 template <bool two>
-inline void add_tiles(const Outer& o, const char* a, const char* b, int steps, float* c) {
+inline void add_tiles(const LoraWgrad& o, const char* a, const char* b, int steps, float* c) {
   int64_t stride = o.c_stride * 4, block = (int64_t)steps * 2 * kTileBytes;
   if (o.first) {
     _tile_zero(0);
@@ -297,16 +300,16 @@ inline void add_tiles(const Outer& o, const char* a, const char* b, int steps, f
   }
 }
 
-// The contraction over rows with tiles: p turned becomes the A operand, as high as there are ranks, and the wide rows,
-// taken in pairs, the B operand. Both are made in scratch, the wide one many columns at a time where rows are long.
-inline void outer_tiles(const Outer& o) {
+// The contraction over rows with tiles: p transposed is the A operand, as high as the rank, and q in pairs of rows the
+// B operand. Both are built in scratch, q many columns at a time where rows are long.
+inline void wgrad_tiles(const LoraWgrad& o) {
   int steps = (o.rows + kTileK - 1) / kTileK, groups = (o.rank + kTileN - 1) / kTileN;
   char* b = o.scratch + (int64_t)groups * steps * kTileBytes;
   rank_tiles(o, groups, steps, o.scratch);
   configure(groups > 1 ? kTileN : o.rank);
-  int together = o.q_block == kBlockN * (int64_t)size_of(o.dtype) ? kOuterColumns : kPanelColumns;
-  for (int column0 = 0; column0 < o.columns; column0 += together) {
-    int end = o.columns - column0 < together ? o.columns : column0 + together;
+  int columns_together = o.q_block == kBlockN * (int64_t)size_of(o.dtype) ? kWgradColumns : kPanelColumns;
+  for (int column0 = 0; column0 < o.columns; column0 += columns_together) {
+    int end = o.columns - column0 < columns_together ? o.columns : column0 + columns_together;
     wide_tiles(o, column0, end, steps, b);
     for (int column = column0; column < end; column += 2 * kBlockN)
       for (int g = 0; g < groups; g++) {
@@ -324,20 +327,20 @@ struct Tiles {
   using Arithmetic = Products;
   using Real = typename Products::Real;
   static constexpr int width = 16, elem = 2, tile_bytes = kTileBytes, max_rows = kMaxRows;
-  static constexpr bool overlaps = true;  // tiles are multiplied beside the vector units
+  static constexpr bool overlaps = true;  // the tile unit works in parallel with the vector units
   static void enter(int rows) { configure(rows); }
   static void leave() { _tile_release(); }
-  template <class Beside>
-  static void multiply(const ProductOf<Real>& p, Beside& meanwhile) {
-    p.tiles == 2 ? multiply_two<Products>(p, meanwhile) : multiply_one<Products>(p, meanwhile);
+  template <class Overlap>
+  static void multiply(const ProductOf<Real>& p, Overlap& overlapped) {
+    p.tiles == 2 ? multiply_two<Products>(p, overlapped) : multiply_one<Products>(p, overlapped);
   }
 };
 
 struct Amx : Tiles<Bf16Products> {
   using Vector = F32<16>;
   static constexpr DType panel = DType::bf16;
-  static void outer(const Outer& o) { outer_tiles(o); }
-  static void deliver(const Deliver& d) { deliver_sums<Vector>(d, in_order); }
+  static void lora_wgrad(const LoraWgrad& o) { wgrad_tiles(o); }
+  static void store_grad(const StoreGrad& d) { store_grad_sums<Vector>(d, in_order); }
   static Tiling tiling(int32_t live) {
     int32_t tiles = (live + kMaxRows - 1) / kMaxRows;
     return {tiles ? (live + tiles - 1) / tiles : 1, tiles};
@@ -369,7 +372,7 @@ struct Amx : Tiles<Bf16Products> {
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Amx, Tiles<ByteProducts>, FewTiles>("amx");
+constexpr KernelTable kBf16 = table_of<Amx, Tiles<Int8Products>, GemvAmx>("amx");
 
 }  // namespace
 

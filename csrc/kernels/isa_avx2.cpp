@@ -8,7 +8,7 @@ template <class Arith>
 struct Avx2 : RowIsa<Arith, 2, 6> {
   static double registers(double seconds) { return register_rate<typename Arith::Vector, 12>(seconds); }
 };
-constexpr KernelTable kBf16 = table_of<Avx2<WidenToF32<8>>, RowIsa<WidenBytes<8>, 2, 6>>("avx2");
+constexpr KernelTable kBf16 = table_of<Avx2<WidenToF32<8>>, RowIsa<WidenInt8<8>, 2, 6>>("avx2");
 constexpr KernelTable kF32 = table_of<Avx2<Exact<F32<8>>>>("avx2");
 }  // namespace
 

@@ -7,7 +7,7 @@ namespace {
 struct Avx512 : RowIsa<WidenToF32<16>, 2, 12> {
   static double registers(double seconds) { return register_rate<F32<16>, 24>(seconds); }
 };
-constexpr KernelTable kBf16 = table_of<Avx512, RowIsa<WidenBytes<16>, 2, 12>>("avx512");
+constexpr KernelTable kBf16 = table_of<Avx512, RowIsa<WidenInt8<16>, 2, 12>>("avx512");
 }  // namespace
 
 extern const KernelTables kernels_avx512;

@@ -1,39 +1,39 @@
-// AVX-512 with VDPBF16PS: activations stay bf16, and one instruction takes a pair of k for 16 outputs.
+// AVX-512 with VDPBF16PS: activations stay bf16, and one instruction multiplies a pair of k for 16 outputs.
 #include <immintrin.h>
 
-#include "kernels/quads_vnni.h"
+#include "kernels/dp4a_vnni.h"
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 
 namespace kt {
 namespace {
 
-struct PairProduct {
+struct Bf16PairProduct {
   using Vector = F32<16>;
   static constexpr int elem = 2, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::bf16;
-  static U32<16> open(const char* w) { return load<U32<16>>(w); }
+  static U32<16> unpack(const char* w) { return load<U32<16>>(w); }
   static F32<16> step(F32<16> acc, const char* x, const U32<16>& w) {
     U32<16> pair = U32<16>{} + load<uint32_t>(x);
     return (F32<16>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)pair);
   }
 };
 
-// Weights have 128 more: of every row 128 times the sum of its bytes is too much, and the sums begin with less by that.
-struct QuadProduct {
+// Weights are 128 too large for VPDPBUSD, so the sums of a row start from -128 times the sum of its activations.
+struct VnniProduct {
   using Vector = I32<16>;
   static constexpr int elem = 2, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::bf16;
-  using Quads = VnniQuads;
-  static U32<16> open(const char* w) { return Quads::open(load<U32<16>>(w)); }
+  using Dp4a = VnniDp4a;
+  static U32<16> unpack(const char* w) { return Dp4a::unpack(load<U32<16>>(w)); }
   static I32<16> step(I32<16> acc, const char* x, const U32<16>& w) {
-    return Quads::add(acc, w, U32<16>{} + load<uint32_t>(x));
+    return Dp4a::add(acc, w, U32<16>{} + load<uint32_t>(x));
   }
   static void begin(const char* a, int live, int tile_rows, int steps, bool accumulate, int32_t* c) {
     for (int m = 0; m < live; m++, a += kStepK, c += kBlockN) {
       I32<16> sums = {};
       for (int s = 0; s < steps; s++)
-        sums = Quads::add(sums, U32<16>{} + 0x80808080u, load<U32<16>>(a + s * (int64_t)tile_rows * kStepK));
+        sums = Dp4a::add(sums, U32<16>{} + 0x80808080u, load<U32<16>>(a + s * (int64_t)tile_rows * kStepK));
       int32_t sum = 0;
       for (int i = 0; i < 16; i++) sum += sums[i];
       for (int i = 0; i < kBlockN; i += 16) store(c + i, (accumulate ? load<I32<16>>(c + i) : I32<16>{}) - sum);
@@ -41,7 +41,7 @@ struct QuadProduct {
   }
 };
 
-struct Avx512Bf16 : RowIsa<PairProduct, 2, 12> {
+struct Avx512Bf16 : RowIsa<Bf16PairProduct, 2, 12> {
   static double registers(double seconds) {
     constexpr int chains = 24;
     F32<16> acc[chains] = {};
@@ -59,10 +59,10 @@ struct Avx512Bf16 : RowIsa<PairProduct, 2, 12> {
   }
 };
 
-// Few rows: both sides are pairs as they lie.
-struct PairRows {
+// Few rows: both operands are pairs along k in their stored order.
+struct Bf16PairRows {
   static constexpr int width = 16;
-  static U32<16> open(const char* w) { return load<U32<16>>(w); }
+  static U32<16> unpack(const char* w) { return load<U32<16>>(w); }
   static U32<16> at(const char* x, int32_t k, int32_t token, int64_t pair) {
     return load<U32<16>>(x + (int64_t)token * k * 2 + pair * 4);
   }
@@ -71,19 +71,19 @@ struct PairRows {
   }
 };
 
-struct FewPairs {
+struct GemvBf16Pairs {
   static constexpr int32_t tokens = 16;
-  static void spread(const Spread& s) {
-    if (s.type == DType::f32) return WidenedRows<16>::spread(s);
+  static void pack_rows(const PackRows& s) {
+    if (s.type == DType::f32) return WidenedRows<16>::pack_rows(s);
     for (int32_t t = 0; t < s.tokens; t++)
       __builtin_memcpy(s.out + (int64_t)t * s.k * 2, (const char*)s.x + t * s.stride * 2, (size_t)s.k * 2);
   }
-  static void multiply(const Narrow& n) {
-    n.type == DType::f32 ? narrow_vectors<WidenedRows<16>>(n) : narrow_vectors<PairRows>(n);
+  static void multiply(const Gemv& n) {
+    n.type == DType::f32 ? gemv_vectors<WidenedRows<16>>(n) : gemv_vectors<Bf16PairRows>(n);
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Avx512Bf16, RowIsa<QuadProduct, 2, 12>, FewPairs>("avx512_bf16");
+constexpr KernelTable kBf16 = table_of<Avx512Bf16, RowIsa<VnniProduct, 2, 12>, GemvBf16Pairs>("avx512_bf16");
 
 }  // namespace
 

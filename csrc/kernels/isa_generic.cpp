@@ -1,5 +1,5 @@
-// Any CPU: vectors of four floats or two doubles, which the compiler maps to SSE2 or NEON. The oracle's nearest
-// relative among the variants, and what runs where nothing better may.
+// Any CPU: vectors of four floats or two doubles, which the compiler maps to SSE2 or NEON. The fallback, and the
+// reference variant of the tests.
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 
@@ -10,11 +10,11 @@ struct Generic : RowIsa<Arith, 2, 4> {
   static double registers(double seconds) { return register_rate<typename Arith::Vector, 8>(seconds); }
 };
 #ifdef __SSE2__
-using Bytes = RowIsa<WidenBytes<4>, 2, 4>;
+using Int8Isa = RowIsa<WidenInt8<4>, 2, 4>;
 #else
-using Bytes = RowIsa<SpreadBytes<4>, 2, 4>;
+using Int8Isa = RowIsa<WidenInt8PerLane<4>, 2, 4>;
 #endif
-constexpr KernelTable kBf16 = table_of<Generic<WidenToF32<4>>, Bytes>("generic");
+constexpr KernelTable kBf16 = table_of<Generic<WidenToF32<4>>, Int8Isa>("generic");
 constexpr KernelTable kF32 = table_of<Generic<Exact<F32<4>>>>("generic");
 constexpr KernelTable kF64 = table_of<Generic<Exact<F64<2>>>>("generic");
 }  // namespace

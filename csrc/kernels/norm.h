@@ -1,4 +1,4 @@
-// The norm that stands before every block of a decoder, for the few rows of decoding: in torch it is seven operators.
+// RMS norm of the few rows of decoding, one kernel instead of torch's seven operators.
 #pragma once
 
 #include "kernels/elementwise.h"

@@ -1,8 +1,8 @@
-// From the checkpoint's rows to weight tiles, and from token rows to activation panels.
+// Packs the checkpoint's rows into weight tiles and gathers token rows into activation panels.
 //
 // Packing a weight tile is a transpose of 16 x 16 dwords (a dword is two neighbours along K), done as sixteen 4 x 4
-// transposes that every ISA has. bf16 rows are read where they lie; a source in other strides or in f16 or f32 is first
-// brought into a small bf16 square of 16 outputs x 32 of K, so layouts are a matter of two strides and nothing else.
+// transposes that every ISA has. bf16 rows are read in place; a source with other strides or in f16 or f32 is first
+// converted to a small bf16 square of 16 outputs x 32 of K, so any layout is handled by two strides.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -17,8 +17,7 @@ inline uint16_t one_bf16(const void* base, int64_t index, DType type) {
 
 // square[n][k] = source(n0 + n, k0 + k) as bf16, zero outside n_valid and k_valid.
 template <int W>
-inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0,
-                         int k_valid) {
+inline void load_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int n0, int n_valid, int k0, int k_valid) {
   int ns = n_valid - n0 < kTileN ? n_valid - n0 : kTileN;
   int ks = k_valid - k0 < kTileK ? k_valid - k0 : kTileK;
   if (ns < kTileN || ks < kTileK) __builtin_memset(square, 0, sizeof square);
@@ -34,14 +33,14 @@ inline void fetch_square(uint16_t (&square)[kTileN][kTileK], const Source& s, in
       square[n][k] = one_bf16(s.data, (n0 + n) * s.n_stride + (k0 + k) * s.k_stride, s.dtype);
 }
 
-constexpr int kPackAhead = 256;  // bytes of a source row to fetch ahead
+constexpr int kPackAhead = 256;  // bytes of a source row to prefetch
 
 // 16 rows of 32 bf16, `stride` bytes apart, into a tile.
 inline void rows_to_tile(const char* rows, int64_t stride, char* tile) {
   using Four = U32<4>;
   for (int n = 0; n < kTileN; n += 4) {
     const char* row = rows + n * stride;
-    // Sixteen rows are more streams than the hardware follows.
+    // Sixteen rows are more streams than the hardware prefetcher follows.
     for (int i = 0; i < 4; i++) __builtin_prefetch(row + i * stride + kPackAhead);
     for (int p = 0; p < kTileK / 2; p += 4) {
       Four r0 = load<Four>(row + 4 * p), r1 = load<Four>(row + stride + 4 * p);
@@ -73,16 +72,16 @@ void pack_block(const Pack& p) {
         const uint16_t* rows = (const uint16_t*)s.data + p.n0[half] * s.n_stride + kt * kTileK;
         rows_to_tile((const char*)rows, s.n_stride * 2, tile);
       } else {
-        fetch_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
+        load_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
         rows_to_tile((const char*)square, sizeof square[0], tile);
       }
     }
   }
 }
 
-// The tiles of the exact kinds: [32 k][16 n] in the type of the sums.
+// Tiles of precisions f32 and f64: [32 k][16 n] in the type of the sums.
 template <class V>
-void pack_plain(const Pack& p) {
+void pack_exact(const Pack& p) {
   using Real = Lane<V>;
   Real* out = (Real*)p.out;
   for (int kt = 0; kt < p.k_tiles; kt++)
@@ -95,11 +94,11 @@ void pack_plain(const Pack& p) {
         }
 }
 
-// W values at element i of a panel row, and back.
+// Stores W values at element i of a panel row; get_element loads them.
 template <class Isa>
 inline void put_element(char* row, int i, typename Isa::Vector v) {
   if constexpr (Isa::elem == 2) {
-#ifdef __AVX512BF16__  // numbers too small for a normal bf16 become zero, which they are to a product
+#ifdef __AVX512BF16__  // values too small for a normal bf16 become zero, as the products treat them
     if constexpr (Isa::width == 16) return store(row + i * 2, _mm512_cvtneps_pbh((__m512)v));
 #endif
     to_bf16<Isa::width>(row + i * 2, v);
@@ -114,7 +113,7 @@ inline typename Isa::Vector get_element(const char* row, int i) {
   return load<typename Isa::Vector>(row + i * Isa::elem);
 }
 
-// One token's 32 columns into a panel row.
+// Converts one token's 32 columns into a panel row.
 template <class Isa>
 inline void put_columns(char* out, const Gather& g, int64_t at, int valid) {
   if (valid >= kTileK) {
@@ -128,9 +127,9 @@ inline void put_columns(char* out, const Gather& g, int64_t at, int valid) {
   }
   alignas(64) char tail[kTileK * 8] = {};
   __builtin_memcpy(tail, (const char*)g.x + at * (int64_t)size_of(g.dtype), valid * size_of(g.dtype));
-  Gather whole = g;
-  whole.x = tail;
-  put_columns<Isa>(out, whole, 0, kTileK);
+  Gather padded = g;
+  padded.x = tail;
+  put_columns<Isa>(out, padded, 0, kTileK);
 }
 
 template <class Isa>

@@ -1,14 +1,16 @@
-// Bare loops that say what this CPU can do: arithmetic from registers, the inner product over panels in L2, and reads.
+// Peak rates of this CPU measured by bare loops (arithmetic from registers, the inner product over panels in L2, memory
+// reads), and `table_of`, which assembles a variant's kernel table.
 //
-// The benches set every cell against these, measured in the same run with the same threads; the thread probe uses them.
+// The benches report every cell relative to these rates, measured in the same run with the same threads; the thread
+// probe uses them too.
 #pragma once
 
 #include <time.h>
 
-#include "kernels/adapt.h"
-#include "kernels/attend.h"
-#include "kernels/back.h"
-#include "kernels/narrow.h"
+#include "kernels/decode_attention.h"
+#include "kernels/down_backward.h"
+#include "kernels/gemv.h"
+#include "kernels/lora_gemv.h"
 #include "kernels/norm.h"
 
 namespace kt {
@@ -20,7 +22,7 @@ inline double seconds_now() {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Calls `body` until `seconds` have passed; units of work per second.
+// Calls `body` until `seconds` have passed; returns units of work per second.
 template <class Body>
 inline double per_second(double seconds, Body&& body) {
   double start = seconds_now(), now, units = 0;
@@ -31,9 +33,8 @@ inline double per_second(double seconds, Body&& body) {
   return units / (now - start);
 }
 
-// Random bytes, or bf16, f32 or f64 numbers below 1 with random signs and mantissas. What the arithmetic can do depends
-// on its data: on zeros or constants a matrix unit draws less power and runs up to twice as fast as it ever will on
-// weights.
+// Random bytes, or bf16, f32 or f64 values below 1 with random signs and mantissas. Arithmetic throughput depends on
+// the data: on zeros or constants a matrix unit draws less power and runs up to twice as fast as on weights.
 inline void fill_with_noise(char* out, size_t bytes, int elem) {
   uint64_t x = 88172645463325252u;
   for (size_t at = 0; at + (size_t)elem <= bytes; at += (size_t)elem) {
@@ -47,27 +48,27 @@ inline void fill_with_noise(char* out, size_t bytes, int elem) {
     } else if (elem == 4) {
       __builtin_memcpy(out + at, &bits, 4);
     } else {
-      float narrow;
-      __builtin_memcpy(&narrow, &bits, 4);
-      double wide = narrow;
+      float single;
+      __builtin_memcpy(&single, &bits, 4);
+      double wide = single;
       __builtin_memcpy(out + at, &wide, 8);
     }
   }
 }
 
-// Two token tiles against blocks of K = 2048, everything packed and resident, nothing stored but the sums.
+// Two token tiles times blocks of K = 2048, everything packed and in cache, only the sums stored.
 template <class Isa>
 double panel_rate(double seconds, char* scratch, size_t bytes) {
-  constexpr int k_tiles = 2048 / (kInBytes<Isa> ? kStepK : kTileK), each = kInBytes<Isa> ? 1 : Isa::elem;
+  constexpr int k_tiles = 2048 / (kIntegerSums<Isa> ? kStepK : kTileK), each = kIntegerSums<Isa> ? 1 : Isa::elem;
   constexpr int64_t block = k_tiles * 2 * Isa::tile_bytes;
   int rows = Isa::max_rows;
   int64_t tile = (int64_t)rows * kTileK * Isa::elem * k_tiles, panel = round_up(kPassTiles * tile, 64);
   int64_t blocks = ((int64_t)bytes - panel) / block;
   if (blocks < 1) return 0;
   fill_with_noise(scratch, (size_t)panel, each);
-  fill_with_noise(scratch + panel, bytes - (size_t)panel, kInBytes<Isa> ? 1 : Isa::tile_bytes / (kTileK * kTileN));
+  fill_with_noise(scratch + panel, bytes - (size_t)panel, kIntegerSums<Isa> ? 1 : Isa::tile_bytes / (kTileK * kTileN));
   alignas(64) typename Isa::Real c[kPassTiles * kMaxRows * kBlockN];
-  Nothing nothing;
+  NoOverlap no_overlap;
   Isa::enter(rows);
   double rate = per_second(seconds, [&] {
     for (int64_t i = 0; i < blocks; i++) {
@@ -78,12 +79,12 @@ double panel_rate(double seconds, char* scratch, size_t bytes) {
                                       rows,
                                       kPassTiles * rows,
                                       false,
-                                      kNothingAhead,
+                                      kNoPrefetch,
                                       c,
                                       nullptr,
                                       0,
                                       0};
-      Isa::multiply(p, nothing);
+      Isa::multiply(p, no_overlap);
     }
     return 2.0 * kPassTiles * rows * kBlockN * 2048 * (double)blocks;
   });
@@ -101,16 +102,16 @@ double read_rate(double seconds, const char* scratch, size_t bytes) {
     return (double)at;
   });
   for (int i = 1; i < 8; i++) sum[0] ^= sum[i];
-  // The sum must be seen, or the loop is dropped.
+  // The sum must be used, or the compiler removes the loop.
   asm volatile("" : : "g"(sum[0][0]) : "memory");
   return rate;
 }
 
-// Multiply-adds on MR x NV accumulators that never leave their registers.
+// Multiply-adds on accumulators that stay in registers.
 template <class V, int chains>
 double register_rate(double seconds) {
   constexpr int W = kLanes<V>;
-  // Numbers that the compiler cannot see, or it would leave the multiplication by one out.
+  // Values unknown to the compiler, which would drop a multiplication by one.
   alignas(64) Lane<V> noise[2 * W];
   fill_with_noise((char*)noise, sizeof noise, sizeof noise[0]);
   V acc[chains], x = load<V>(noise), y = load<V>(noise + W);
@@ -126,16 +127,16 @@ double register_rate(double seconds) {
   return rate;
 }
 
-template <class Isa, class Bytes>
+template <class Isa, class Int8Isa>
 double measure_rate(Rate what, double seconds, char* scratch, size_t bytes) {
   if (what == Rate::read) return read_rate<sizeof(typename Isa::Vector) / 4>(seconds, scratch, bytes);
   if (what == Rate::panels) return panel_rate<Isa>(seconds, scratch, bytes);
-  if constexpr (kMultiplies<Bytes>)
-    if (what == Rate::bytes) return panel_rate<Bytes>(seconds, scratch, bytes);
+  if constexpr (kHasInt8<Int8Isa>)
+    if (what == Rate::bytes) return panel_rate<Int8Isa>(seconds, scratch, bytes);
   return Isa::registers(seconds);
 }
 
-// Tiles of bf16 hold pairs, those of the exact kinds single numbers.
+// bf16 tiles hold pairs along K, f32 and f64 tiles single values.
 template <class Isa>
 constexpr bool kPairs = Isa::tile_bytes == kTileBytes;
 
@@ -144,34 +145,34 @@ void pack_tiles(const Pack& p) {
   if constexpr (kPairs<Isa>) {
     pack_block<Isa::width>(p);
   } else {
-    pack_plain<typename Isa::Vector>(p);
+    pack_exact<typename Isa::Vector>(p);
   }
 }
 
 template <class Isa>
-void decode_any(const Decode& d) {
-  decode_block<Isa>(*d.how, d.block, d.k0, d.count, d.out);
+void run_decode(const Decode& d) {
+  decode_block<Isa>(*d.encoding, d.block, d.k0, d.count, d.out);
 }
 
-// What decoding asks for beside experts exists once for each variant, with the bf16 kernels.
+// Kernels other than the experts' exist once per variant, in the bf16 table.
 template <class Isa, class Argument>
-constexpr auto beside_experts(void (*kernel)(const Argument&)) {
+constexpr auto bf16_only(void (*kernel)(const Argument&)) {
   return kPairs<Isa> ? kernel : nullptr;
 }
 
-template <class Bytes, class Argument>
-constexpr auto in_bytes(void (*kernel)(const Argument&)) {
-  return kMultiplies<Bytes> ? kernel : nullptr;
+template <class Int8Isa, class Argument>
+constexpr auto if_int8(void (*kernel)(const Argument&)) {
+  return kHasInt8<Int8Isa> ? kernel : nullptr;
 }
 
-template <class Isa, class Bytes>
-constexpr auto shrinking() -> void (*)(const Shrink&) {
-  if constexpr (kMultiplies<Bytes>) return &shrink_panel<Isa>;  // there is none of doubles
+template <class Isa, class Int8Isa>
+constexpr auto quantise_panel_of() -> void (*)(const QuantisePanel&) {
+  if constexpr (kHasInt8<Int8Isa>) return &run_quantise_panel<Isa>;  // f64 has no W8A8
   return nullptr;
 }
 
-// `Bytes` says how a variant multiplies bytes, `Few` how it multiplies few rows (narrow.h).
-template <class Isa, class Bytes = void, class Few = FewWidened<Isa::width>>
+// `Int8Isa` is the int8 form of a variant, `GemvImpl` its GEMV for few rows (gemv.h).
+template <class Isa, class Int8Isa = void, class GemvImpl = GemvWidened<Isa::width>>
 constexpr KernelTable table_of(const char* name) {
   constexpr bool wide = sizeof(typename Isa::Real) == 8;
   return {name,
@@ -185,26 +186,26 @@ constexpr KernelTable table_of(const char* name) {
           Isa::tile_bytes,
           &Isa::tiling,
           &gather_panel<Isa>,
-          &run_up<Isa, Bytes>,
-          &run_down<Isa, Bytes>,
+          &run_up<Isa, Int8Isa>,
+          &run_down<Isa, Int8Isa>,
           &pack_tiles<Isa>,
-          &decode_any<Isa>,
-          &turn_any<Isa>,
-          &run_back<Isa>,
-          &Isa::outer,
-          &Isa::deliver,
-          &thin_panel<Isa>,
-          kPairs<Isa> ? Few::tokens : 0,
-          beside_experts<Isa>(&Few::spread),
-          beside_experts<Isa>(&Few::multiply),
-          beside_experts<Isa>(&run_attend<Isa::width>),
-          beside_experts<Isa>(&run_norm<Isa::width>),
-          beside_experts<Isa>(&run_adapt<Isa::width>),
-          in_bytes<Bytes>(&quantise_rows<kDecodeWidth<Isa>>),
-          shrinking<Isa, Bytes>(),
-          in_bytes<Bytes>(&gather_byte_panel<Isa>),
-          direct_rows_of<Isa>(),
-          &measure_rate<Isa, Bytes>};
+          &run_decode<Isa>,
+          &run_transpose<Isa>,
+          &run_down_backward<Isa>,
+          &Isa::lora_wgrad,
+          &Isa::store_grad,
+          &dropout_panel<Isa>,
+          kPairs<Isa> ? GemvImpl::tokens : 0,
+          bf16_only<Isa>(&GemvImpl::pack_rows),
+          bf16_only<Isa>(&GemvImpl::multiply),
+          bf16_only<Isa>(&run_attention_split<Isa::width>),
+          bf16_only<Isa>(&run_norm<Isa::width>),
+          bf16_only<Isa>(&run_lora_gemv<Isa::width>),
+          if_int8<Int8Isa>(&quantise_rows<kDecodeWidth<Isa>>),
+          quantise_panel_of<Isa, Int8Isa>(),
+          if_int8<Int8Isa>(&gather_int8_panel<Isa>),
+          packed_gemv_rows_of<Isa>(),
+          &measure_rate<Isa, Int8Isa>};
 }
 
 }  // namespace

@@ -1,18 +1,18 @@
-// `multiply` for CPUs without tiles: a few token rows at a time in vector registers, weights widened on the way.
+// `multiply` for CPUs without tiles: a few token rows at a time in vector registers, weights widened on the fly.
 //
 // A weight vector holds, for W outputs, the neighbours k and k + 1 as bf16. Where the CPU has no bf16 product, a shift
-// and a mask make two f32 vectors of it (exactly), and each meets the broadcast activation of its k. The exact kinds
-// have one k a vector, in the type in which they multiply. NV vectors and MR rows fill the register file; a block of 32
-// outputs takes 32 / (NV * W) walks over K, or one where rows are few.
+// and a mask make two f32 vectors of it (exactly), each multiplied with the broadcast activation of its k. The exact
+// precisions (f32, f64) have one k per vector. NV vectors and MR rows fill the register file; a block of 32 outputs
+// takes 32 / (NV * W) sweeps over K, or one for few rows.
 #pragma once
 
 #include "kernels/gemm.h"
-#include "kernels/outer.h"
+#include "kernels/lora_wgrad.h"
 
 namespace kt {
 namespace {
 
-// acc[m] += x[m][k] * w[k] + x[m][k + 1] * w[k + 1] in plain f32, activations f32.
+// acc[m] += x[m][k] * w[k] + x[m][k + 1] * w[k + 1] in f32, activations f32.
 template <int W>
 struct WidenToF32 {
   using Vector = F32<W>;
@@ -21,7 +21,7 @@ struct WidenToF32 {
   struct Pair {
     F32<W> low, high;
   };
-  static Pair open(const char* w) {
+  static Pair unpack(const char* w) {
     U32<W> u = load<U32<W>>(w);
     return {(F32<W>)(u << 16), (F32<W>)(u & 0xffff0000u)};
   }
@@ -31,42 +31,42 @@ struct WidenToF32 {
   }
 };
 
-// acc[m] += x[m][k] * w[k], everything unrounded.
+// acc[m] += x[m][k] * w[k] in the type of the sums.
 template <class V>
 struct Exact {
   using Vector = V;
   static constexpr int elem = sizeof(Lane<V>), step_k = 1, step_bytes = elem, tile_bytes = kTileK * kTileN * elem;
   static constexpr DType panel = kDouble<V> ? DType::f64 : DType::f32;
-  static V open(const char* w) { return load<V>(w); }
+  static V unpack(const char* w) { return load<V>(w); }
   static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
 };
 
-// acc[m] += four products of bytes, widened to pairs of 16 bits on both sides. A row of a tile of bytes is as long as
-// one of bf16 pairs, and the panel's rows are as far apart as those of numbers, which are 4 bytes here.
+// acc[m] += four int8 products, both sides widened to pairs of 16 bits. A row of an int8 tile is as long as one of bf16
+// pairs, and the panel's row stride is that of floats, 4 bytes an element here.
 template <int W>
-struct WidenBytes {
+struct WidenInt8 {
   using Vector = I32<W>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;
-  using Quads = WidenedQuads<W>;
-  static auto open(const char* w) { return Quads::open(load<U32<W>>(w)); }
-  template <class Opened>
-  static I32<W> step(I32<W> acc, const char* x, const Opened& w) {
-    return Quads::add(acc, w, Quads::open_x(U32<W>{} + load<uint32_t>(x)));
+  using Dp4a = WideningDp4a<W>;
+  static auto unpack(const char* w) { return Dp4a::unpack(load<U32<W>>(w)); }
+  template <class Unpacked>
+  static I32<W> step(I32<W> acc, const char* x, const Unpacked& w) {
+    return Dp4a::add(acc, w, Dp4a::unpack_x(U32<W>{} + load<uint32_t>(x)));
   }
 };
 
-// The same with a lane for every byte, where pairs have no product.
+// The same with one lane per byte, for CPUs without a product of 16-bit pairs.
 template <int W>
-struct SpreadBytes {
+struct WidenInt8PerLane {
   using Vector = I32<W>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;
-  using Quads = WidenedQuads<W>;
+  using Dp4a = WideningDp4a<W>;
   struct Four {
     I32<W> k[4];
   };
-  static Four open(const char* w) {
+  static Four unpack(const char* w) {
     I32<W> v = load<I32<W>>(w);
     return {{v << 24 >> 24, v << 16 >> 24, v << 8 >> 24, v >> 24}};
   }
@@ -76,15 +76,15 @@ struct SpreadBytes {
   }
 };
 
-// Where output n of a block begins.
+// Byte offset of output n in a block.
 template <class Arith>
 constexpr int column_at(int n) {
   return n / kTileN * Arith::tile_bytes + n % kTileN * (Arith::tile_bytes / kTileK / kTileN) * Arith::step_k;
 }
 
 template <class Arith, int NV, int rows>
-inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate, Ahead ahead,
-                            Lane<typename Arith::Vector>* c) {
+inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate,
+                            Prefetch prefetch, Lane<typename Arith::Vector>* c) {
   using V = typename Arith::Vector;
   // A row of a tile holds step_k steps of K for 16 outputs.
   constexpr int W = kLanes<V>, steps = kTileK / Arith::step_k, row_bytes = Arith::tile_bytes / steps;
@@ -93,12 +93,12 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
     for (int v = 0; v < NV; v++) acc[m][v] = accumulate ? load<V>(c + m * kBlockN + v * W) : V{};
   for (int kt = 0; kt < k_tiles; kt++) {
     for (int p = 0; p < steps; p++) {
-      if (p % (steps / 4) == 0) prefetch_quarter(ahead, p / (steps / 4));
+      if (p % (steps / 4) == 0) prefetch_quarter(prefetch, p / (steps / 4));
       const char* x = a + p * Arith::step_bytes;
       constexpr int row = kTileK * Arith::elem;
-      auto weights = [&](int v) { return Arith::open(b + p * row_bytes + column_at<Arith>(v * W)); };
+      auto weights = [&](int v) { return Arith::unpack(b + p * row_bytes + column_at<Arith>(v * W)); };
       if constexpr (rows > NV) {
-        decltype(Arith::open(b)) w[NV];
+        decltype(Arith::unpack(b)) w[NV];
         for (int v = 0; v < NV; v++) w[v] = weights(v);
         for (int m = 0; m < rows; m++)
           for (int v = 0; v < NV; v++) acc[m][v] = Arith::step(acc[m][v], x + m * row, w[v]);
@@ -111,44 +111,44 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
     }
     a += tile_rows * kTileK * Arith::elem;
     b += 2 * Arith::tile_bytes;
-    ahead.at += ahead.lines * 64;
+    prefetch.at += prefetch.lines * 64;
   }
   for (int m = 0; m < rows; m++)
     for (int v = 0; v < NV; v++) store(c + m * kBlockN + v * W, acc[m][v]);
 }
 
-// One tile with `live` rows, 1 ... rows: the instance for exactly that many.
+// Dispatches to the instance for exactly `live` rows, 1 ... rows.
 template <class Arith, int NV, int rows>
 inline void tile_by_block(int live, const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate,
-                          Ahead ahead, Lane<typename Arith::Vector>* c) {
+                          Prefetch prefetch, Lane<typename Arith::Vector>* c) {
   constexpr int W = kLanes<typename Arith::Vector>;
   if (live == rows) {
-    // Few rows leave registers for the whole block: its weights are then read in one walk, as they lie.
-    constexpr bool whole = rows * (kBlockN / W) <= 8;
-    constexpr int NW = whole ? kBlockN / W : NV;
+    // Few rows leave registers for the whole block, whose weights are then read in one sequential sweep.
+    constexpr bool full_block = rows * (kBlockN / W) <= 8;
+    constexpr int NW = full_block ? kBlockN / W : NV;
     for (int column = 0; column < kBlockN; column += NW * W) {
       const char* at = b + column_at<Arith>(column);
-      rows_by_columns<Arith, NW, rows>(a, tile_rows, at, k_tiles, accumulate, ahead, c + column);
-      ahead.lines = 0;
+      rows_by_columns<Arith, NW, rows>(a, tile_rows, at, k_tiles, accumulate, prefetch, c + column);
+      prefetch.lines = 0;
     }
   } else if constexpr (rows > 1) {
-    tile_by_block<Arith, NV, rows - 1>(live, a, tile_rows, b, k_tiles, accumulate, ahead, c);
+    tile_by_block<Arith, NV, rows - 1>(live, a, tile_rows, b, k_tiles, accumulate, prefetch, c);
   }
 }
 
-// The same for bytes, once for all that has them multiplied. `Arith::begin`, where there is one, leaves something in
-// the sums that the products add to.
+// The int8 form, compiled once for all callers. `Arith::begin`, where it exists, initialises the sums that the products
+// add to.
 template <class Arith, int NV, int MR>
-__attribute__((noinline)) void bytes_by_block(int live, const char* a, int tile_rows, const char* b, int steps,
-                                              bool accumulate, Ahead ahead, int32_t* c) {
+__attribute__((noinline)) void int8_tile_by_block(int live, const char* a, int tile_rows, const char* b, int steps,
+                                                  bool accumulate, Prefetch prefetch, int32_t* c) {
   if constexpr (requires { Arith::begin(a, live, tile_rows, steps, accumulate, c); }) {
     Arith::begin(a, live, tile_rows, steps, accumulate, c);
     accumulate = true;
   }
-  tile_by_block<Arith, NV, MR>(live, a, tile_rows, b, steps, accumulate, ahead, c);
+  tile_by_block<Arith, NV, MR>(live, a, tile_rows, b, steps, accumulate, prefetch, c);
 }
 
-// An ISA that works on rows: MR rows by NV vectors in registers.
+// An ISA that multiplies rows: MR rows by NV vectors in registers.
 template <class Arith, int NV, int MR>
 struct RowIsa {
   using Arithmetic = Arith;
@@ -160,29 +160,29 @@ struct RowIsa {
   static void enter(int) {}
   static void leave() {}
   static Tiling tiling(int32_t live) { return {MR, (live + MR - 1) / MR}; }
-  static void outer(const Outer& o) { run_outer<Vector, panel>(o); }
-  static void deliver(const Deliver& d) {
-    deliver_sums<Vector>(d, [](auto&) {});
+  static void lora_wgrad(const LoraWgrad& o) { run_lora_wgrad<Vector, panel>(o); }
+  static void store_grad(const StoreGrad& d) {
+    store_grad_sums<Vector>(d, [](auto&) {});
   }
-  // The vector units do the product itself, so nothing is gained by mixing other rows' work into it.
-  template <class Beside>
-  static void multiply(const ProductOf<Real>& p, Beside& meanwhile) {
-    meanwhile.all();
+  // The vector units compute the product itself, so interleaving an epilogue with it gains nothing.
+  template <class Overlap>
+  static void multiply(const ProductOf<Real>& p, Overlap& overlapped) {
+    overlapped.all();
     for (int t = 0; t < p.tiles; t++) {
       int live = p.live - t * p.rows < p.rows ? p.live - t * p.rows : p.rows;
-      Ahead ahead = p.ahead;
-      if (t > 0) ahead.lines = 0;
+      Prefetch prefetch = p.prefetch;
+      if (t > 0) prefetch.lines = 0;
       Real* c = p.c + t * p.rows * kBlockN;
-      auto add = [&](const Stretch& s, bool accumulate, Ahead fetch) {
+      auto add = [&](const Contraction& s, bool accumulate, Prefetch fetch) {
         const char* a = s.a + (p.tile + t) * (int64_t)s.a_tile;
-        if constexpr (kInBytes<RowIsa>) {
-          bytes_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
+        if constexpr (kIntegerSums<RowIsa>) {
+          int8_tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
         } else {
           tile_by_block<Arith, NV, MR>(live, a, p.rows, s.b, s.k_tiles, accumulate, fetch, c);
         }
       };
-      add(p.s, p.accumulate, ahead);
-      for_each_extra(p, [&](const Stretch& s) { add(s, true, kNothingAhead); });
+      add(p.contraction, p.accumulate, prefetch);
+      for_each_lora_term(p, [&](const Contraction& s) { add(s, true, kNoPrefetch); });
     }
   }
 };

@@ -1,4 +1,4 @@
-// Attention of single new tokens, each over the keys and values of its own sequence.
+// Attention of single new tokens (decoding), each over the KV cache of its own sequence.
 #pragma once
 
 #include <vector>
@@ -8,20 +8,20 @@
 
 namespace kt {
 
-// One sequence. Its new key and value are written to place `count - 1`, then its query meets `count` of them.
-struct Past {
-  char *keys, *values;              // [groups][tokens][key_size], [groups][tokens][value_size]; first one to look at
-  int64_t key_group, value_group;   // bytes from group to group
-  int32_t count;                    // of keys, the new one included
+// One sequence. Its new key and value are written to index `count - 1`, then its query attends to all `count` keys.
+struct KVSequence {
+  char *keys, *values;  // [groups][tokens][key_size], [groups][tokens][value_size]; from the first visible token on
+  int64_t key_group_stride, value_group_stride;  // bytes from group to group
+  int32_t count;                                 // keys, including the new one
   const char *query, *key, *value;  // the new token's: [heads][key_size], [groups][key_size], [groups][value_size]
-  int64_t query_head, key_head, value_head;  // bytes from head to head of these
-  char* out;                                 // [heads][value_size]
+  int64_t query_head_stride, key_head_stride, value_head_stride;  // bytes from head to head of these
+  char* out;                                                      // [heads][value_size]
 };
 
 struct Attention {
-  std::vector<Past> pasts;
+  std::vector<KVSequence> sequences;
   int32_t heads, groups, key_size, value_size;
-  DType type;  // of everything
+  DType type;  // of all tensors
   float scale;
 };
 

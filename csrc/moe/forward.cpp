@@ -1,7 +1,7 @@
-// Forward: units leave activated rows in the hidden panel, lanes multiply them with down and add.
+// Forward: units write activated rows to the hidden panel, lanes multiply them with down and add.
 //
-// In W8A8 every row of x is made into bytes once, before the units that gather it, and every activated row once its
-// segment is done, when the largest of its numbers is known.
+// In W8A8 every row of x is quantised once, before the units that gather it, and every activated row once its segment
+// is done and the row's largest magnitude is known.
 #include <algorithm>
 
 #include "futex.h"
@@ -9,29 +9,29 @@
 
 namespace kt {
 
-constexpr int32_t kTokensTaken = 16;  // by a thread at a time, at most, to make bytes of them
+constexpr int32_t kMaxTokensTaken = 16;  // rows that a thread quantises at a time, at most
 
 void Call::begin() {
   next_tokens_ = 0;
-  tokens_left_ = in_bytes() ? batch_.tokens : 0;
+  tokens_left_ = w8a8() ? batch_.tokens : 0;
 }
 
 void Call::before_units(char*) {
-  if (!in_bytes()) return;
+  if (!w8a8()) return;
   int32_t hidden = experts_.shape().hidden;
-  // Everybody waits for the last row: few are taken one by one.
-  int32_t taken = std::clamp(batch_.tokens / (2 * experts_.engine().pool.threads()), 1, kTokensTaken);
+  // All threads wait for the last row, so few rows are taken one by one.
+  int32_t taken = std::clamp(batch_.tokens / (2 * experts_.engine().pool.threads()), 1, kMaxTokensTaken);
   for (int32_t t; (t = next_tokens_.fetch_add(taken, std::memory_order_relaxed)) < batch_.tokens;) {
     int32_t count = std::min(taken, batch_.tokens - t);
     const char* x = (const char*)batch_.hidden + t * batch_.hidden_stride * (int64_t)size_of(batch_.hidden_dtype);
     experts_.kernels().quantise({x, batch_.hidden_dtype, batch_.hidden_stride, count, hidden,
-                                 workspace_.data() + plan_.bytes_at + t * round_up(hidden, kStepK),
+                                 workspace_.data() + plan_.x_int8_at + t * round_up(hidden, kStepK),
                                  (float*)(workspace_.data() + plan_.x_scales_at) + t});
     tokens_left_.fetch_sub(count, std::memory_order_acq_rel);
   }
-  // Those that are left are in the hands of running threads.
-  for (int looks = 0; tokens_left_.load(std::memory_order_acquire); looks++)
-    looks < 1000 ? relax() : (void)sched_yield();
+  // The remaining rows are being quantised by running threads.
+  for (int spins = 0; tokens_left_.load(std::memory_order_acquire); spins++)
+    spins < 1000 ? relax() : (void)sched_yield();
 }
 
 void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
@@ -49,28 +49,28 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
 }
 
 void Call::segment_done(size_t index, char* slice) {
-  narrow_rows(index, panel_of(index), slice);
-  if (!in_bytes()) return;
+  lora_shrink_hidden(index, panel_of(index), slice);
+  if (!w8a8()) return;
   const Segment& segment = routing_.segments[index];
-  float* scales = (float*)(workspace_.data() + plan_.row_scales_at) + segment.begin;
-  experts_.kernels().shrink(
+  float* scales = (float*)(workspace_.data() + plan_.hidden_scales_at) + segment.begin;
+  experts_.kernels().quantise_panel(
       {panel_of(index), plan_.tilings[index], segment.count, experts_.weights().hidden_k_tiles(), scales});
 }
 
-const char* Call::columns_at(const Lane& lane, size_t index) const {
+const char* Call::lane_weights(const Lane& lane, size_t index) const {
   return experts_.weights().down().at(routing_.segments[index].expert, lane.block0);
 }
 
-void Call::run_columns(const Lane& lane, size_t index, char* slice) {
+void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
   const BlockStore& store = experts_.weights().down();
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int32_t k_tiles = store.k_tiles();
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
-  const char* b = columns_at(lane, index);
-  const char* after = index + 1 < routing_.segments.size() ? columns_at(lane, index + 1) : nullptr;
+  const char* b = lane_weights(lane, index);
+  const char* after = index + 1 < routing_.segments.size() ? lane_weights(lane, index + 1) : nullptr;
 
-  Down down = columns_of(lane, slice);
+  Down down = lane_output(lane, slice);
   down.block_bytes = store.block_bytes();
   down.bias = experts_.weights().down_bias(segment.expert);
   for (int32_t k = 0; k < k_tiles; k += plan_.down_chunk) {
@@ -78,32 +78,33 @@ void Call::run_columns(const Lane& lane, size_t index, char* slice) {
     down.first = k == 0;
     down.last = k + now == k_tiles;
     for_pieces(index, [&](int32_t tile, int32_t tiles) {
-      std::vector<Extra> extras;
+      std::vector<LoraTerm> lora_terms;
       if (down.first)
         for_runs(index, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
           if (!adapter.down_tiles()) return;
-          extras.push_back(extra_of({(int32_t)index, tile, tile + tiles}, ranks, ranks.ha, adapter.down_tiles()));
-          extras.back().s.b = adapter.down_b().at(segment.expert, lane.block0);
-          extras.back().block_bytes = adapter.down_b().block_bytes();
+          lora_terms.push_back(
+              lora_term_of({(int32_t)index, tile, tile + tiles}, ranks, ranks.ha, adapter.down_tiles()));
+          lora_terms.back().contraction.b = adapter.down_b().at(segment.expert, lane.block0);
+          lora_terms.back().block_bytes = adapter.down_b().block_bytes();
         });
-      down.extra = extras.data();
-      down.extras = (int32_t)extras.size();
+      down.lora_term = lora_terms.data();
+      down.lora_terms = (int32_t)lora_terms.size();
       int64_t row = segment.begin + (int64_t)tile * whole.rows;
       down.tiling = {whole.rows, tiles};
       down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
       down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
       down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
                    b + store.offset(k), now};
-      down.coded = {store.encoding(), k, slice + plan_.decoded_at};
-      bool few = direct(index, store);
-      if (few) down.direct = rows_in(down.base, whole, down.live);
-      if (in_bytes()) {
-        if (!few) down.base.k_tiles = (int32_t)ceil_div(now, 2);
-        down.coded.channel = (float*)(slice + plan_.channels_at);
-        down.row_scale = (const float*)(workspace_.data() + plan_.row_scales_at) + row;
+      down.encoded = {store.encoding(), k, slice + plan_.decoded_at};
+      bool packed_gemv = uses_packed_gemv(index, store);
+      if (packed_gemv) down.packed_gemv = panel_rows(down.base, whole, down.live);
+      if (w8a8()) {
+        if (!packed_gemv) down.base.k_tiles = (int32_t)ceil_div(now, 2);
+        down.encoded.channel = (float*)(slice + plan_.channels_at);
+        down.row_scale = (const float*)(workspace_.data() + plan_.hidden_scales_at) + row;
       }
-      const char* then = down.last ? after : b + store.offset(k + now);
-      down.next = tile + tiles == whole.tiles ? then : nullptr;
+      const char* next_weights = down.last ? after : b + store.offset(k + now);
+      down.next = tile + tiles == whole.tiles ? next_weights : nullptr;
       experts_.kernels().down(down);
     });
   }

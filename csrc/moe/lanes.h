@@ -1,8 +1,8 @@
-// Who works on which lane. A lane's experts must be added in order, but any thread may do the next few of them.
+// The queue of lanes. A lane's experts must be added in order, but any thread may take the next few of them.
 //
-// There are more lanes than threads. A thread takes the free lane that is furthest behind, brings it forward by about a
-// tenth of a millisecond and puts it back, so that cores of unequal speed (a busy sibling, another guest) still finish
-// together, and all lanes are near the same expert and find its rows in the shared cache.
+// There are more lanes than threads. A thread takes the free lane with the fewest finished experts, advances it for
+// about a tenth of a millisecond and puts it back, so that cores of unequal speed (a busy sibling, another guest)
+// finish together, and all lanes are near the same expert, whose rows are in the shared cache.
 #pragma once
 
 #include <cstdint>
@@ -15,17 +15,17 @@ namespace kt {
 
 class LaneQueue {
  public:
-  // `lanes` lanes that each have to pass `segments` experts.
+  // `lanes` lanes that each process `segments` experts.
   void reset(size_t lanes, int32_t segments) {
     segments_ = segments;
     lane_.assign(lanes, {0, false});
     left_ = segments ? (int32_t)lanes : 0;
   }
 
-  // The free lane furthest behind, now taken, and the segment it stands at; -1 when all lanes are done. Waits while the
-  // only unfinished lanes are in others' hands: one of them may be put back.
+  // Takes the free lane with the fewest finished segments and returns its index and next segment; -1 when all lanes are
+  // done. Waits while all unfinished lanes are taken by other threads: one of them may be put back.
   int32_t take(int32_t& segment) {
-    for (int looks = 0;; looks++) {
+    for (int spins = 0;; spins++) {
       {
         std::lock_guard lock(lock_);
         if (!left_) return -1;
@@ -40,9 +40,9 @@ class LaneQueue {
           return best;
         }
       }
-      // Long enough between looks not to disturb those who work.
+      // Polls rarely enough not to disturb the working threads.
       for (int i = 0; i < 64; i++) relax();
-      if (looks > 1000) sched_yield();
+      if (spins > 1000) sched_yield();
     }
   }
 

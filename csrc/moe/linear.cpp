@@ -1,6 +1,6 @@
-// Threads take pieces of the matrices, one group of rows or several: long ones first, because each piece is one run
-// through memory, single groups in the end, so that all are done together. Everyone takes a piece ahead: what comes
-// next is fetched while this is multiplied.
+// Threads take pieces of the matrices, of one group of rows or several: long pieces first, because each is one
+// sequential read, single groups at the end, so that all threads finish together. A thread claims its next piece before
+// it multiplies the current one, so that the next weights are prefetched.
 #include "moe/linear.h"
 
 #include <algorithm>
@@ -11,10 +11,10 @@ namespace kt {
 
 namespace {
 
-constexpr int64_t kMostGroups = 16;  // in a piece
-constexpr int64_t kPieces = 4;       // for each thread, of what is left
+constexpr int64_t kMaxGroups = 16;  // of a piece
+constexpr int64_t kPieces = 4;      // per thread, of the remaining groups
 
-// Activations as they are multiplied; kept by the thread that asks, because it asks for every layer of every token.
+// Packed activations; one buffer per calling thread, which is reused by every layer and token.
 char* scratch_of(int64_t bytes) {
   struct Free {
     void operator()(char* p) const { ::operator delete[](p, std::align_val_t{64}); }
@@ -31,9 +31,9 @@ char* scratch_of(int64_t bytes) {
 class LinearJob : public Job {
  public:
   LinearJob(const KernelTable& kernels, const Linear& linear, int threads)
-      : kernels_(kernels), l_(linear), threads_(threads), x_(scratch_of(spread_bytes(l_.tokens, l_.k))) {
-    for (int32_t i = 0; i < l_.count; i++) groups_ += ceil_div(l_.matrices[i].rows, kNarrowRows);
-    kernels_.spread({l_.x, l_.dtype, l_.x_stride, (int32_t)l_.k, l_.tokens, x_});
+      : kernels_(kernels), l_(linear), threads_(threads), x_(scratch_of(packed_rows_bytes(l_.tokens, l_.k))) {
+    for (int32_t i = 0; i < l_.count; i++) groups_ += ceil_div(l_.matrices[i].rows, kGemvGroup);
+    kernels_.pack_rows({l_.x, l_.dtype, l_.x_stride, (int32_t)l_.k, l_.tokens, x_});
   }
 
   void work(const Worker&) override {
@@ -41,16 +41,16 @@ class LinearJob : public Job {
     for (Piece piece = take(); piece.matrix; cold = false) {
       Piece next = take();
       const Matrix& m = *piece.matrix;
-      kernels_.narrow({m.weights + piece.row * m.weight_stride, m.weight_stride, (int32_t)piece.rows, (int32_t)l_.k,
-                       l_.tokens, x_, l_.dtype, (char*)m.out + piece.row * (int64_t)size_of(l_.dtype), m.out_stride,
-                       cold, next.matrix ? next.matrix->weights + next.row * next.matrix->weight_stride : nullptr});
+      kernels_.gemv_rows({m.weights + piece.row * m.weight_stride, m.weight_stride, (int32_t)piece.rows, (int32_t)l_.k,
+                          l_.tokens, x_, l_.dtype, (char*)m.out + piece.row * (int64_t)size_of(l_.dtype), m.out_stride,
+                          cold, next.matrix ? next.matrix->weights + next.row * next.matrix->weight_stride : nullptr});
       piece = next;
     }
   }
 
  private:
   struct Piece {
-    const Matrix* matrix;  // null: nothing is left
+    const Matrix* matrix;  // null: no piece is left
     int64_t row, rows;
   };
 
@@ -58,13 +58,13 @@ class LinearJob : public Job {
     int64_t first = next_.load(std::memory_order_relaxed);
     while (first < groups_) {
       const Matrix* m = l_.matrices;
-      int64_t at = first, own = ceil_div(m->rows, kNarrowRows);
-      for (; at >= own; own = ceil_div(m->rows, kNarrowRows)) at -= own, m++;
-      int64_t share = std::clamp<int64_t>((groups_ - first) / (kPieces * threads_), 1, kMostGroups);
+      int64_t at = first, own = ceil_div(m->rows, kGemvGroup);
+      for (; at >= own; own = ceil_div(m->rows, kGemvGroup)) at -= own, m++;
+      int64_t share = std::clamp<int64_t>((groups_ - first) / (kPieces * threads_), 1, kMaxGroups);
       int64_t count = std::min(share, own - at);
       if (next_.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) {
-        int64_t row = at * kNarrowRows;
-        return {m, row, std::min(count * kNarrowRows, m->rows - row)};
+        int64_t row = at * kGemvGroup;
+        return {m, row, std::min(count * kGemvGroup, m->rows - row)};
       }
     }
     return {};

@@ -1,4 +1,4 @@
-// Linear layers for a few token rows: out = x W^T, each W [N, K] in bf16 where it lies.
+// Linear layers for a few token rows: out = x W^T, each W [N, K] in bf16 in the checkpoint's layout.
 #pragma once
 
 #include "kernels/table.h"
@@ -14,7 +14,7 @@ struct Matrix {
   int64_t out_stride;     // elements
 };
 
-// Several matrices that meet the same x are one job.
+// Several matrices with the same x are one job.
 struct Linear {
   const void* x;     // [tokens, K]
   int64_t x_stride;  // elements

@@ -1,15 +1,15 @@
-// LoRA of one layer: for every expert and each of its matrices y += scale * B (A x), the factors packed as weights are.
+// LoRA of one layer: for every expert and each of its matrices y += scale * B (A x), the factors packed like weights.
 //
-// Gate and up share a product with x: their A are stacked into one matrix of rank R (once only where both have the same
-// A), and their B stand side by side in the blocks of gate/up, zero where the other's rank would be. A rank is one more
-// stretch of K, so it is rounded up to a tile; the scale is folded into B before rounding. Both directions read the
-// same bytes.
+// Gate and up share a product with x: their A are stacked into one matrix of rank R (stored once where both have the
+// same A), and their B are side by side in the blocks of gate/up, zero at the other's ranks. The rank is one more range
+// of K, so it is rounded up to a tile; the scale is folded into B before rounding. Forward and backward read the same
+// bytes.
 #pragma once
 
 #include <mutex>
 
+#include "moe/buffer_pool.h"
 #include "moe/weights.h"
-#include "moe/workspace.h"
 
 namespace kt {
 
@@ -18,7 +18,7 @@ struct LoraRanks {
   bool shared;             // gate and up have one A
 };
 
-// As the caller has it, for all experts: a [E, r, in], b [E, out, r].
+// Factors in the caller's layout, for all experts: a [E, r, in], b [E, out, r].
 struct SourceFactor {
   SourceMatrix a, b;
   double scale;
@@ -38,19 +38,20 @@ class Adapter {
   void leave() const { readers_.leave(); }
 
   const LoraRanks& ranks() const { return ranks_; }
-  int32_t wide_rank() const { return ranks_.shared ? ranks_.gate : ranks_.gate + ranks_.up; }  // of gate and up
-  int32_t up_at() const { return ranks_.shared ? 0 : ranks_.gate; }                            // up's first in there
+  // The rank of gate and up together, and up's first rank in it.
+  int32_t gate_up_rank() const { return ranks_.shared ? ranks_.gate : ranks_.gate + ranks_.up; }
+  int32_t up_at() const { return ranks_.shared ? 0 : ranks_.gate; }
   // Stored matrices: [R, H], [gate/up blocks, R], [r, I], [H, r].
-  const BlockStore& wide_a() const { return wide_a_; }
-  const BlockStore& wide_b() const { return wide_b_; }
+  const BlockStore& gate_up_a() const { return gate_up_a_; }
+  const BlockStore& gate_up_b() const { return gate_up_b_; }
   const BlockStore& down_a() const { return down_a_; }
   const BlockStore& down_b() const { return down_b_; }
-  // Ranks that fill no more than half a block of an A or of a turned B.
-  bool wide_half() const { return wide_rank() <= kTileN; }
+  // Whether the ranks fill at most half a block of A, or of B transposed.
+  bool gate_up_half() const { return gate_up_rank() <= kTileN; }
   bool down_half() const { return ranks_.down <= kTileN; }
-  int32_t wide_tiles() const { return wide_b_.k_tiles(); }  // 0: neither gate nor up
+  int32_t gate_up_tiles() const { return gate_up_b_.k_tiles(); }  // 0: neither gate nor up
   int32_t down_tiles() const { return down_b_.k_tiles(); }
-  size_t bytes() const { return wide_a_.bytes() + wide_b_.bytes() + down_a_.bytes() + down_b_.bytes(); }
+  size_t bytes() const { return gate_up_a_.bytes() + gate_up_b_.bytes() + down_a_.bytes() + down_b_.bytes(); }
 
  private:
   template <class Real>
@@ -62,7 +63,7 @@ class Adapter {
   const KernelTable& kernels_;
   Pool& pool_;
   Arena& arena_;
-  BlockStore wide_a_, wide_b_, down_a_, down_b_;
+  BlockStore gate_up_a_, gate_up_b_, down_a_, down_b_;
 };
 
 using Adapters = std::vector<const Adapter*>;

@@ -1,18 +1,17 @@
 // Gradients of LoRA's factors.
 //
 // With x, h the inputs of gate/up and down, g the gradient of gate/up, y that of the output (times the routing weight w
-// where it says so), B' = scale * B, and sums over the rows of one expert that carry the adapter:
+// where given), B' = scale * B, and sums over the rows of one expert that have the adapter:
 //
-//   gate/up:  dA = (g B')^T x    dB = scale g^T (x A^T)    and g B' A joins the gradient of x
-//   down:     dA = (w y B')^T h  dB = scale (w y)^T (h A^T)  and y B' A joins the gradient of h
+//   gate/up:  dA = (g B')^T x    dB = scale g^T (x A^T)    and g B' A is added to the gradient of x
+//   down:     dA = (w y B')^T h  dB = scale (w y)^T (h A^T)  and y B' A is added to the gradient of h
 //
-// So there are four rank panels. Gathering rows of x and y from their tokens costs more than a product with a rank, so
-// both are gathered once for all that is done with them: y by the units, the first of which to have a piece's rows
-// makes their panel, and x by the contraction that is dA of gate/up. Where rows are not gathered whole (a long K is
-// taken in chunks), or gate and up are computed again, which takes the panel of x, the panels are made before anything
-// else. Those of h and g are made once a segment's units are done; the contractions over rows come last, a few hundred
-// columns of one factor of one expert at a time, each by one thread in the order of the rows, so that the bits do not
-// depend on the threads.
+// So there are four rank panels. Gathering rows of x and y by token costs more than a product with a rank, so both are
+// gathered once for all uses: y by the units, the first of which computes the panel of a piece, and x by the wgrad that
+// computes dA of gate/up. Where K is too long to be gathered whole, or gate and up are recomputed, which needs the
+// panel of x, the panels are computed before the units. Those of h and g are computed once a segment's units are done.
+// The contractions over rows come last, a few hundred columns of one factor of one expert at a time, each by one thread
+// in row order, so that the bits do not depend on the number of threads.
 #include <algorithm>
 #include <cstring>
 
@@ -21,24 +20,25 @@
 
 namespace kt {
 
-void Backward::begin_ranks() {
+void Backward::begin_lora() {
   next_piece_ = next_factor_ = 0;
   const BlockStore& up = experts_.weights().up();
   columns_ = factor_columns(largest_rank(routing_, adapters_));
-  whole_rows_ = plan_.up_chunk >= up.k_tiles();
-  gathers_x_ = whole_rows_ && columns_ >= experts_.shape().hidden;
-  late_x_ = gathers_x_ && gradients_.keep;
+  gathers_full_k_ = plan_.up_chunk >= up.k_tiles();
+  wgrad_gathers_x_ = gathers_full_k_ && columns_ >= experts_.shape().hidden;
+  wgrad_makes_xa_ = wgrad_gathers_x_ && gradients_.keep;
   size_t segments = routing_.segments.size(), runs = routing_.runs.size();
   if (ranks_left_.size() < segments) ranks_left_ = std::vector<std::atomic<int32_t>>(segments);
-  if (y_made_.size() < plan_.pieces.size()) y_made_ = std::vector<std::atomic<Made>>(plan_.pieces.size());
-  if (x_made_.size() < runs) x_made_ = std::vector<std::atomic<Made>>(runs);
+  if (yb_state_.size() < plan_.pieces.size()) yb_state_ = std::vector<std::atomic<PanelState>>(plan_.pieces.size());
+  if (xa_state_.size() < runs) xa_state_ = std::vector<std::atomic<PanelState>>(runs);
   for (auto& left : ranks_left_) left.store(0, std::memory_order_relaxed);
-  for (auto& made : y_made_) made.store(Made::no, std::memory_order_relaxed);
-  for (auto& made : x_made_) made.store(late_x_ ? Made::no : Made::yes, std::memory_order_relaxed);
+  for (auto& state : yb_state_) state.store(PanelState::missing, std::memory_order_relaxed);
+  for (auto& state : xa_state_)
+    state.store(wgrad_makes_xa_ ? PanelState::missing : PanelState::ready, std::memory_order_relaxed);
   piece0_.assign(segments + 1, 0);
   for (const Piece& p : plan_.pieces) piece0_[(size_t)p.segment + 1]++;
   for (size_t n = 0; n < segments; n++) {
-    if (!whole_rows_ || !late_x_) ranks_left_[n] = piece0_[n + 1];
+    if (!gathers_full_k_ || !wgrad_makes_xa_) ranks_left_[n] = piece0_[n + 1];
     piece0_[n + 1] += piece0_[n];
   }
   size_t experts = (size_t)experts_.shape().experts;
@@ -49,42 +49,42 @@ void Backward::begin_ranks() {
   }
 }
 
-// Pieces of rows whose panels cannot be made on the way: x times A of gate/up, and y times B of down.
+// Computes the panels that units and wgrad cannot: x times A of gate/up, and y times B of down.
 void Backward::before_units(char* slice) {
-  if (whole_rows_ && late_x_) return;
+  if (gathers_full_k_ && wgrad_makes_xa_) return;
   for (int32_t n; (n = next_piece_++) < (int32_t)plan_.pieces.size();) {
     const Piece& piece = plan_.pieces[(size_t)n];
-    if (!late_x_) narrow_piece(piece, false, slice);
-    if (!whole_rows_) narrow_piece(piece, true, slice);
+    if (!wgrad_makes_xa_) lora_shrink_piece(piece, false, slice);
+    if (!gathers_full_k_) lora_shrink_piece(piece, true, slice);
     ranks_left_[(size_t)piece.segment].fetch_sub(1, std::memory_order_acq_rel);
   }
 }
 
 namespace {
 template <class Number>
-void await(const std::atomic<Number>& number, Number wanted) {
-  for (int looks = 0; number.load(std::memory_order_acquire) != wanted; looks++)
-    looks < 1000 ? relax() : (void)sched_yield();
+void wait_for(const std::atomic<Number>& number, Number value) {
+  for (int spins = 0; number.load(std::memory_order_acquire) != value; spins++)
+    spins < 1000 ? relax() : (void)sched_yield();
 }
 }  // namespace
 
-void Backward::await_ranks(size_t segment) const { await(ranks_left_[segment], 0); }
+void Backward::wait_for_ranks(size_t segment) const { wait_for(ranks_left_[segment], 0); }
 
-// y times B of down, from the rows that a unit has just gathered: by the first unit that has them.
-void Backward::ranks_of_gathered(const UpUnit& unit, const UnitRows& r, char* slice) {
+// y times B of down, from the rows that a unit has just gathered; done by the first unit of a piece, the others wait.
+void Backward::lora_shrink_gathered(const UpUnit& unit, const UnitRows& r, char* slice) {
   size_t n = (size_t)piece0_[(size_t)unit.segment], end = (size_t)piece0_[(size_t)unit.segment + 1];
-  if (n == end || !whole_rows_) return;
+  if (n == end || !gathers_full_k_) return;
   while (plan_.pieces[n].tile0 != unit.tile0) n++;
-  Made before = Made::no;
-  if (!y_made_[n].compare_exchange_strong(before, Made::under_way, std::memory_order_acq_rel))
-    return await(y_made_[n], Made::yes);
-  Narrowed narrowed{unit, r, true, 0, experts_.weights().up().k_tiles(), slice, slice + plan_.rank_sums_at};
+  PanelState before = PanelState::missing;
+  if (!yb_state_[n].compare_exchange_strong(before, PanelState::in_progress, std::memory_order_acq_rel))
+    return wait_for(yb_state_[n], PanelState::ready);
+  ShrinkInput input{unit, r, true, 0, experts_.weights().up().k_tiles(), slice, slice + plan_.rank_sums_at};
   for (int32_t run = routing_.run0[(size_t)unit.segment]; run < routing_.run0[(size_t)unit.segment + 1]; run++)
-    narrow_run(run, narrowed, slice);
-  y_made_[n].store(Made::yes, std::memory_order_release);
+    lora_shrink_run(run, input, slice);
+  yb_state_[n].store(PanelState::ready, std::memory_order_release);
 }
 
-void Backward::narrow_piece(const Piece& piece, bool output, char* slice) {
+void Backward::lora_shrink_piece(const Piece& piece, bool output, char* slice) {
   const Segment& segment = routing_.segments[(size_t)piece.segment];
   UnitRows r = rows_of(piece);
   int32_t all = experts_.weights().up().k_tiles();
@@ -96,78 +96,80 @@ void Backward::narrow_piece(const Piece& piece, bool output, char* slice) {
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
     experts_.kernels().gather(gather);
-    // Dropout is of LoRA's inputs: of x here, not of y.
-    const char* rows_in = thin(slice, r.tiling, r.live, gather.k0, now,
-                               drop_from(output ? none : routing_.drop_x, segment.begin + r.first), slice);
-    Narrowed narrowed{piece, r, output, k, now, rows_in, slice + plan_.rank_sums_at};
+    // Dropout applies to LoRA's inputs: to x here, not to y.
+    const char* input_rows =
+        apply_dropout(slice, r.tiling, r.live, gather.k0, now,
+                      dropout_from(output ? none : routing_.dropout_seeds_x, segment.begin + r.first), slice);
+    ShrinkInput input{piece, r, output, k, now, input_rows, slice + plan_.rank_sums_at};
     for (int32_t run = routing_.run0[(size_t)piece.segment]; run < routing_.run0[(size_t)piece.segment + 1]; run++)
-      narrow_run(run, narrowed, slice);
+      lora_shrink_run(run, input, slice);
   }
 }
 
-// The share of one run in a chunk of a piece's rows.
-void Backward::narrow_run(int32_t n, Narrowed& from, char* slice) const {
+// The product of one run's rows in a chunk of a piece.
+void Backward::lora_shrink_run(int32_t n, ShrinkInput& from, char* slice) const {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
   const Adapter& adapter = *adapters_[(size_t)run.adapter];
   const Segment& segment = routing_.segments[(size_t)run.segment];
-  int32_t k_tiles = from.output ? adapter.down_tiles() : adapter.wide_tiles();
+  int32_t k_tiles = from.output ? adapter.down_tiles() : adapter.gate_up_tiles();
   int32_t tile0 = std::max(ranks.tile0, from.piece.tile0), tile1 = std::min(ranks.tile1, from.piece.tile1);
   if (tile0 >= tile1 || !k_tiles) return;
   Tiling tiling{from.rows.tiling.rows, tile1 - tile0};
   int32_t live = std::min(segment.count - tile0 * tiling.rows, tiling.tiles * tiling.rows);
   int64_t tile_bytes = (int64_t)tiling.rows * kTileK * experts_.kernels().elem, panel_tile = tile_bytes * k_tiles;
   char* panel = workspace_.data() + (from.output ? ranks.yb : ranks.xa) + (tile0 - (ranks.tile0 - 1)) * panel_tile;
-  Stretch base{from.in + (tile0 - from.piece.tile0) * tile_bytes * from.now, (size_t)(tile_bytes * from.now), nullptr,
-               from.now, from.output ? adapter.down_half() : adapter.wide_half()};
+  Contraction base{from.in + (tile0 - from.piece.tile0) * tile_bytes * from.now, (size_t)(tile_bytes * from.now),
+                   nullptr, from.now, from.output ? adapter.down_half() : adapter.gate_up_half()};
   bool first = from.k == 0, last = from.k + from.now == experts_.weights().up().k_tiles();
   int64_t block_sums = (int64_t)tiling.tiles * tiling.rows * kBlockN * experts_.kernels().sum_bytes;
   if (from.output) {
-    char* turned = slice + plan_.turned_at;
+    char* transposed = slice + plan_.transposed_at;
     for (int32_t i = 0; i < k_tiles; i++, from.sums += block_sums) {
-      turn(adapter.down_b(), segment.expert, from.k, from.now, i, turned);
-      base.b = turned;
-      narrow({base, 0, i, i + 1, first, last, from.sums}, tiling, live, panel, k_tiles, slice);
+      transpose_block(adapter.down_b(), segment.expert, from.k, from.now, i, transposed);
+      base.b = transposed;
+      lora_shrink({base, 0, i, i + 1, first, last, from.sums}, tiling, live, panel, k_tiles, slice);
     }
   } else {
-    const BlockStore& store = adapter.wide_a();
+    const BlockStore& store = adapter.gate_up_a();
     base.b = store.at(segment.expert, 0, from.k);
-    narrow({base, store.block_bytes(), 0, k_tiles, first, last, from.sums}, tiling, live, panel, k_tiles, slice);
+    lora_shrink({base, store.block_bytes(), 0, k_tiles, first, last, from.sums}, tiling, live, panel, k_tiles, slice);
     from.sums += block_sums * k_tiles;
   }
   if (!last) return;
-  // The ends of the run's panel belong to its first and its last piece.
+  // The outer tiles of the run's panel are zeroed with its first and its last piece.
   int32_t before = tile0 == ranks.tile0 ? 1 : 0, after = tile1 == ranks.tile1 ? 1 : 0;
-  clear_others(run, tile0 - before, tile1 + after, k_tiles, panel - before * panel_tile);
+  zero_other_rows(run, tile0 - before, tile1 + after, k_tiles, panel - before * panel_tile);
 }
 
 // h times A of down, and g times B of gate/up.
-void Backward::narrow_gradients(size_t index, char* slice) {
-  if (!plan_.rows_at.empty()) narrow_rows(index, workspace_.data() + plan_.rows_at[index], slice);
+void Backward::lora_shrink_gradients(size_t index, char* slice) {
+  if (!plan_.hidden_at.empty()) lora_shrink_hidden(index, workspace_.data() + plan_.hidden_at[index], slice);
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int64_t tile_bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem;
-  char* turned = slice + plan_.turned_at;
+  char* transposed = slice + plan_.transposed_at;
   for_runs(index, [&](const Run& run, const RankPanels& ranks, const Adapter& adapter) {
-    int32_t k_tiles = adapter.wide_tiles();
+    int32_t k_tiles = adapter.gate_up_tiles();
     if (!k_tiles) return;
     Tiling tiling{whole.rows, ranks.tile1 - ranks.tile0};
     int32_t live = std::min(segment.count - ranks.tile0 * whole.rows, tiling.tiles * whole.rows);
     int64_t row_tile = tile_bytes * plan_.panel_k_tiles;
-    Stretch base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, turned, plan_.panel_k_tiles,
-                 adapter.wide_half()};
+    Contraction base{panel_of(index) + ranks.tile0 * row_tile, (size_t)row_tile, transposed, plan_.panel_k_tiles,
+                     adapter.gate_up_half()};
     char* panel = workspace_.data() + ranks.gb;
     for (int32_t i = 0; i < k_tiles; i++) {
-      turn(adapter.wide_b(), segment.expert, 0, plan_.panel_k_tiles, i, turned);
-      narrow({base, 0, i, i + 1, true, true, nullptr}, tiling, live, panel + tile_bytes * k_tiles, k_tiles, slice);
+      transpose_block(adapter.gate_up_b(), segment.expert, 0, plan_.panel_k_tiles, i, transposed);
+      lora_shrink({base, 0, i, i + 1, true, true, nullptr}, tiling, live, panel + tile_bytes * k_tiles, k_tiles, slice);
     }
-    clear_others(run, ranks.tile0 - 1, ranks.tile1 + 1, k_tiles, panel);
+    zero_other_rows(run, ranks.tile0 - 1, ranks.tile1 + 1, k_tiles, panel);
   });
 }
 
-// What will be turned next comes into L2 meanwhile: of A of down a unit's next blocks, of A of gate/up a lane's own
-// ones of the next expert. They are too short for the hardware to follow.
-void Backward::fetch_after(size_t segment, const BlockStore& store, bool down, int32_t block0, int32_t block1) const {
+// Prefetches into L2 the factor blocks to transpose next: of A of down a unit's next blocks, of A of gate/up a lane's
+// own blocks of the next expert. They are too short for the hardware prefetcher.
+void Backward::prefetch_next_factor(size_t segment, const BlockStore& store, bool down, int32_t block0,
+                                    int32_t block1) const {
   int32_t first = down ? block1 : block0, count = std::min(block1 - block0, store.k_tiles() - first);
   if (!down) segment++;
   if (segment == routing_.segments.size()) return;
@@ -177,30 +179,31 @@ void Backward::fetch_after(size_t segment, const BlockStore& store, bool down, i
   }
 }
 
-// A of down (or of gate/up) transposed, at columns of blocks [block0, block1), against the panels of y (or of g).
-std::vector<Extra> Backward::turned_extras(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
-                                           char* slice) const {
-  std::vector<Extra> extras;
+// LoRA terms of A of down (or of gate/up) transposed, at the columns of blocks [block0, block1), with the panels of y
+// (or of g).
+std::vector<LoraTerm> Backward::transposed_lora_terms(const Piece& piece, Factor factor, int32_t block0, int32_t block1,
+                                                      char* slice) const {
+  std::vector<LoraTerm> lora_terms;
   const Segment& segment = routing_.segments[(size_t)piece.segment];
   bool down = factor == Factor::down_a;
-  char* turned = slice + plan_.rank_turned_at;
+  char* transposed = slice + plan_.rank_transposed_at;
   for_runs((size_t)piece.segment, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
-    const BlockStore& store = down ? adapter.down_a() : adapter.wide_a();
+    const BlockStore& store = down ? adapter.down_a() : adapter.gate_up_a();
     int32_t k_tiles = store.blocks();
     if (!k_tiles || ranks.tile1 <= piece.tile0 || piece.tile1 <= ranks.tile0) return;
-    Extra extra = extra_of(piece, ranks, down ? ranks.yb : ranks.gb, k_tiles);
-    extra.s.b = turned;
-    extra.block_bytes = store.k_bytes(k_tiles);
-    for (int32_t i = block0; i < block1; i++, turned += extra.block_bytes)
-      turn(store, segment.expert, 0, k_tiles, i, turned);
-    fetch_after((size_t)piece.segment, store, down, block0, block1);
-    extras.push_back(extra);
+    LoraTerm term = lora_term_of(piece, ranks, down ? ranks.yb : ranks.gb, k_tiles);
+    term.contraction.b = transposed;
+    term.block_bytes = store.k_bytes(k_tiles);
+    for (int32_t i = block0; i < block1; i++, transposed += term.block_bytes)
+      transpose_block(store, segment.expert, 0, k_tiles, i, transposed);
+    prefetch_next_factor((size_t)piece.segment, store, down, block0, block1);
+    lora_terms.push_back(term);
   });
-  return extras;
+  return lora_terms;
 }
 
-// Pieces of all factors of all experts of all adapters; experts without rows get zeros. All of A of gate/up come first:
-// they make the panels of x that their B wait for.
+// Takes parts of all factors of all experts of all adapters; experts without rows get zeros. A of gate/up comes first:
+// it computes the panels of x that the wgrad of B waits for.
 void Backward::after_lanes(char* slice) {
   if (gradients_.lora.empty()) return;
   int32_t blocks[4] = {experts_.weights().down().blocks(), experts_.weights().up().blocks(),
@@ -217,22 +220,22 @@ void Backward::after_lanes(char* slice) {
   }
 }
 
-// The wide side of a contraction: rows of x or y by token, or of a panel.
-Backward::WideRows Backward::wide_rows(Factor factor, const Run& run) const {
+// The wide operand of wgrad: rows of x or y by token, or of a panel.
+Backward::WgradRows Backward::wgrad_rows(Factor factor, const Run& run) const {
   Tiling t = plan_.tilings[(size_t)run.segment];
   DType panel_type = experts_.kernels().panel;
   int64_t block = (int64_t)t.rows * kTileK * experts_.kernels().elem;
   switch (factor) {
-    case Factor::wide_a:
+    case Factor::gate_up_a:
       return {(const char*)batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, 0, 0, 0, false};
     case Factor::down_b:
       return {(const char*)gradients_.out, gradients_.out_dtype, gradients_.out_stride, 0, 0, 0, false};
-    case Factor::wide_b:
+    case Factor::gate_up_b:
       return {panel_of((size_t)run.segment), panel_type, 0, block, plan_.panel_k_tiles, 0, false};
     case Factor::down_a:
       break;
   }
-  return {workspace_.data() + plan_.rows_at[(size_t)run.segment],
+  return {workspace_.data() + plan_.hidden_at[(size_t)run.segment],
           panel_type,
           0,
           block,
@@ -241,9 +244,9 @@ Backward::WideRows Backward::wide_rows(Factor factor, const Run& run) const {
           false};
 }
 
-// Rows [begin, end) of a run join `columns` columns of one factor's gradient from `column` on, in sums
+// Accumulates rows [begin, end) of a run into `columns` columns of one factor's gradient from `column` on, in sums
 // [rank][sums_stride()].
-void Backward::contract(Factor factor, int32_t n, const WideRows& wide, int32_t begin, int32_t end, int32_t column,
+void Backward::contract(Factor factor, int32_t n, const WgradRows& wide, int32_t begin, int32_t end, int32_t column,
                         int32_t columns, const Sums& to) const {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
@@ -254,12 +257,12 @@ void Backward::contract(Factor factor, int32_t n, const WideRows& wide, int32_t 
   bool down = factor == Factor::down_a || factor == Factor::down_b;
   int64_t panels[] = {ranks.gb, ranks.xa, ranks.yb, ranks.ha};  // in the order of Factor
   int64_t rank_row = (int64_t)kTileK * experts_.kernels().elem, rank_block = rank_row * tile_rows;
-  int64_t rank_tile = rank_block * (down ? adapter.down_tiles() : adapter.wide_tiles());
+  int64_t rank_tile = rank_block * (down ? adapter.down_tiles() : adapter.gate_up_tiles());
   const char* panel = workspace_.data() + panels[(size_t)factor] - (ranks.tile0 - 1) * rank_tile;
   int64_t size = (int64_t)size_of(wide.dtype);
-  const char *p[kOuterRows], *q[kOuterRows];
-  for (int32_t row0 = begin; row0 < end; row0 += kOuterRows) {
-    int32_t rows = std::min(kOuterRows, end - row0);
+  const char *p[kWgradRows], *q[kWgradRows];
+  for (int32_t row0 = begin; row0 < end; row0 += kWgradRows) {
+    int32_t rows = std::min(kWgradRows, end - row0);
     for (int32_t i = 0; i < rows; i++) {
       int32_t row = row0 + i, tile = row / tile_rows, in_tile = row % tile_rows;
       p[i] = panel + tile * rank_tile + in_tile * rank_row;
@@ -267,29 +270,30 @@ void Backward::contract(Factor factor, int32_t n, const WideRows& wide, int32_t 
                                            in_tile * kTileK * size
                                      : (token[row] * wide.stride + column) * size);
     }
-    Outer outer{};
-    outer.p = p;
-    outer.p_block = rank_block;
-    outer.weight = down ? routing_.weight.data() + row_of_all + row0 : nullptr;
-    outer.rows = rows;
-    outer.rank = to.rank;
-    outer.q = q;
-    outer.q_block = wide.block ? wide.block : kBlockN * size;
-    outer.dtype = wide.dtype;
-    outer.columns = columns;
-    if (factor == Factor::wide_a && !wide.thinned) outer.drop = drop_from(routing_.drop_x, row_of_all + row0);
-    if (factor == Factor::down_a) outer.drop = drop_from(routing_.drop_h, row_of_all + row0);
-    outer.column = column;
-    outer.first = row0 == run.first;
-    outer.c = to.sums;
-    outer.c_stride = sums_stride(columns_);
-    outer.scratch = to.scratch;
-    experts_.kernels().outer(outer);
+    LoraWgrad lora_wgrad{};
+    lora_wgrad.p = p;
+    lora_wgrad.p_block = rank_block;
+    lora_wgrad.weight = down ? routing_.weight.data() + row_of_all + row0 : nullptr;
+    lora_wgrad.rows = rows;
+    lora_wgrad.rank = to.rank;
+    lora_wgrad.q = q;
+    lora_wgrad.q_block = wide.block ? wide.block : kBlockN * size;
+    lora_wgrad.dtype = wide.dtype;
+    lora_wgrad.columns = columns;
+    if (factor == Factor::gate_up_a && !wide.dropped)
+      lora_wgrad.dropout = dropout_from(routing_.dropout_seeds_x, row_of_all + row0);
+    if (factor == Factor::down_a) lora_wgrad.dropout = dropout_from(routing_.dropout_seeds_h, row_of_all + row0);
+    lora_wgrad.column = column;
+    lora_wgrad.first = row0 == run.first;
+    lora_wgrad.c = to.sums;
+    lora_wgrad.c_stride = sums_stride(columns_);
+    lora_wgrad.scratch = to.scratch;
+    experts_.kernels().lora_wgrad(lora_wgrad);
   }
 }
 
-// All of x is gathered, a piece of a run's rows at a time, for the gradient of A and, where that is not made yet, for
-// its product with A.
+// Wgrad of A of gate/up from gathered x, a piece of a run's rows at a time; also computes x times A where that panel is
+// missing.
 void Backward::contract_gathered(int32_t n, const Sums& to, char* slice) {
   const Run& run = routing_.runs[(size_t)n];
   const RankPanels& ranks = plan_.ranks[(size_t)n];
@@ -304,26 +308,26 @@ void Backward::contract_gathered(int32_t n, const Sums& to, char* slice) {
     Gather gather = gather_of(piece, r, batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, slice);
     gather.k_tiles = k_tiles;
     experts_.kernels().gather(gather);
-    const char* rows_in =
-        thin(slice, r.tiling, r.live, 0, k_tiles, drop_from(routing_.drop_x, segment.begin + r.first), slice);
-    Narrowed narrowed{piece, r, false, 0, k_tiles, rows_in, slice + plan_.rank_sums_at};
-    if (late_x_) narrow_run(n, narrowed, slice);
+    const char* input_rows = apply_dropout(slice, r.tiling, r.live, 0, k_tiles,
+                                           dropout_from(routing_.dropout_seeds_x, segment.begin + r.first), slice);
+    ShrinkInput input{piece, r, false, 0, k_tiles, input_rows, slice + plan_.rank_sums_at};
+    if (wgrad_makes_xa_) lora_shrink_run(n, input, slice);
     int64_t block = (int64_t)tile_rows * kTileK * experts_.kernels().elem;
-    WideRows wide{rows_in, experts_.kernels().panel, 0, block, k_tiles, piece.tile0, true};
-    contract(Factor::wide_a, n, wide, std::max(run.first, piece.tile0 * tile_rows),
+    WgradRows wide{input_rows, experts_.kernels().panel, 0, block, k_tiles, piece.tile0, true};
+    contract(Factor::gate_up_a, n, wide, std::max(run.first, piece.tile0 * tile_rows),
              std::min(run.first + run.count, piece.tile1 * tile_rows), 0, experts_.shape().hidden, to);
   }
-  x_made_[(size_t)n].store(Made::yes, std::memory_order_release);
+  xa_state_[(size_t)n].store(PanelState::ready, std::memory_order_release);
 }
 
 void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int32_t column, char* slice) {
   const Adapter& adapter = *adapters_[index];
   const LayerShape& s = experts_.shape();
-  bool of_wide = factor == Factor::wide_a || factor == Factor::wide_b;
-  int32_t rank = (int32_t)round_up(of_wide ? adapter.wide_rank() : adapter.ranks().down, kRankStep);
+  bool of_gate_up = factor == Factor::gate_up_a || factor == Factor::gate_up_b;
+  int32_t rank = (int32_t)round_up(of_gate_up ? adapter.gate_up_rank() : adapter.ranks().down, kRankStep);
   if (!rank) return;
   int32_t width = s.hidden;
-  if (factor == Factor::wide_b) width = experts_.weights().up().blocks() * kBlockN;
+  if (factor == Factor::gate_up_b) width = experts_.weights().up().blocks() * kBlockN;
   if (factor == Factor::down_a) width = experts_.weights().down().k_tiles() * kTileK;
   int32_t columns = std::min(columns_, width - column);
   int64_t row_bytes = sums_stride(columns_) * experts_.kernels().sum_bytes;
@@ -332,27 +336,27 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
   int32_t n = run_of_[index * (size_t)s.experts + (size_t)expert];
   if (n < 0) {
     std::memset(sums, 0, (size_t)(rank * row_bytes));
-  } else if (factor == Factor::wide_a && gathers_x_) {
+  } else if (factor == Factor::gate_up_a && wgrad_gathers_x_) {
     contract_gathered(n, to, slice);
   } else {
     const Run& run = routing_.runs[(size_t)n];
-    if (factor == Factor::wide_b) await(x_made_[(size_t)n], Made::yes);
-    contract(factor, n, wide_rows(factor, run), run.first, run.first + run.count, column, columns, to);
+    if (factor == Factor::gate_up_b) wait_for(xa_state_[(size_t)n], PanelState::ready);
+    contract(factor, n, wgrad_rows(factor, run), run.first, run.first + run.count, column, columns, to);
   }
-  deliver(index, expert, factor, column, columns, sums);
+  store_grad(index, expert, factor, column, columns, sums);
 }
 
-// Sums [rank][columns] into the caller's tensors: A as it lies, B turned and scaled.
-void Backward::deliver(size_t index, int32_t expert, Factor factor, int32_t column, int32_t columns,
-                       const char* sums) const {
+// Stores sums [rank][columns] into the caller's tensors: A in its own order, B transposed and scaled.
+void Backward::store_grad(size_t index, int32_t expert, Factor factor, int32_t column, int32_t columns,
+                          const char* sums) const {
   const LoraTargets& to = gradients_.lora[index];
   const Adapter& adapter = *adapters_[index];
   const LoraRanks& ranks = adapter.ranks();
   const LayerShape& s = experts_.shape();
-  Deliver d{};
+  StoreGrad d{};
   d.c_stride = sums_stride(columns_);
-  // Ranks [first, first + count) of the sums; element (r, n) of the tensor is `at` on.
-  auto send = [&](const Target& t, int32_t first, int32_t count, int64_t at, int64_t r_stride, int64_t n_stride) {
+  // Stores ranks [first, first + count) of the sums; the tensor's element (r, n) starts at `at`.
+  auto store = [&](const Target& t, int32_t first, int32_t count, int64_t at, int64_t r_stride, int64_t n_stride) {
     if (!t.data) return;
     d.c = sums + first * d.c_stride * experts_.kernels().sum_bytes;
     d.ranks = count;
@@ -360,36 +364,36 @@ void Backward::deliver(size_t index, int32_t expert, Factor factor, int32_t colu
     d.dtype = t.dtype;
     d.r_stride = r_stride;
     d.n_stride = n_stride;
-    experts_.kernels().deliver(d);
+    experts_.kernels().store_grad(d);
   };
-  // They are rows of an A ...
-  auto send_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
+  // Ranks are rows of an A ...
+  auto store_a = [&](const Target& t, int32_t first, int32_t count, int32_t width) {
     d.from = 0, d.each = kBlockN, d.count = std::min(columns, width - column), d.scale = 1;
-    send(t, first, count, column * t.k_stride, t.n_stride, t.k_stride);
+    store(t, first, count, column * t.k_stride, t.n_stride, t.k_stride);
   };
-  // ... or columns of a B, whose rows from `n` on are all of the sums' columns, or 16 of every 32.
-  auto send_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t from, int32_t each,
-                    int32_t rows) {
+  // ... or columns of a B, whose rows from `n` on are all columns of the sums, or 16 of every 32.
+  auto store_b = [&](const Target& t, int32_t first, int32_t count, double scale, int32_t from, int32_t each,
+                     int32_t rows) {
     int32_t n = column / kBlockN * each;
     d.from = from, d.each = each, d.count = std::min(columns / kBlockN * each + columns % kBlockN, rows - n);
     d.scale = scale;
-    send(t, first, count, n * t.n_stride, t.k_stride, t.n_stride);
+    store(t, first, count, n * t.n_stride, t.k_stride, t.n_stride);
   };
   switch (factor) {
-    case Factor::wide_a:
-      send_a(to.gate_a, 0, ranks.gate, s.hidden);
-      if (!ranks.shared) send_a(to.up_a, adapter.up_at(), ranks.up, s.hidden);
+    case Factor::gate_up_a:
+      store_a(to.gate_a, 0, ranks.gate, s.hidden);
+      if (!ranks.shared) store_a(to.up_a, adapter.up_at(), ranks.up, s.hidden);
       break;
     case Factor::down_a:
-      send_a(to.down_a, 0, ranks.down, s.intermediate);
+      store_a(to.down_a, 0, ranks.down, s.intermediate);
       break;
     case Factor::down_b:
-      send_b(to.down_b, 0, ranks.down, to.down_scale, 0, kBlockN, s.hidden);
+      store_b(to.down_b, 0, ranks.down, to.down_scale, 0, kBlockN, s.hidden);
       break;
-    case Factor::wide_b:
-      if (s.gated) send_b(to.gate_b, 0, ranks.gate, to.gate_scale, 0, kTileN, s.intermediate);
-      send_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, s.gated ? kTileN : 0, s.gated ? kTileN : kBlockN,
-             s.intermediate);
+    case Factor::gate_up_b:
+      if (s.gated) store_b(to.gate_b, 0, ranks.gate, to.gate_scale, 0, kTileN, s.intermediate);
+      store_b(to.up_b, adapter.up_at(), ranks.up, to.up_scale, s.gated ? kTileN : 0, s.gated ? kTileN : kBlockN,
+              s.intermediate);
   }
 }
 

@@ -1,4 +1,4 @@
-// A counting sort over T * k entries: two walks, no comparison, no allocation once the vectors have grown.
+// A counting sort over T * k entries: two sweeps, no comparison, no allocation once the vectors have grown.
 #include "moe/route.h"
 
 #include <algorithm>
@@ -9,30 +9,30 @@
 namespace kt {
 namespace {
 
-// The experts of all entries, -1 where one is not here, and how many there are of each and for each token. The caller's
-// ids are read once: whoever writes them meanwhile gets strange sums, not strange memory.
+// The expert of every entry, -1 if it is not local, and counts per expert and per token. The caller's ids are read only
+// once: a concurrent write to them may give wrong sums, but no access out of bounds.
 template <class Id>
 void read_ids(const Batch& b, int32_t experts, int32_t* expert, int32_t* count, int32_t* left) {
   for (int32_t t = 0; t < b.tokens; t++) {
     const Id* ids = (const Id*)b.ids + t * b.ids_stride;
     for (int32_t s = 0; s < b.top_k; s++) {
       Id e = ids[s];
-      bool here = e >= 0 && e < experts && !(b.skip && b.skip[e]);
-      *expert++ = here ? (int32_t)e : -1;
-      if (here) count[e]++, left[t]++;
+      bool local = e >= 0 && e < experts && !(b.skip && b.skip[e]);
+      *expert++ = local ? (int32_t)e : -1;
+      if (local) count[e]++, left[t]++;
     }
   }
 }
 
-// Tokens in the order in which they enter their experts: by adapter, then as they come.
+// Tokens in the order in which they enter their experts: by adapter, then by index.
 void order_by_adapter(const Batch& b, std::vector<int32_t>& order) {
   order.resize((size_t)b.tokens);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) { return b.adapter[x] < b.adapter[y]; });
 }
 
-// The adapters of every segment's rows, which lie sorted by them.
-void find_runs(const Batch& b, Routing& r) {
+// The runs of every segment, whose rows are sorted by adapter.
+void make_runs(const Batch& b, Routing& r) {
   r.runs.clear();
   r.run0.assign(1, 0);
   for (size_t s = 0; s < r.segments.size(); s++) {
@@ -49,21 +49,21 @@ void find_runs(const Batch& b, Routing& r) {
   }
 }
 
-// A token's seeds depend on the token and its slot alone, not on who else is in the batch.
+// A token's seeds depend on the token and its slot alone, not on the other tokens of the batch.
 uint32_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return (uint32_t)((x ^ (x >> 31)) >> 32);
 }
 
-void draw_seeds(const Batch& b, Routing& r) {
+void make_dropout_seeds(const Batch& b, Routing& r) {
   size_t rows = b.dropout > 0 && !r.runs.empty() ? r.token.size() : 0;
-  r.drop_x.resize(rows);
-  r.drop_h.resize(rows);
+  r.dropout_seeds_x.resize(rows);
+  r.dropout_seeds_h.resize(rows);
   for (size_t row = 0; row < rows; row++) {
     uint64_t place = (uint64_t)r.token[row] * (uint64_t)b.top_k + (uint64_t)r.slot[row];
-    r.drop_x[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 1));
-    r.drop_h[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 2));
+    r.dropout_seeds_x[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 1));
+    r.dropout_seeds_h[row] = mix(b.dropout_seed + 0x9e3779b97f4a7c15u * (2 * place + 2));
   }
 }
 
@@ -100,8 +100,8 @@ void route(const Batch& b, int32_t experts, Routing& r) {
       }
   }
 
-  find_runs(b, r);
-  draw_seeds(b, r);
+  make_runs(b, r);
+  make_dropout_seeds(b, r);
   r.idle.clear();
   for (int32_t t = 0; t < b.tokens; t++)
     if (!r.left_[(size_t)t]) r.idle.push_back(t);

@@ -1,4 +1,4 @@
-// The schedule of a call and the pieces of work that forward and backward have in common.
+// The schedule of a call and the steps that forward and backward share.
 #include "moe/task.h"
 
 #include <algorithm>
@@ -9,20 +9,20 @@
 
 namespace kt {
 
-constexpr int64_t kFetchWaiting = 256 << 10;  // bytes of weights that a waiting thread brings into L2
+constexpr int64_t kPrefetchWaiting = 256 << 10;  // bytes of weights that a waiting thread prefetches into L2
 
 Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& kernels, std::shared_ptr<Engine> engine,
                  const LayerFormats& formats)
     : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, formats, kernels, engine_->pool) {}
 
-std::string Experts::why_no_bytes() const {
+std::string Experts::w8a8_unsupported() const {
   const LayerFormats& f = weights_.formats();
-  auto opens = [](const Format& format) { return format.codec == Codec::int8 || format.codec == Codec::int4; };
-  if (!opens(f.up) || !opens(f.down) || (shape().gated && !opens(f.gate)))
+  auto is_integer = [](const Format& format) { return format.codec == Codec::int8 || format.codec == Codec::int4; };
+  if (!is_integer(f.up) || !is_integer(f.down) || (shape().gated && !is_integer(f.gate)))
     return "gate, up and down must all be of format int8 or int4";
   if (!kernels_.quantise) return std::string("precision ") + name_of(kernels_.precision) + " rounds nothing";
-  if (std::max(shape().hidden, shape().intermediate) > kMostBytes)
-    return "sums of more than " + std::to_string(kMostBytes) + " products do not fit 32 bits";
+  if (std::max(shape().hidden, shape().intermediate) > kMaxInt8K)
+    return "sums of more than " + std::to_string(kMaxInt8K) + " products do not fit 32 bits";
   return "";
 }
 
@@ -37,31 +37,31 @@ void Task::close() {
   try {
     wait();
   } catch (...) {
-    // Only after fork(), in the child: nobody is at work here.
+    // Only after fork(), in the child: the pool has no threads there.
   }
 }
 
-// Tokens that no expert here takes: their output is zero.
-void Task::clear_idle() {
+// Zeroes the output of tokens that no local expert takes.
+void Task::zero_idle_tokens() {
   size_t size = size_of(batch_.out_dtype);
   for (int32_t token : routing_.idle)
     std::memset((char*)batch_.out + token * batch_.out_stride * (int64_t)size, 0,
                 (size_t)experts_.shape().hidden * size);
 }
 
-// Borrows what a run needs; finish() gives it back, also where prepare() or the pool throws.
+// Acquires what a run needs; finish() releases it, also where prepare() or the pool throws.
 void Task::prepare() {
   static const Budget budget = budget_of_machine();
   Pool& pool = experts_.engine().pool;
   experts_.weights().enter();
-  reading_ = true;
-  for (const Adapter* adapter : adapters_) adapter->enter(), entered_++;
+  weights_entered_ = true;
+  for (const Adapter* adapter : adapters_) adapter->enter(), adapters_entered_++;
   route(batch_, experts_.shape().experts, routing_);
-  clear_idle();
+  zero_idle_tokens();
   bool bytes = batch_.w8a8 && direction_ == Direction::forward;
   make_plan(routing_, {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), bytes},
             batch_.tokens, budget, direction_, plan_);
-  workspace_ = experts_.engine().arena.borrow((size_t)plan_.total_bytes);
+  workspace_ = experts_.engine().arena.acquire((size_t)plan_.total_bytes);
   begin();
   for (auto& n : next_up_) n.store(0, std::memory_order_relaxed);
   for (size_t g = 0; g < lanes_.size(); g++) lanes_[g].reset(plan_.lanes[g].size(), (int32_t)routing_.segments.size());
@@ -72,23 +72,23 @@ void Task::prepare() {
 }
 
 void Task::finish() {
-  experts_.engine().arena.give_back(std::move(workspace_));
-  if (reading_) experts_.weights().leave();
-  while (entered_) adapters_[--entered_]->leave();
-  reading_ = false;
-  under_way_.store(false, std::memory_order_release);
+  experts_.engine().arena.release(std::move(workspace_));
+  if (weights_entered_) experts_.weights().leave();
+  while (adapters_entered_) adapters_[--adapters_entered_]->leave();
+  weights_entered_ = false;
+  in_flight_.store(false, std::memory_order_release);
 }
 
-// Waits for what is under way.
-void Task::settle() {
-  if (!under_way_) return;
+// Waits for a run in flight.
+void Task::wait_pending() {
+  if (!in_flight_) return;
   experts_.engine().pool.wait(*this);
   finish();
 }
 
 void Task::run() {
   std::lock_guard lock(mutex_);
-  settle();
+  wait_pending();
   if (batch_.tokens == 0) return;
   try {
     prepare();
@@ -102,11 +102,11 @@ void Task::run() {
 
 void Task::submit() {
   std::lock_guard lock(mutex_);
-  settle();
+  wait_pending();
   if (batch_.tokens == 0) return;
   try {
     prepare();
-    under_way_.store(true, std::memory_order_release);
+    in_flight_.store(true, std::memory_order_release);
     experts_.engine().pool.submit(*this);
   } catch (...) {
     finish();
@@ -116,14 +116,14 @@ void Task::submit() {
 
 void Task::wait() {
   std::lock_guard lock(mutex_);
-  settle();
+  wait_pending();
 }
 
-bool Task::done() const { return !under_way_.load(std::memory_order_acquire) || experts_.engine().pool.done(*this); }
+bool Task::done() const { return !in_flight_.load(std::memory_order_acquire) || experts_.engine().pool.done(*this); }
 
 namespace {
-// Whatever the calling thread has set (flushed denormals, another rounding), a call's numbers are those of the default:
-// they must not depend on which thread takes which unit.
+// Sets the default floating-point environment: results must not depend on what a calling thread has set (flushed
+// denormals, another rounding mode), nor on which thread takes which unit.
 class DefaultArithmetic {
  public:
   DefaultArithmetic() {
@@ -171,7 +171,7 @@ void Task::take_lanes(size_t group, char* slice) {
     lanes_[group].put_back(n, run_lane(plan_.lanes[group][(size_t)n], segment, slice));
 }
 
-const char* Task::first_read(const UpUnit& unit) const {
+const char* Task::unit_weights(const UpUnit& unit) const {
   return experts_.weights().up().at(routing_.segments[(size_t)unit.segment].expert, unit.block0);
 }
 
@@ -199,7 +199,7 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
   const Segment& segment = routing_.segments[(size_t)unit.segment];
   UnitRows r = rows_of(unit);
   int32_t k_tiles = store.k_tiles();
-  const char* b = first_read(unit);
+  const char* b = unit_weights(unit);
 
   Gather gather = gather_of(unit, r, batch_.hidden, batch_.hidden_dtype, batch_.hidden_stride, slice);
   up.tiling = r.tiling;
@@ -211,89 +211,89 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
   up.scratch = slice + plan_.scratch_at;
   up.gate = experts_.gate();
   up.bias = experts_.weights().up_bias(segment.expert);
-  std::vector<Extra> extras;
-  auto wide_b = [&](const Adapter& adapter) { return adapter.wide_b().at(segment.expert, unit.block0); };
+  std::vector<LoraTerm> lora_terms;
+  auto gate_up_b = [&](const Adapter& adapter) { return adapter.gate_up_b().at(segment.expert, unit.block0); };
   if (ranks_made)
     for_runs((size_t)unit.segment, [&](const Run&, const RankPanels& ranks, const Adapter& adapter) {
-      if (!adapter.wide_tiles()) return;
-      extras.push_back(extra_of(unit, ranks, ranks.xa, adapter.wide_tiles()));
-      extras.back().s.b = wide_b(adapter);
-      extras.back().block_bytes = adapter.wide_b().block_bytes();
+      if (!adapter.gate_up_tiles()) return;
+      lora_terms.push_back(lora_term_of(unit, ranks, ranks.xa, adapter.gate_up_tiles()));
+      lora_terms.back().contraction.b = gate_up_b(adapter);
+      lora_terms.back().block_bytes = adapter.gate_up_b().block_bytes();
     });
   bool adapted = routing_.run0[(size_t)unit.segment] < routing_.run0[(size_t)unit.segment + 1];
-  bool few = direct((size_t)unit.segment, store);
+  bool packed_gemv = uses_packed_gemv((size_t)unit.segment, store);
   for (int32_t k = 0; k < k_tiles; k += r.chunk) {
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
-    if (!in_bytes() || adapted) kernels.gather(gather);
+    if (!w8a8() || adapted) kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
-    up.coded = {store.encoding(), k, slice + plan_.decoded_at};
+    up.encoded = {store.encoding(), k, slice + plan_.decoded_at};
     up.first = k == 0;
     up.last = k + now == k_tiles;
-    if (!ranks_made) narrow_chunk(unit, r, k, now, slice, up.last ? &extras : nullptr);
-    if (in_bytes()) {
-      if (few && !up.last) continue;
-      few ? read_bytes(gather, up, slice) : gather_bytes(gather, up, slice);
-    } else if (few) {
-      up.direct = rows_in(up.base, r.tiling, r.live);
+    if (!ranks_made) lora_shrink_chunk(unit, r, k, now, slice, up.last ? &lora_terms : nullptr);
+    if (w8a8()) {
+      if (packed_gemv && !up.last) continue;
+      packed_gemv ? point_at_int8_rows(gather, up, slice) : gather_int8(gather, up, slice);
+    } else if (packed_gemv) {
+      up.packed_gemv = panel_rows(up.base, r.tiling, r.live);
     }
-    up.extra = extras.data();
-    up.extras = up.last ? (int32_t)extras.size() : 0;
-    up.next = !up.last ? b + store.offset(k + now) : next ? first_read(*next) : nullptr;
+    up.lora_term = lora_terms.data();
+    up.lora_terms = up.last ? (int32_t)lora_terms.size() : 0;
+    up.next = !up.last ? b + store.offset(k + now) : next ? unit_weights(*next) : nullptr;
     kernels.up(up);
   }
 }
 
-bool Task::direct(size_t segment, const BlockStore& store) const {
+bool Task::uses_packed_gemv(size_t segment, const BlockStore& store) const {
   const int32_t rows = routing_.segments[segment].count;
-  if (in_bytes()) return rows <= kDirectBytesRows;
-  if (direction_ == Direction::backward || batch_.learns || !store.encoding()) return false;
-  auto* most = experts_.kernels().direct_rows;
-  return most && rows <= most(*store.encoding());
+  if (w8a8()) return rows <= kPackedGemvInt8Rows;
+  if (direction_ == Direction::backward || batch_.needs_grad || !store.encoding()) return false;
+  auto* max_rows = experts_.kernels().packed_gemv_rows;
+  return max_rows && rows <= max_rows(*store.encoding());
 }
 
-DirectRows Task::rows_in(const Stretch& panel, const Tiling& tiling, int32_t live) const {
+PackedGemvRows Task::panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const {
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem;
-  DirectRows rows{};
+  PackedGemvRows rows{};
   for (int32_t r = 0; r < live; r++) rows.row[r] = panel.a + r * row_bytes;
   rows.step = tiling.rows * row_bytes;
   return rows;
 }
 
-// The same rows and columns once more, as bytes in the place of the numbers.
-void Task::gather_bytes(const Gather& numbers, Up& up, char* slice) const {
+// The same rows and columns as int8, in place of the float panel.
+void Task::gather_int8(const Gather& numbers, Up& up, char* slice) const {
   int32_t steps = (int32_t)ceil_div(numbers.k_tiles, 2), step0 = numbers.k0 / kStepK;
   float* scales = (float*)(slice + plan_.unit_scales_at);
   const char* x = workspace_.data();
-  experts_.kernels().gather_bytes({x + plan_.bytes_at, (const float*)(x + plan_.x_scales_at),
-                                   round_up(experts_.shape().hidden, kStepK), numbers.token, numbers.live,
-                                   numbers.tiling, step0, steps, slice, scales});
+  experts_.kernels().gather_int8({x + plan_.x_int8_at, (const float*)(x + plan_.x_scales_at),
+                                  round_up(experts_.shape().hidden, kStepK), numbers.token, numbers.live,
+                                  numbers.tiling, step0, steps, slice, scales});
   up.base.a_tile = (size_t)steps * (size_t)numbers.tiling.rows * kTileK * (size_t)experts_.kernels().elem;
   up.base.k_tiles = steps;
-  up.coded.k0 = step0;
-  up.coded.channel = (float*)(slice + plan_.channels_at);
+  up.encoded.k0 = step0;
+  up.encoded.channel = (float*)(slice + plan_.channels_at);
   up.row_scale = scales;
 }
 
-// Where they lie, all of K at once, whatever chunk LoRA has come to.
-void Task::read_bytes(const Gather& numbers, Up& up, char* slice) const {
+// Points at the quantised rows in place, all of K at once, in the chunk in which LoRA is complete.
+void Task::point_at_int8_rows(const Gather& numbers, Up& up, char* slice) const {
   float* scales = (float*)(slice + plan_.unit_scales_at);
-  const char* x = workspace_.data() + plan_.bytes_at;
+  const char* x = workspace_.data() + plan_.x_int8_at;
   for (int32_t r = 0; r < numbers.live; r++) {
-    up.direct.row[r] = x + numbers.token[r] * round_up(experts_.shape().hidden, kStepK);
+    up.packed_gemv.row[r] = x + numbers.token[r] * round_up(experts_.shape().hidden, kStepK);
     scales[r] = ((const float*)(workspace_.data() + plan_.x_scales_at))[numbers.token[r]];
   }
-  up.direct.step = kStepK;
+  up.packed_gemv.step = kStepK;
   up.first = true;
   up.base.k_tiles = experts_.weights().up().k_tiles();
-  up.coded.k0 = 0;
-  up.coded.channel = (float*)(slice + plan_.channels_at);
+  up.encoded.k0 = 0;
+  up.encoded.channel = (float*)(slice + plan_.channels_at);
   up.row_scale = scales;
 }
 
-Down Task::columns_of(const Lane& lane, char* slice) const {
+Down Task::lane_output(const Lane& lane, char* slice) const {
   Down down{};
   down.block0 = lane.block0;
   down.block1 = lane.block1;
@@ -307,19 +307,19 @@ Down Task::columns_of(const Lane& lane, char* slice) const {
   return down;
 }
 
-// The units are in the hands of running threads; one that lost its cpu to this very loop must get it back. With few
-// tokens everyone waits here for the last units: the lane's own weights come into L2 meanwhile.
-void Task::await_segment(const Lane& lane, size_t segment) {
+// The remaining units are being computed by running threads; yields, in case this loop has taken a cpu from one of
+// them. With few tokens all threads wait here for the last units: the lane's weights are prefetched into L2 meanwhile.
+void Task::wait_for_segment(const Lane& lane, size_t segment) {
   const int64_t bytes = (int64_t)(lane.block1 - lane.block0) * (int64_t)experts_.weights().down().block_bytes();
   int64_t fetched = 0, at = 0;
   size_t from = segment;
-  for (int looks = 0; up_left_[segment].load(std::memory_order_acquire); looks++) {
-    const char* weights = from < routing_.segments.size() ? columns_at(lane, from) : nullptr;
-    if (weights && fetched < kFetchWaiting) {
+  for (int spins = 0; up_left_[segment].load(std::memory_order_acquire); spins++) {
+    const char* weights = from < routing_.segments.size() ? lane_weights(lane, from) : nullptr;
+    if (weights && fetched < kPrefetchWaiting) {
       for (int line = 0; line < 8; line++) __builtin_prefetch(weights + at + line * 64, 0, 2);
       fetched += 512, at += 512;
       if (at >= bytes) at = 0, from++;
-    } else if (looks < 1000) {
+    } else if (spins < 1000) {
       relax();
     } else {
       sched_yield();
@@ -327,15 +327,15 @@ void Task::await_segment(const Lane& lane, size_t segment) {
   }
 }
 
-// Brings a lane forward from `segment` by a turn's worth of work; where it stands then.
+// Advances a lane from `segment` on by one slice of work; returns its next segment.
 int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
   int64_t cost = 0, per_block = (int64_t)(lane.block1 - lane.block0) * plan_.panel_k_tiles;
   int32_t end = (int32_t)routing_.segments.size();
   do {
-    await_segment(lane, (size_t)segment);
-    run_columns(lane, (size_t)segment, slice);
+    wait_for_segment(lane, (size_t)segment);
+    run_lane_segment(lane, (size_t)segment, slice);
     cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
-  } while (++segment < end && cost < kTurnCost);
+  } while (++segment < end && cost < kLaneSliceCost);
   return segment;
 }
 

@@ -1,8 +1,10 @@
-// What forward and backward share: a batch, its routing and plan, and the threads that take units and lanes.
+// Base of forward and backward calls: a batch, its routing and plan, and the loop in which threads take units and
+// lanes.
 //
 // Every thread first takes up units, then lanes. It claims its next up unit before it starts the current one, so that
-// the last block of this one can fetch the first weights of the next; near the end of the queue it does not, lest a
-// claimed unit wait while others are idle. What a unit and a lane compute is the derived class's business.
+// the last block of the current one can prefetch the first weights of the next; near the end of the queue it does not,
+// so that no claimed unit waits while other threads are idle. What a unit and a lane compute is defined by the derived
+// class.
 #pragma once
 
 #include <atomic>
@@ -11,23 +13,23 @@
 #include <string>
 #include <vector>
 
+#include "moe/buffer_pool.h"
 #include "moe/lanes.h"
 #include "moe/plan.h"
 #include "moe/route.h"
 #include "moe/weights.h"
-#include "moe/workspace.h"
 
 namespace kt {
 
-// What several layers share: the threads and the working memory.
+// Shared by several layers: the threads and the workspace.
 struct Engine {
   explicit Engine(const PoolOptions& options) : pool(options) {}
   Pool pool;
   Arena arena;
 };
 
-// A sum of so many products of bytes, -128 times 127 each, fits 32 bits.
-constexpr int32_t kMostBytes = 132104;
+// Largest K for which a sum of int8 products, -128 times 127 each, fits 32 bits.
+constexpr int32_t kMaxInt8K = 132104;
 
 class Experts {
  public:
@@ -40,9 +42,9 @@ class Experts {
   const Gate& gate() const { return gate_; }
   const KernelTable& kernels() const { return kernels_; }
   Engine& engine() const { return *engine_; }
-  // What stands against W8A8; empty: nothing.
-  std::string why_no_bytes() const;
-  // Bytes that gate and up of one row take when a forward pass keeps them for backward.
+  // Why W8A8 is unsupported; empty: it is supported.
+  std::string w8a8_unsupported() const;
+  // Bytes of gate and up of one row that a forward pass keeps for backward.
   int64_t keep_row_bytes() const { return (int64_t)weights_.up().blocks() * kBlockN * kernels_.elem; }
 
  private:
@@ -58,20 +60,20 @@ class Task : private Job {
   ~Task() override = default;
 
   void run();     // the calling thread works too
-  void submit();  // routes and plans on the calling thread, then returns; waits first for a run still under way
+  void submit();  // routes and plans on the calling thread, then returns; first waits for a run in flight
   void wait();    // returns at once where nothing was submitted
   bool done() const;
 
  protected:
   virtual void begin() {}              // after routing, on the calling thread
-  virtual void before_units(char*) {}  // by every thread, as long as there is something to take
+  virtual void before_units(char*) {}  // by every thread, as long as there is work
   virtual void after_lanes(char*) {}   // likewise
   virtual void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) = 0;
   virtual void segment_done(size_t segment, char* slice) = 0;  // its units are done; lanes wait for this
-  virtual void run_columns(const Lane& lane, size_t segment, char* slice) = 0;
-  // The weights that run_columns will read one after another from here on, worth fetching while it must wait; or null.
-  virtual const char* columns_at(const Lane&, size_t) const { return nullptr; }
-  void close();  // the derived destructor's first act: nothing may run while it goes
+  virtual void run_lane_segment(const Lane& lane, size_t segment, char* slice) = 0;
+  // The weights that run_lane_segment reads sequentially, to prefetch while the lane waits; or null.
+  virtual const char* lane_weights(const Lane&, size_t) const { return nullptr; }
+  void close();  // called first by the derived destructor: waits for the run in flight
 
   // Rows [first, first + live) of a segment that a unit multiplies.
   struct UnitRows {
@@ -80,26 +82,25 @@ class Task : private Job {
     int32_t chunk;  // k tiles of H to take at a time
   };
   UnitRows rows_of(const Piece& piece) const;
-  // Their gathering from a [T, H] tensor into the slice; the caller says which columns.
+  // Gathers them from a [T, H] tensor into the slice; the caller sets the columns.
   Gather gather_of(const Piece& piece, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
                    char* slice) const;
-  // The gate/up product of a unit; `up` brings what becomes of it (hidden, keep). LoRA's rows of x times A are made on
-  // the way, unless they are in the workspace already.
+  // The gate/up product of a unit; `up` says where the result goes (hidden, keep). x times LoRA's A is computed chunk
+  // by chunk, unless `ranks_made` says that the rank panels are in the workspace.
   void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made = false) const;
 
-  // W8A8: rows as a panel of bytes, or few of them where they lie.
-  void gather_bytes(const Gather& numbers, Up& up, char* slice) const;
-  void read_bytes(const Gather& numbers, Up& up, char* slice) const;
-  // Whether a segment's rows are so few that a matrix's codes are multiplied with them as they lie. Where numbers are,
-  // weights are not rounded then as a backward pass has them.
-  bool direct(size_t segment, const BlockStore& store) const;
-  // The few rows of a panel of one tile.
-  DirectRows rows_in(const Stretch& panel, const Tiling& tiling, int32_t live) const;
+  // W8A8: gathers quantised rows into a panel, or, for packed GEMV, points at them in place.
+  void gather_int8(const Gather& numbers, Up& up, char* slice) const;
+  void point_at_int8_rows(const Gather& numbers, Up& up, char* slice) const;
+  // Whether a segment has few enough rows for packed GEMV on this matrix. Its f32 form does not round weights, so it is
+  // not used where backward, which does, must see the same weights.
+  bool uses_packed_gemv(size_t segment, const BlockStore& store) const;
+  // The rows of a panel of one tile.
+  PackedGemvRows panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const;
 
-  const char* first_read(const UpUnit& unit) const;  // of gate/up
+  const char* unit_weights(const UpUnit& unit) const;  // first gate/up block that the unit reads
 
-  // ranks.cpp: products with LoRA's factors.
-  // The runs of a segment, each with its place in the plan.
+  // lora_shrink.cpp: products with LoRA's factors. Calls act for the runs of a segment, with their panels and adapters.
   template <class Act>
   void for_runs(size_t segment, Act&& act) const {
     for (int32_t n = routing_.run0[segment]; n < routing_.run0[segment + 1]; n++) {
@@ -107,42 +108,44 @@ class Task : private Job {
       act(run, plan_.ranks[(size_t)n], *adapters_[(size_t)run.adapter]);
     }
   }
-  // The part of a run's panel that token tiles of a piece see; tile 0 is the piece's first.
-  Extra extra_of(const Piece& piece, const RankPanels& ranks, int64_t at, int32_t k_tiles) const;
-  // A row panel times blocks of a factor, into a panel of rank columns.
-  struct Narrow {
-    Stretch base;  // of the piece's tiles
+  // The part of a run's rank panel for the token tiles of a piece; tile 0 is the piece's first.
+  LoraTerm lora_term_of(const Piece& piece, const RankPanels& ranks, int64_t at, int32_t k_tiles) const;
+  // A row panel times blocks of a factor, into a rank panel.
+  struct LoraShrink {
+    Contraction base;  // of the piece's tiles
     size_t block_bytes;
     int32_t block0, block1;  // columns of the rank panel
     bool first, last;
     char* sums;
   };
-  void narrow(const Narrow& n, const Tiling& tiling, int32_t live, char* out, int32_t k_tiles, char* slice) const;
-  // Zero in tiles [tile0, tile1) of a rank panel, which begins at tile0 here: rows that are not the run's.
-  void clear_others(const Run& run, int32_t tile0, int32_t tile1, int32_t k_tiles, char* panel) const;
-  // Dropout from a row on; no row where nothing is dropped.
-  Drop drop_from(const std::vector<uint32_t>& seeds, int64_t row) const;
-  // A panel of rows as LoRA sees them: the panel itself, or with elements dropped, in the slice.
-  const char* thin(const char* panel, const Tiling& tiling, int32_t live, int32_t column, int32_t k_tiles,
-                   const Drop& drop, char* slice) const;
-  // x times A of gate/up for one chunk of K, rows gathered in the slice; panels in the slice. Extras join the products.
-  void narrow_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int32_t now, char* slice,
-                    std::vector<Extra>* extras) const;
-  // Rows of a segment's panel times A of down, into the runs' panels.
-  void narrow_rows(size_t segment, const char* rows, char* slice) const;
+  void lora_shrink(const LoraShrink& n, const Tiling& tiling, int32_t live, char* out, int32_t k_tiles,
+                   char* slice) const;
+  // Zeroes the rows of tiles [tile0, tile1) of a rank panel (which starts at tile0) that are not the run's.
+  void zero_other_rows(const Run& run, int32_t tile0, int32_t tile1, int32_t k_tiles, char* panel) const;
+  // Dropout of rows from `row` on; without seeds where nothing is dropped.
+  Dropout dropout_from(const std::vector<uint32_t>& seeds, int64_t row) const;
+  // A panel with dropout applied, in the slice; the panel itself without dropout.
+  const char* apply_dropout(const char* panel, const Tiling& tiling, int32_t live, int32_t column, int32_t k_tiles,
+                            const Dropout& dropout, char* slice) const;
+  // x times A of gate/up for one chunk of K, from rows gathered in the slice into rank panels in the slice.
+  // `lora_terms` (in the last chunk) receives the terms for the product.
+  void lora_shrink_chunk(const UpUnit& unit, const UnitRows& rows, int32_t k, int32_t now, char* slice,
+                         std::vector<LoraTerm>* lora_terms) const;
+  // Rows of a segment's panel times A of down, into the runs' rank panels.
+  void lora_shrink_hidden(size_t segment, const char* rows, char* slice) const;
 
-  // Columns of the running sums and of the output for Down; the caller fills in the product.
-  Down columns_of(const Lane& lane, char* slice) const;
-  // Calls act(tile0, tiles) for pieces of a segment whose panel stays in L2.
+  // The output columns and running sums of a lane; the caller fills in the product.
+  Down lane_output(const Lane& lane, char* slice) const;
+  // Calls act(tile0, tiles) for pieces of a segment whose panel fits L2.
   template <class Act>
   void for_pieces(size_t segment, Act&& act) const {
     Tiling whole = plan_.tilings[segment];
-    int64_t bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem * plan_.down_chunk / (in_bytes() ? 2 : 1);
-    int32_t most = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / bytes / 2 * 2);
-    for (int32_t tile = 0; tile < whole.tiles; tile += most) act(tile, std::min(most, whole.tiles - tile));
+    int64_t bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem * plan_.down_chunk / (w8a8() ? 2 : 1);
+    int32_t step = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / bytes / 2 * 2);
+    for (int32_t tile = 0; tile < whole.tiles; tile += step) act(tile, std::min(step, whole.tiles - tile));
   }
-  bool in_bytes() const { return plan_.in_bytes; }
-  char* panel_of(size_t segment) const { return workspace_.data() + plan_.hidden_at[segment]; }
+  bool w8a8() const { return plan_.w8a8; }
+  char* panel_of(size_t segment) const { return workspace_.data() + plan_.panels_at[segment]; }
 
   const Experts& experts_;
   Batch batch_;
@@ -155,21 +158,21 @@ class Task : private Job {
   void work(const Worker& worker) override;
   void prepare();
   void finish();
-  void settle();
-  void clear_idle();
-  void await_segment(const Lane& lane, size_t segment);
+  void wait_pending();
+  void zero_idle_tokens();
+  void wait_for_segment(const Lane& lane, size_t segment);
   void take_units(size_t group, char* slice);
   void take_lanes(size_t group, char* slice);
   int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
 
   Direction direction_;
-  bool reading_ = false;                       // between Weights::enter and leave
-  size_t entered_ = 0;                         // adapters likewise
+  bool weights_entered_ = false;               // between Weights::enter and leave
+  size_t adapters_entered_ = 0;                // adapters likewise
   std::vector<std::atomic<int32_t>> next_up_;  // [groups]
   std::vector<LaneQueue> lanes_;               // [groups]
   std::vector<std::atomic<int32_t>> up_left_;  // [segments] units, and one for segment_done
-  std::mutex mutex_;                           // submit and wait from several threads
-  std::atomic<bool> under_way_{false};
+  std::mutex mutex_;                           // serialises submit and wait
+  std::atomic<bool> in_flight_{false};
 };
 
 }  // namespace kt

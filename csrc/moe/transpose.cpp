@@ -9,7 +9,8 @@ namespace kt {
 
 namespace {
 
-// Rows often lie a power of two apart, in one set of the cache: few at a time. A block's writes are whole lines.
+// Rows are often a power of two apart and map to one cache set, so few are read at a time. A block writes whole cache
+// lines.
 constexpr int64_t kRows = 16, kColumns = 64;
 
 template <class Element>

@@ -1,4 +1,4 @@
-// Packing runs on the pool, one unit per block, those of a group first by its own threads.
+// Packs on the thread pool, one unit per block; each group of threads packs its own blocks first.
 #include "moe/weights.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ void Readers::enter(const char* what) const {
   } while (!count_.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire));
 }
 
-void Readers::close(const char* what) {
+void Readers::lock(const char* what) {
   int32_t readers = 0;
   if (!count_.compare_exchange_strong(readers, -1, std::memory_order_acquire))
     throw std::runtime_error(std::string(what) + " cannot be packed while " + std::to_string(readers) +
@@ -24,8 +24,8 @@ void Readers::close(const char* what) {
 }
 
 namespace {
-// Backward walks across blocks, k tile by k tile. At a distance of a large power of two all of them would fall into a
-// few sets of the cache, and what is fetched ahead would be gone before it is used.
+// Backward sweeps across blocks, k tile by k tile. If they were a large power of two apart, they would map to a few
+// cache sets and evict each other before use.
 size_t block_distance(int32_t k_tiles, int32_t tile_bytes) {
   return (size_t)(2 * k_tiles + (k_tiles % 8 == 0 && k_tiles ? 1 : 0)) * (size_t)tile_bytes;
 }
@@ -77,7 +77,7 @@ int32_t up_blocks(const LayerShape& s) {
   return s.gated ? 2 * tiles : tiles;
 }
 
-// All blocks of the call's experts, taken one by one; gate/up first, then down.
+// All blocks of the call's experts, one by one; gate/up first, then down.
 class PackJob : public Job {
  public:
   PackJob(const SourceLayer& source, const LayerShape& shape, const KernelTable& kernels, BlockStore& up,
@@ -152,7 +152,7 @@ class PackJob : public Job {
   std::vector<std::atomic<int64_t>> next_;
 };
 
-// Biases are not rounded further: they join the sums. An absent one is zero.
+// Biases are added to the sums and not rounded further. An absent one is zero.
 template <class Real>
 Real bias_at(const SourceMatrix& m, int32_t expert, int32_t n) {
   if (!m.source.data) return 0;
@@ -173,11 +173,11 @@ Weights::Weights(const LayerShape& shape, const LayerFormats& formats, const Ker
 
 void Weights::pack(const SourceLayer& source) {
   std::lock_guard lock(packing_);
-  readers_.close("experts");
-  struct Open {
+  readers_.lock("experts");
+  struct Unlock {
     Readers& readers;
-    ~Open() { readers.open(); }
-  } open{readers_};
+    ~Unlock() { readers.unlock(); }
+  } unlock{readers_};
   PackJob job(source, shape_, kernels_, up_, down_);
   pool_.run(job);
   with_sums_of(kernels_, [&](auto zero) { pack_biases<decltype(zero)>(source); });
@@ -195,7 +195,7 @@ void Weights::enter() const {
 
 template <class Real>
 void Weights::pack_biases(const SourceLayer& s) {
-  // An expert without a bias of its own has zeros where others have one.
+  // An expert without biases has zeros where others have some.
   bool up = s.gate_bias.source.data || s.up_bias.source.data || !up_bias_.empty();
   bool down = s.down_bias.source.data || !down_bias_.empty();
   size_t up_row = (size_t)up_.blocks() * kBlockN, down_row = (size_t)down_.blocks() * kBlockN;

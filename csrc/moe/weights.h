@@ -23,34 +23,34 @@ struct LayerShape {
   bool gated;
 };
 
-// What each matrix is stored in; `gate` is not looked at where there is none.
+// Storage format of each matrix; `gate` is ignored for experts without a gate.
 struct LayerFormats {
   Format gate, up, down;
 };
 
-// Either one packs or any number of calls read.
+// Readers-writer exclusion that throws instead of blocking: either one thread packs or any number of calls read.
 class Readers {
  public:
   void enter(const char* what) const;  // throws std::runtime_error while they are packed
   void leave() const { count_.fetch_sub(1, std::memory_order_release); }
-  void close(const char* what);  // throws std::runtime_error while a call reads
-  void open() { count_.store(0, std::memory_order_release); }
+  void lock(const char* what);  // throws std::runtime_error while a call reads
+  void unlock() { count_.store(0, std::memory_order_release); }
 
  private:
   mutable std::atomic<int32_t> count_{0};  // -1: being packed
 };
 
-// Blocks of one matrix kind: how many, how long, and which node holds which.
+// Blocks of one kind of matrix: count, size, and which NUMA node holds which.
 class BlockStore {
  public:
   BlockStore() = default;
   // `half`: the formats of a block's halves; both are tiles, or neither.
   BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes, int32_t step, const Pool& pool,
              const Format (&half)[2]);
-  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes);  // all in one place
+  BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes);  // in one buffer
 
   const char* at(int32_t expert, int32_t block) const;
-  // Where a product from that k tile on begins to read: encoded blocks are named by their first byte.
+  // Where a product that starts at that k tile reads: for encoded blocks always the first byte.
   const char* at(int32_t expert, int32_t block, int32_t k_tile) const { return at(expert, block) + offset(k_tile); }
   size_t offset(int32_t k_tile) const { return encoding() ? 0 : k_bytes(k_tile); }
   char* at(int32_t expert, int32_t block) { return const_cast<char*>(std::as_const(*this).at(expert, block)); }
@@ -60,11 +60,13 @@ class BlockStore {
   size_t k_bytes(int32_t k_tiles) const { return (size_t)k_tiles * 2 * (size_t)tile_bytes_; }  // as tiles
   const Encoding* encoding() const { return encoding_ ? &*encoding_ : nullptr; }               // null: tiles
   size_t bytes() const { return bytes_; }
-  // Blocks that lie elsewhere, in the order [experts][blocks]; used there if all belong to one group, else copied.
+  // Uses existing blocks in the order [experts][blocks]: in place if all belong to one group, else copied.
   void adopt(const char* from, int32_t experts);
-  void copy_to(char* to, int32_t experts) const;                           // in that order
-  const char* whole() const { return parts() == 1 ? base_[0] : nullptr; }  // where they lie in that order already
-  int32_t begin(int group) const { return first_[group]; }                 // blocks [begin, end) live with this group
+  void copy_to(char* to, int32_t experts) const;  // in the same order
+  const char* whole() const {
+    return parts() == 1 ? base_[0] : nullptr;
+  }  // their address where they are contiguous in that order, else null
+  int32_t begin(int group) const { return first_[group]; }  // blocks [begin, end) are on this group's node
   int32_t end(int group) const { return first_[group + 1]; }
   int group_of(int32_t block) const;
   int parts() const { return (int)base_.size(); }
@@ -75,14 +77,14 @@ class BlockStore {
   std::optional<Encoding> encoding_;
   std::vector<int32_t> first_;     // [groups + 1]
   std::vector<Buffer> part_;       // [groups], each [experts][blocks of the group][block_bytes]; empty: adopted
-  std::vector<const char*> base_;  // [groups] where those begin
+  std::vector<const char*> base_;  // [groups] addresses of the parts
 };
 
-// Experts [first, first + count) as the caller has them; expert e of the call at data + e * expert_stride elements.
+// Experts [first, first + count) in the caller's layout; expert e of the call at data + e * expert_stride elements.
 struct SourceMatrix {
   Source source;  // of the call's expert 0; data null: absent
   int64_t expert_stride;
-  // Instead, for a matrix that is stored in a format of its own; strides in bytes.
+  // Instead of `source`, for a matrix in an encoded format; strides in bytes.
   Released released = {};
   int64_t codes_stride = 0, scales_stride = 0;
 };
@@ -93,7 +95,7 @@ struct SourceLayer {
   SourceMatrix gate_bias, up_bias, down_bias;  // vectors: n_stride is the stride
 };
 
-// Calls act with a zero of the type of a table's sums: for the few places that handle numbers themselves.
+// Calls act with a zero of the type of a table's sums, for code outside the kernels that computes with them.
 template <class Act>
 auto with_sums_of(const KernelTable& kernels, Act&& act) {
   return kernels.sums == DType::f64 ? act(double{}) : act(float{});
@@ -103,15 +105,17 @@ class Weights {
  public:
   Weights(const LayerShape& shape, const LayerFormats& formats, const KernelTable& kernels, Pool& pool);
 
-  // In parallel on the pool; experts may arrive in any order and number of calls, from several threads. Throws
+  // Packs in parallel on the pool; experts may be packed in any order and number of calls, from several threads. Throws
   // std::runtime_error while a call reads the weights.
   void pack(const SourceLayer& source);
-  int32_t first_missing() const;  // -1: every expert has arrived
+  int32_t first_missing() const;  // -1: every expert is packed
 
-  // Instead of packing: what gate_up and down of another store of this shape hold. It must outlive this one.
+  // Instead of packing: uses the packed gate_up and down of another store of the same shape, which must outlive this
+  // one.
   void adopt(const char* up, const char* down);
-  void adopt_biases(const char* up, const char* down);  // as up_bias and down_bias give them, for all experts; or null
-  // Rows of one matrix of an expert, decoded: [N][K] in bf16, or in the precision's own type.
+  void adopt_biases(const char* up,
+                    const char* down);  // in the layout of up_bias and down_bias, for all experts; or null
+  // Dequantises one matrix of an expert: [N][K] in bf16, or in the precision's type.
   enum class Matrix : uint8_t { gate, up, down };
   void decode(Matrix matrix, int32_t expert, char* out) const;
   int64_t rows_of(Matrix m) const { return m == Matrix::down ? shape_.hidden : shape_.intermediate; }
@@ -126,7 +130,7 @@ class Weights {
   const BlockStore& up() const { return up_; }
   const BlockStore& down() const { return down_; }
   // In the type of the kernels' sums.
-  const char* up_bias(int32_t expert) const;    // [up blocks * 32] as the blocks lie, or null
+  const char* up_bias(int32_t expert) const;    // [up blocks * 32] in block order, or null
   const char* down_bias(int32_t expert) const;  // [down blocks * 32], or null
   int32_t hidden_k_tiles() const { return down_.k_tiles(); }
   size_t bytes() const { return up_.bytes() + down_.bytes() + up_bias_.size() + down_bias_.size(); }

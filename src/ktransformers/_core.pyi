@@ -1,19 +1,19 @@
-"""The native core (csrc/bindings/module.cpp). `ktransformers.nn` is the face for users."""
+"""The native core (csrc/bindings/module.cpp). `ktransformers.nn` is the interface for users."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypedDict
 
 class Array(Protocol):
-    """A CPU tensor: torch, numpy or anything else that speaks DLPack."""
+    """A CPU tensor: torch, numpy or any other that implements DLPack."""
 
     def __dlpack__(self) -> Any: ...
 
 class VariantInfo(TypedDict):
     name: str
     native: bool  # this CPU and OS run it
-    emulated: bool  # compiled in software for tests: runs anywhere, slowly, only when asked for
+    emulated: bool  # software intrinsics, for tests: runs anywhere, slowly, only when requested by name
     missing: str  # features that the machine lacks, comma-separated
-    precisions: list[str]  # of bf16, f32 and f64 those that this build has of it
+    precisions: list[str]  # those of bf16, f32 and f64 that this build has
 
 class Machine(TypedDict):
     cpu: str
@@ -34,30 +34,30 @@ def variants() -> list[VariantInfo]: ...
 def isa() -> str: ...
 def machine() -> Machine: ...
 def grid(format: str) -> tuple[Any, Any]:
-    """Of a format whose codes are places in a table (csrc/kernels/grids.h), as numpy arrays: uint32 entries of four or
-    eight codes, those of even columns from bit 0 up and those of odd ones from bit 16 up, four bits each; and the 16
-    float32 levels that codes stand for."""
+    """The table of a format whose codes are indices (csrc/kernels/grids.h), as numpy arrays: uint32 entries of four or
+    eight codes of four bits each, those of even columns from bit 0 up and those of odd ones from bit 16 up; and the 16
+    float32 levels of the codes."""
 
 def linear_rows() -> int:
-    """How many rows of x `Pool.linear` takes at most, in the variant that is in use."""
+    """The most rows of x that `Pool.linear` takes, in the variant in use."""
 
 def rms_norm(x: Any, weight: Any, out: Any, epsilon: float) -> None:
-    """out [n, d] = x [n, d] over its root mean square, rounded, times weight [d]; all bfloat16 or all float32, on the
-    calling thread."""
+    """RMS norm: out [n, d] = x [n, d] over its root mean square, rounded, times weight [d]; all bfloat16 or all
+    float32; on the calling thread."""
 
 def add_lora(x: Any, a: Any, b: Any, out: Any, scale: float) -> None:
     """out [n, m] += scale * (x [n, k] a [r, k]^T) b [r, m] for a few rows; x and out bfloat16 or float32, a and b
     float32; on the calling thread."""
 
-def lend(bytes: int) -> Any:
-    """A numpy array of uint8, not cleared, whose memory is used again once nobody holds it."""
+def pooled_array(bytes: int) -> Any:
+    """An uninitialised numpy array of uint8 from a buffer pool, to which the memory returns with the last reference."""
 
-def lent_bytes() -> int:
-    """All that `lend` holds, in use or not."""
+def pooled_bytes() -> int:
+    """Bytes of the buffer pool behind `pooled_array`, in use or free."""
 
 def copy_rows(call: int, rows: Any, stream: int) -> int:
-    """Calls the C function `int(uint64 target, const void* source, size_t bytes, void* stream)` at this address for
-    every row of uint64 [n, 3] until one does not return 0; what it returned. Without the GIL."""
+    """Calls the C function `int(uint64 target, const void* source, size_t bytes, void* stream)` at address `call` for
+    every row of uint64 [n, 3] until one returns other than 0; returns the last result. Releases the GIL."""
 
 def host_callbacks() -> HostCallbacks:
     """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
@@ -74,10 +74,11 @@ class Pool:
     @property
     def cpus(self) -> list[int]: ...
     def linear(self, x: Any, weights: list[Any], outs: list[Any]) -> None:
-        """Each out [T, N] = x [T, K] times its weight [N, K] transposed, for few rows; weights in bfloat16."""
+        """Each out [T, N] = x [T, K] times its weight [N, K] transposed, for at most `linear_rows()` rows; weights in
+        bfloat16."""
 
     def argmax(self, x: Any) -> list[int]:
-        """The place of the largest of each row of x [n, V], bfloat16 or float32; the first where several are."""
+        """The index of the largest element of each row of x [n, V], bfloat16 or float32; the first of equal ones."""
 
     def attend(
         self,
@@ -88,10 +89,10 @@ class Pool:
         places: list[tuple[int, int, int, Any, Any]],
         scale: float,
     ) -> None:
-        """Attention of single new tokens, in bfloat16 or float32: rows of query [heads, T, d], key [groups, T, d] and
-        value [groups, T, dv] -> rows of out [T, heads, dv]. For each of places, (row, start, end, keys, values): the
-        row's key and value are written to end - 1 of keys [groups, capacity, d] and values [groups, capacity, dv],
-        then its query meets start to end of them. Sizes are multiples of 16."""
+        """Decode attention of single new tokens, in bfloat16 or float32: rows of query [heads, T, d], key
+        [groups, T, d] and value [groups, T, dv] -> rows of out [T, heads, dv]. For each of places, (row, start, end,
+        keys, values): the row's key and value are written to end - 1 of keys [groups, capacity, d] and values
+        [groups, capacity, dv], then its query attends to [start, end). d and dv are multiples of 16."""
 
     def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
@@ -122,8 +123,8 @@ class Experts:
         up_format: str = "bf16",
         down_format: str = "bf16",
     ) -> None:
-        """Weights are rounded to `precision` ("bf16", "f32" or "f64") and computed with in it: bf16 with f32 sums,
-        the others as they are. Tensors may be of any float dtype, float64 among them, whatever the precision."""
+        """Weights are rounded to `precision` ("bf16", "f32" or "f64"), which is also that of the arithmetic: bf16 has
+        f32 sums. Tensors may be of any float dtype, including float64, whatever the precision."""
     def pack(
         self,
         first_expert: int,
@@ -155,7 +156,7 @@ class Experts:
         dropout: float = 0.0,
         seed: int = 0,
         w8a8: bool = False,
-        learns: bool = False,
+        needs_grad: bool = False,
     ) -> None: ...
     def backward(
         self,
@@ -185,8 +186,8 @@ class Experts:
         w8a8: bool = False,
     ) -> Call: ...
     @property
-    def against_w8a8(self) -> str:
-        """What stands against W8A8; empty: nothing."""
+    def w8a8_unsupported(self) -> str:
+        """Why W8A8 is unsupported for these experts; empty: it is supported."""
     @property
     def packed_bytes(self) -> int: ...
     @property

@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ktransformers.errors import InputError
+
+GRAPHS = ("experts", "attention", "decode")  # what KT_GRAPHS can name
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -33,8 +37,9 @@ VARIABLES = (
     ),
     Variable(
         "KT_GRAPHS",
-        "0",
-        "disables CUDA graphs of attention in training",
+        "a list of experts, attention, decode; 0 or none",
+        "CUDA graphs to use: expert passes, attention in training, decode steps of `kt serve`; "
+        "default all; the rest is launched kernel by kernel",
     ),
     Variable(
         "KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug includes the choices made"
@@ -51,6 +56,17 @@ def text(name: str) -> str:
     if name not in {variable.name for variable in VARIABLES}:
         raise KeyError(f"{name} is not in ktransformers.env.VARIABLES; add it there and to docs/environment.md")
     return os.environ.get(name, "").strip()
+
+
+def graphs_enabled(name: str) -> bool:
+    """Whether KT_GRAPHS leaves these graphs on; `name` is one of GRAPHS. Unset: all are, `0` or `none`: none is."""
+    value = text("KT_GRAPHS")
+    if value in ("", "0", "none"):
+        return not value
+    words = [word.strip() for word in value.split(",")]
+    if not set(words) <= set(GRAPHS):
+        raise InputError("KT_GRAPHS", repr(value), f"a list of {', '.join(GRAPHS)}; 0 or none for no graphs at all")
+    return name in words
 
 
 def current() -> dict[str, str]:

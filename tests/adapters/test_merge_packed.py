@@ -23,7 +23,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.quant.convert import convert
-from ktransformers.quant.plan import make_plan, wanted
+from ktransformers.quant.plan import make_plan, parse_formats
 from tests.checkpoint.conversions import as_fp8
 from tests.checkpoint.releases import write_gguf
 from tests.nn.families import build, save
@@ -92,10 +92,10 @@ def unlike(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize(("family", "word"), [("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "bf16")])
 def test_experts_are_encoded_once_from_the_sum(family: str, word: str, tmp_path: Path) -> None:
     base, adapter = made(tmp_path, family)
-    done = merge_packed(base, adapter, tmp_path / "out", formats=wanted(word), threads=2, max_kl=10, tokens=64)
+    done = merge_packed(base, adapter, tmp_path / "out", formats=parse_formats(word), threads=2, max_kl=10, tokens=64)
     found, whole = decoded(load_model(tmp_path / "out")), expected(base, adapter)
     assert set(found) == set(whole)
-    spelled = wanted(word)["gate"]
+    spelled = parse_formats(word)["gate"]
     for name, exact in whole.items():
         once = exact.bfloat16() if word == "bf16" else decode(encode(exact, spelled)).reshape(exact.shape).bfloat16()
         # sums of PEFT and ours differ in the last bits of float32, which may move a number to the next step
@@ -107,7 +107,7 @@ def test_experts_are_encoded_once_from_the_sum(family: str, word: str, tmp_path:
 
 def test_other_tensors_are_merged_and_counts_reported(tmp_path: Path) -> None:
     base, adapter = made(tmp_path)
-    done = merge_packed(base, adapter, tmp_path / "out", formats=wanted("bf16"), threads=2)
+    done = merge_packed(base, adapter, tmp_path / "out", formats=parse_formats("bf16"), threads=2)
     found = done.divergence
     assert found is not None and found.text == "calibration.txt" and found.tokens > 900
     assert found.kl < 0.01 < 10 * found.kl + 0.01 < found.effect  # bf16 loses little of what the adapter does
@@ -128,14 +128,14 @@ def test_other_tensors_are_merged_and_counts_reported(tmp_path: Path) -> None:
 def test_divergence_above_limit_is_refused_and_output_removed(tmp_path: Path) -> None:
     base, adapter = made(tmp_path)
     with pytest.raises(InputError, match=r"KL .* nats per token .*at most 1e-06.*nothing was written"):
-        merge_packed(base, adapter, tmp_path / "out", formats=wanted("int4"), threads=2, max_kl=1e-6, tokens=128)
+        merge_packed(base, adapter, tmp_path / "out", formats=parse_formats("int4"), threads=2, max_kl=1e-6, tokens=128)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base"]
 
 
 def test_packed_base_keeps_its_format(tmp_path: Path) -> None:
     base, adapter = made(tmp_path)
     packed = tmp_path / "packed"
-    convert(make_plan(base, wanted("int8", None, "bf16"), 2), packed)
+    convert(make_plan(base, parse_formats("int8", None, "bf16"), 2), packed)
     assert wants_packing(packed) and not wants_packing(base)
     done = merge_packed(packed, adapter, tmp_path / "out", threads=2, tokens=256)
     summary = done.receipt.summary()
@@ -191,9 +191,9 @@ def test_matrices_without_a_delta_keep_their_bytes(tmp_path: Path) -> None:
 def test_biases_survive_a_packed_base(tmp_path: Path) -> None:
     base, adapter = made(tmp_path, "gpt_oss")
     packed = tmp_path / "packed"
-    convert(make_plan(base, wanted("bf16"), 2), packed)
+    convert(make_plan(base, parse_formats("bf16"), 2), packed)
     merge_packed(packed, adapter, tmp_path / "one", threads=2, unchecked=True)
-    merge_packed(base, adapter, tmp_path / "two", formats=wanted("bf16"), threads=2, unchecked=True)
+    merge_packed(base, adapter, tmp_path / "two", formats=parse_formats("bf16"), threads=2, unchecked=True)
     ids = torch.arange(3, 30)[None]
     with torch.no_grad():
         one, two = (load_model(tmp_path / name, dtype=torch.float32)(input_ids=ids).logits for name in ("one", "two"))
@@ -215,15 +215,17 @@ def test_killed_merge_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        merge_packed(base, adapter, tmp_path / "out", formats=wanted("int8"), threads=2, progress=dies_at_the_second)
+        merge_packed(
+            base, adapter, tmp_path / "out", formats=parse_formats("int8"), threads=2, progress=dies_at_the_second
+        )
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(module, "_check_quality", dies)
     with pytest.raises(KeyboardInterrupt):
-        merge_packed(base, adapter, tmp_path / "out", formats=wanted("int8"), threads=2)
+        merge_packed(base, adapter, tmp_path / "out", formats=parse_formats("int8"), threads=2)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(module, "_check_quality", judge)
-    merge_packed(base, adapter, tmp_path / "out", formats=wanted("int8"), threads=2, max_kl=1, tokens=64)
-    merge_packed(base, adapter, tmp_path / "new", formats=wanted("int8"), threads=2, unchecked=True)
+    merge_packed(base, adapter, tmp_path / "out", formats=parse_formats("int8"), threads=2, max_kl=1, tokens=64)
+    merge_packed(base, adapter, tmp_path / "new", formats=parse_formats("int8"), threads=2, unchecked=True)
     one, two = (decoded(load_model(tmp_path / name)) for name in ("out", "new"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base", "new", "out"]
@@ -236,7 +238,9 @@ def test_other_dialects_and_custom_calibration_text(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "Rain fell on the roofs all night, and in the morning the street was a river."}\n')
     found = [
-        merge_packed(base, tmp_path / name, tmp_path / f"out-{name}", formats=wanted("int8"), calib=text, threads=2)
+        merge_packed(
+            base, tmp_path / name, tmp_path / f"out-{name}", formats=parse_formats("int8"), calib=text, threads=2
+        )
         for name in ("adapter", "other")
     ]
     assert found[0].divergence is not None and found[0].divergence.text == "text.jsonl"
@@ -270,11 +274,11 @@ def test_invalid_packed_merge_inputs_are_refused(tmp_path: Path, monkeypatch: py
     (base / "tokenizer.json").unlink()
     (base / "tokenizer_config.json").unlink()
     with pytest.raises(InputError, match=r"could not be compared.*--unchecked"):
-        merge_packed(base, adapter, out, formats=wanted("bf16"), threads=2)
+        merge_packed(base, adapter, out, formats=parse_formats("bf16"), threads=2)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base"]
-    merge_packed(base, adapter, out, formats=wanted("bf16"), threads=2, unchecked=True)
+    merge_packed(base, adapter, out, formats=parse_formats("bf16"), threads=2, unchecked=True)
     with pytest.raises(InputError, match="--overwrite"):
-        merge_packed(base, adapter, out, formats=wanted("bf16"), threads=2, unchecked=True)
+        merge_packed(base, adapter, out, formats=parse_formats("bf16"), threads=2, unchecked=True)
 
 
 def test_packed_merge_command_reports_divergence(tmp_path: Path) -> None:

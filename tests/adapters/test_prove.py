@@ -177,12 +177,12 @@ def test_a_server_elsewhere(trained: tuple[Path, list[str]]) -> None:
 def test_experts_from_elsewhere_are_those_that_are_served(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained on int8 experts beside the base: the proof and the server find them, and stock PEFT is not asked."""
     from ktransformers.quant.convert import convert
-    from ktransformers.quant.plan import make_plan, wanted
+    from ktransformers.quant.plan import make_plan, parse_formats
     from tests.support.training import RunRecorder, recipe
     from tests.support.training_runs import run as train
 
     base, packed = trained[0].parent / "base", tmp_path / "int8"
-    convert(make_plan(base, wanted("int8"), 2), packed)
+    convert(make_plan(base, parse_formats("int8"), 2), packed)
     train(recipe(base, tmp_path / "out", val_size=3, learning_rate=2e-2, kt_weight_path=str(packed)), RunRecorder())
     done = run(tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output

@@ -1,7 +1,7 @@
 """Benches run as a user runs them, or by their `main` in this process, which has torch already.
 
-In this process there is one round, and readings of the machine are short and take little memory: what the machine can
-do is nobody's question here, and of a bench's seconds they are the most.
+In this process there is one round, and readings of the machine's rates are short and take little memory: they would be
+most of the time of a test, which does not judge them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def main_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[s
     reader = functools.partialmethod(timing.Yardstick.__init__, seconds=0.001)
     monkeypatch.setattr(timing.Yardstick, "__init__", reader)
     monkeypatch.setattr(timing, "READ_BYTES", 1 << 22)
-    for name in ("timing", "contest", "moe", "sweeps"):
+    for name in ("timing", "layer_bench", "moe", "sweeps"):
         monkeypatch.setattr(importlib.import_module(name), "SETTLE", 0.0)
-    for name in ("contest", "moe"):
+    for name in ("layer_bench", "moe"):
         monkeypatch.setattr(importlib.import_module(name), "ROUNDS", 1)
 
     def of(name: str) -> Callable[[list[str]], int]:
@@ -60,9 +60,9 @@ def run_bench(main_of: Callable[[str], Callable[[list[str]], int]], capsys: pyte
     """As `run_script`, in this process."""
 
     def run(name: str, *options: str, status: int = 0) -> tuple[list[str], dict[str, Any]]:
-        found = main_of(name)(list(options))
+        code = main_of(name)(list(options))
         printed = capsys.readouterr()
-        assert found == status, printed.out + printed.err
+        assert code == status, printed.out + printed.err
         *table, last = printed.out.splitlines()
         return table, json.loads(last)
 

@@ -55,7 +55,7 @@ def test_alternation(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     table, document = run_bench("moe", *SHORT, "--tokens", "2", "--alternate")
     check(document, [(0, "pack"), (2, "forward"), (2, "alternate")])
     assert all(document["cells"][2][key] > 0 for key in ("alone_ms", "torch_ms", "torch_alone_ms"))
-    assert any("in turns with torch" in line for line in table)
+    assert any("alternating with torch" in line for line in table)
 
 
 def test_peers_do_the_same_work(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_work_leaves_nothing_in_caches(monkeypatch: pytest.MonkeyPatch) -> None:
         work = make_work(shape, 1, 2)
         for layer in (0, 1):
             dealt = [expert for where, ids in work.steps if where == layer for expert in ids.flatten().tolist()]
-            dealt += dealt[: shape.experts]  # the walk starts over
+            dealt += dealt[: shape.experts]  # the permutation starts over
             for start in range(len(dealt) - shape.experts):
                 assert len(set(dealt[start : start + shape.experts])) == shape.experts
     assert SHAPES["qwen3-30b"].layers() * SHAPES["qwen3-30b"].layer_bytes > 2e9

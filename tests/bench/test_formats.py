@@ -38,10 +38,10 @@ def test_every_format_on_its_own_bytes(run_bench: Run, tmp_path: Path) -> None:
     assert document == json.loads((tmp_path / "formats.json").read_text())
     assert document["bench"] == "formats" and "notes" not in document
     modes = [(0, "pack"), (1, "forward"), (5, "forward_lora"), (5, "backward_lora")]
-    found = [(cell["format"], cell["tokens"], cell["mode"]) for cell in document["cells"]]
-    assert found == [(name, *mode) for name in BYTES for mode in modes]
+    measured = [(cell["format"], cell["tokens"], cell["mode"]) for cell in document["cells"]]
+    assert measured == [(name, *mode) for name in BYTES for mode in modes]
     rows = [line.split() for line in table if line.startswith("tiny ")]
-    assert [(row[1], row[4]) for row in rows] == [(name, mode) for name, _, mode in found]
+    assert [(row[1], row[4]) for row in rows] == [(name, mode) for name, _, mode in measured]
     for cell in document["cells"]:
         assert 0 < cell["ms"] < math.inf and not cell["peers"]
         assert cell["share"] == pytest.approx(cell["roof_ms"] / cell["ms"], rel=1e-4)
@@ -60,9 +60,9 @@ def test_8_bit_activations_have_a_row_and_a_roof_of_their_own(run_bench: Run, mo
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     options = ["--formats", "int8,int8+w8a8", "--tokens", "1,64", "--train-tokens", ""]
     _, document = run_bench("formats", *SHORT, *options, "--peers", f"kt_int8={sys.executable}")
-    found = {(cell["format"], cell["tokens"]): cell for cell in document["cells"]}
-    assert list(found) == [(format, tokens) for format in ("int8", "int8+w8a8") for tokens in (0, 1, 64)]
-    plain, rounded = found["int8", 64], found["int8+w8a8", 64]
+    cells = {(cell["format"], cell["tokens"]): cell for cell in document["cells"]}
+    assert list(cells) == [(format, tokens) for format in ("int8", "int8+w8a8") for tokens in (0, 1, 64)]
+    plain, rounded = cells["int8", 64], cells["int8+w8a8", 64]
     assert plain["error"] < 0.016 < 0.018 < rounded["error"] < 0.03
     assert "register_share" in plain and "register_share" not in rounded
     assert all(list(cell["peers"]) == ["kt_int8"] for cell in document["cells"])
@@ -76,8 +76,8 @@ def test_int4_has_them_too_and_others_do_not(
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     options = ["--formats", "int4:32,int4:32+w8a8", "--tokens", "64", "--train-tokens", ""]
     table, document = run_bench("formats", *SHORT, *options, "--peers", f"kt_int4={sys.executable}")
-    found = {(cell["format"], cell["tokens"]): cell for cell in document["cells"]}
-    plain, rounded = found["int4:32", 64], found["int4:32+w8a8", 64]
+    cells = {(cell["format"], cell["tokens"]): cell for cell in document["cells"]}
+    plain, rounded = cells["int4:32", 64], cells["int4:32+w8a8", 64]
     assert plain["error"] < rounded["error"] < plain["error"] + 0.005
     assert all(list(cell["peers"]) == ["kt_int4"] for cell in document["cells"])
     assert any(line.startswith("tiny") and "int4:32+w8a8 " in line for line in table)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ktransformers.checkpoint.encoded import Encoded, encode
 from ktransformers.nn.experts import new_store
 from ktransformers.quant.convert import Converted, convert
-from ktransformers.quant.plan import make_plan, wanted
+from ktransformers.quant.plan import make_plan, parse_formats
 
 # Columns that every format can take: multiples of 256 for the K formats would make nothing tiny.
 SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64}
@@ -28,7 +28,7 @@ def tiny(directory: Path, family: str = "qwen3_moe", **changes: Any) -> Path:
 def pack(source: Path, out: Path, word: str = "int4", **options: Any) -> Converted:
     group, down = options.pop("group", None), options.pop("down", None)
     experts = options.pop("experts", None)
-    plan = make_plan(source, wanted(word, group, down), options.pop("threads", 2), experts)
+    plan = make_plan(source, parse_formats(word, group, down), options.pop("threads", 2), experts)
     return convert(plan, out, **options)
 
 

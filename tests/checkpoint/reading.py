@@ -17,7 +17,7 @@ MODULE = "model.layers.0.mlp.experts"
 def numbers(layer: LayerSource) -> dict[str, Tensor]:
     """All experts by role, in float32; every piece is one expert."""
     found: dict[str, list[Tensor]] = {}
-    for expert, piece in enumerate(layer.pieces()):
+    for expert, piece in enumerate(layer.chunks()):
         assert piece.first_expert == expert and not piece.fused
         for role, part in piece.tensors.items():
             if isinstance(part, Encoded):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ktransformers.checkpoint.journal import JOURNAL, ConversionJournal
+from ktransformers.checkpoint.journal import JOURNAL_FILE, ConversionJournal
 from ktransformers.checkpoint.mapped import map_file
 from ktransformers.checkpoint.packed import (
     Manifest,
@@ -18,12 +18,12 @@ from ktransformers.checkpoint.packed import (
     ShardRecord,
     SourceRecord,
     content_hash,
-    manifest_words,
+    manifest_document,
     read_manifest,
 )
-from ktransformers.checkpoint.rest import copy_small_files, divide
+from ktransformers.checkpoint.rest import copy_small_files, split_into_shards
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.checkpoint.tensorfile import PAGE, FileLayout, TensorFile, lay_out, read_layout, sha256
+from ktransformers.checkpoint.tensorfile import PAGE_BYTES, FileLayout, TensorFile, plan_layout, read_layout, sha256
 from ktransformers.errors import InputError
 
 TENSORS = {
@@ -36,7 +36,7 @@ SPELLED = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
 
 def layout_of(tensors: dict[str, torch.Tensor]) -> FileLayout:
     entries = [(name, SPELLED[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return lay_out(entries, {"format": "kt", "conversion": "7"}, padding="experts.padding")
+    return plan_layout(entries, {"format": "kt", "conversion": "7"}, padding="experts.padding")
 
 
 def write(path: Path) -> FileLayout:
@@ -56,7 +56,7 @@ def test_file_is_safetensors_with_tensors_at_pages(tmp_path: Path) -> None:
     layout = write(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
     assert path.stat().st_size == layout.size
-    assert all(layout.slots[name].offset % PAGE == 0 for name in TENSORS)
+    assert all(layout.slots[name].offset % PAGE_BYTES == 0 for name in TENSORS)
     with safe_open(path, framework="pt") as opened:
         assert opened.metadata() == {"format": "kt", "conversion": "7"}
         for name, tensor in TENSORS.items():
@@ -148,7 +148,7 @@ def save_manifest(directory: Path, words: dict[str, Any]) -> None:
 
 
 def test_manifest_round_trip(tmp_path: Path) -> None:
-    save_manifest(tmp_path, manifest_words(manifest()))
+    save_manifest(tmp_path, manifest_document(manifest()))
     found = read_manifest(tmp_path)
     assert found == manifest()
     # A text model out of the files of the vision model around it has another name for the same layer.
@@ -160,7 +160,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
 def test_manifests_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"given no kt_packed\.json, expected a packed directory; run kt quant again"):
         read_manifest(tmp_path)
-    words = manifest_words(manifest())
+    words = manifest_document(manifest())
     altered = json.loads(json.dumps(words))
     altered["layers"][0]["experts"] = 3
     save_manifest(tmp_path, altered)
@@ -175,9 +175,9 @@ def test_manifests_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="colour: Extra inputs are not permitted"):
         read_manifest(tmp_path)
     save_manifest(tmp_path, words)
-    other = manifest_words(manifest(conversion="8"))
+    other = manifest_document(manifest(conversion="8"))
     (tmp_path / "kt_packed.json").write_text(json.dumps(other))
-    with pytest.raises(InputError, match="files of two conversions lie together"):
+    with pytest.raises(InputError, match="the directory has files of two conversions"):
         read_manifest(tmp_path)
     (tmp_path / "kt_packed.json").write_text("{")
     with pytest.raises(InputError, match="expected the manifest of a packed directory"):
@@ -187,7 +187,7 @@ def test_manifests_that_are_refused(tmp_path: Path) -> None:
 def enter(journal: ConversionJournal, name: str, data: bytes = b"data") -> None:
     file = journal.directory / name
     file.write_bytes(data)
-    journal.enter(name, ShardRecord(bytes=len(data), header_sha256="-", sha256=sha256(file)), {"of": name})
+    journal.record(name, ShardRecord(bytes=len(data), header_sha256="-", sha256=sha256(file)), {"of": name})
 
 
 def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
@@ -198,15 +198,15 @@ def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a conversion that is running"):
         ConversionJournal(tmp_path / "out", plan)
     journal.close()
-    text = (journal.directory / JOURNAL).read_text()
-    (journal.directory / JOURNAL).write_text(text + '{"file": "c", "rec')  # a kill in the middle of a line
+    text = (journal.directory / JOURNAL_FILE).read_text()
+    (journal.directory / JOURNAL_FILE).write_text(text + '{"file": "c", "rec')  # a kill in the middle of a line
     (journal.directory / ".c.partial").write_bytes(b"half")
     (journal.directory / "b").write_bytes(b"dota")
     again = ConversionJournal(tmp_path / "out", plan | {"conversion": "two"})
     assert again.plan["conversion"] == "one"
     assert set(again.shards) == {"a", "b"}
-    assert again.recheck() == ["b"]
-    assert set(again.shards) == {"a"} and again.about == {"a": {"of": "a"}}
+    assert again.drop_damaged() == ["b"]
+    assert set(again.shards) == {"a"} and again.details == {"a": {"of": "a"}}
     assert not (again.directory / ".c.partial").exists()
     enter(again, "b", b"data again")
     assert not (tmp_path / "out").exists()
@@ -239,7 +239,7 @@ def test_rest_is_divided_by_size_alone(tmp_path: Path, monkeypatch: pytest.Monke
     def reader(name: str) -> PlainTensor:
         return PlainTensor(name, values[name].dtype, tuple(values[name].shape), lambda: values[name])
 
-    shards = divide(map(reader, values), {"format": "pt"})
+    shards = split_into_shards(map(reader, values), {"format": "pt"})
     assert [(shard.file, [tensor.name for tensor in shard.tensors]) for shard in shards] == [
         ("model-00001-of-00003.safetensors", ["b", "a"]),  # wide dtypes first, so that none is misaligned
         ("model-00002-of-00003.safetensors", ["c"]),
@@ -252,7 +252,7 @@ def test_rest_is_divided_by_size_alone(tmp_path: Path, monkeypatch: pytest.Monke
             for tensor in shard.tensors:
                 assert torch.equal(opened.get_tensor(tensor.name), values[tensor.name])
     assert sum(done) == sum(value.nbytes for value in values.values())
-    wrong = divide([PlainTensor("a", torch.float32, (2,), lambda: torch.zeros(3))], {})
+    wrong = split_into_shards([PlainTensor("a", torch.float32, (2,), lambda: torch.zeros(3))], {})
     with pytest.raises(InputError, match=r"a: given .* of shape \[3\], expected .* of shape \[2\]"):
         wrong[0].write(tmp_path / ".", done.append)
 

@@ -17,7 +17,7 @@ from nn.families import build, save, tokens
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ktransformers.checkpoint.packed import MANIFEST, content_hash
+from ktransformers.checkpoint.packed import MANIFEST_FILE, content_hash
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.store import LAYOUT_VERSION
@@ -150,20 +150,20 @@ def test_foreign(copy: Path, packed: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="altered, or of another conversion"):
         load_model(copy)
     (copy / LAYER).write_bytes(own)
-    shutil.copyfile(tmp_path / "other" / MANIFEST, copy / MANIFEST)
-    with pytest.raises(InputError, match="files of two conversions lie together"):
+    shutil.copyfile(tmp_path / "other" / MANIFEST_FILE, copy / MANIFEST_FILE)
+    with pytest.raises(InputError, match="the directory has files of two conversions"):
         load_model(copy)
-    (copy / MANIFEST).unlink()
+    (copy / MANIFEST_FILE).unlink()
     with pytest.raises(InputError, match=r"given no kt_packed\.json, expected a packed directory"):
         load_model(copy)
 
 
 def rewrite_manifest(directory: Path, **changes: Any) -> None:
     """As a program would that knows the hashes."""
-    words = json.loads((directory / MANIFEST).read_text()) | changes
+    words = json.loads((directory / MANIFEST_FILE).read_text()) | changes
     words.pop("sha256")
     digest = content_hash(words)
-    (directory / MANIFEST).write_text(json.dumps(words | {"sha256": digest}))
+    (directory / MANIFEST_FILE).write_text(json.dumps(words | {"sha256": digest}))
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
     config["packed"]["sha256"] = digest
     edit(directory, quantization_config=config)

@@ -19,7 +19,7 @@ from ktransformers.checkpoint.recode import KEEP, recode
 from ktransformers.checkpoint.verify import verify
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.quant.plan import estimate, make_plan, wanted
+from ktransformers.quant.plan import estimate, make_plan, parse_formats
 from ktransformers.quant.receipt import read_receipt
 
 from .conversions import as_fp8, contents, edit, expert_modules_with_stores, logits, pack, repack, tiny
@@ -226,11 +226,11 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
 )
 def test_formats_that_are_refused(words: tuple[object, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        wanted(*words)  # type: ignore[arg-type]
+        parse_formats(*words)  # type: ignore[arg-type]
 
 
 def test_plan_and_estimate(source: Path, tmp_path: Path) -> None:
-    plan = make_plan(source, wanted("int8"), 2)
+    plan = make_plan(source, parse_formats("int8"), 2)
     assert [layer.file for layer in plan.layers] == ["packed-00000.safetensors", "packed-00001.safetensors"]
     assert 0 < estimate(plan) < 60
     pack(source, tmp_path / "out", "int8")
@@ -245,7 +245,7 @@ def test_kt_model_verify_knows_the_checksums(source: Path, tmp_path: Path) -> No
     pack(source, out, "int8")
     found = verify(out)
     assert found.whole and found.hashed == 3 and found.unknown == 0
-    assert [finding.text for finding in found.findings] == ["there is none"]  # no tokenizer in a tiny model
+    assert [finding.text for finding in found.findings] == ["no tokenizer file"]  # no tokenizer in a tiny model
     data = bytearray((out / "packed-00001.safetensors").read_bytes())
     data[-5000] ^= 1
     (out / "packed-00001.safetensors").write_bytes(data)

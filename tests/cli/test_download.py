@@ -16,7 +16,7 @@ import pytest
 
 from ktransformers import model_registry
 from ktransformers.checkpoint import hub as client
-from ktransformers.checkpoint.verify import Verified, beside, verify
+from ktransformers.checkpoint.verify import Verified, local_hashes, verify
 from ktransformers.errors import KTError
 from tests.cli.conftest import Call, model_files, safetensors, write_model
 from tests.cli.hub import COMMIT, Hub
@@ -26,8 +26,8 @@ BIG = os.urandom(6 << 20)
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSE", 0.01)
-    monkeypatch.setattr(client, "CHUNK", 1 << 16)
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(client, "CHUNK_BYTES", 1 << 16)
 
 
 def big_model() -> dict[str, bytes]:
@@ -69,7 +69,7 @@ def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: 
 def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
     files = big_model()
     with Hub(files, cut=2 << 20, cuts=2) as hub:
-        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        listing = client.select_files(client.list_files(hub.repo, endpoint=hub.url))
         seen: list[tuple[int, int]] = []
         done = client.download(listing, tmp_path / "m", endpoint=hub.url, progress=lambda *news: seen.append(news))
     ranges = [asked for name, asked in hub.asked if name == "model.safetensors"]
@@ -77,7 +77,7 @@ def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert hub.sent < listing.size + (1 << 18)  # nothing is fetched twice but what was in flight
     assert seen[-1] == (listing.size, listing.size) and done.fetched == 3
     assert {name: (tmp_path / "m" / name).read_bytes() for name in files} == files
-    assert sorted(file.name for file in (tmp_path / "m").iterdir()) == sorted([client.RECORD, *files])  # no parts
+    assert sorted(file.name for file in (tmp_path / "m").iterdir()) == sorted([client.RECORD_FILE, *files])  # no parts
 
 
 def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert hub.cuts == 0 and not (target / "model.safetensors").exists()
-        (part,) = (file for file in (target / client.PARTIAL).iterdir() if file.stat().st_size > 1 << 20)
+        (part,) = (file for file in (target / client.PARTIAL_DIRECTORY).iterdir() if file.stat().st_size > 1 << 20)
         had = part.stat().st_size
         damaged = verify(target)
         assert not damaged.whole and any("cut off" in finding.text for finding in damaged.findings)
         hub.asked.clear()
-        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        listing = client.select_files(client.list_files(hub.repo, endpoint=hub.url))
         done = client.download(listing, target, endpoint=hub.url)
         assert ("model.safetensors", f"bytes={had}-") in hub.asked
         assert done.resumed >= had >= 3 << 20
@@ -122,7 +122,7 @@ def test_a_new_revision_with_files_of_the_same_size(tmp_path: Path) -> None:
         assert sorted(name for name, _ in hub.asked) == [shard, "tokenizer.json"] and done.kept == 3
         assert verify(tmp_path / "m", listing.files).whole
         hub.asked.clear()
-        (tmp_path / "m" / client.RECORD).unlink()  # files that somebody else has put here are hashed
+        (tmp_path / "m" / client.RECORD_FILE).unlink()  # files that somebody else has put here are hashed
         (tmp_path / "m" / "tokenizer.json").write_bytes(b"{}")
         client.download(listing, tmp_path / "m", endpoint=hub.url)
         assert [name for name, _ in hub.asked] == ["tokenizer.json"]
@@ -130,20 +130,20 @@ def test_a_new_revision_with_files_of_the_same_size(tmp_path: Path) -> None:
 
 def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:
     with Hub(big_model(), cut=1 << 20, cuts=1, ignores_ranges=True) as hub:
-        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        listing = client.select_files(client.list_files(hub.repo, endpoint=hub.url))
         client.download(listing, tmp_path / "m", endpoint=hub.url)
         assert verify(tmp_path / "m", listing.files).whole
         hub.lies = {"model.safetensors": bytes(listing.files["model.safetensors"].size or 0)}
-        with pytest.raises(KTError, match=r"model\.safetensors: what arrived has another hash"):
+        with pytest.raises(KTError, match=r"model\.safetensors: the downloaded file has another hash"):
             client.download(listing, tmp_path / "n", endpoint=hub.url)
         assert not (tmp_path / "n" / "model.safetensors").exists()
-        assert not list((tmp_path / "n" / client.PARTIAL).glob("*.part"))
+        assert not list((tmp_path / "n" / client.PARTIAL_DIRECTORY).glob("*.part"))
 
 
 def test_files_beyond_plain_http_go_the_hubs_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PLAIN_LIMIT", 50)
+    monkeypatch.setattr(client, "MAX_DIRECT_BYTES", 50)
     with Hub(model_files()) as hub:
-        listing = client.select(client.list_files(hub.repo, endpoint=hub.url))
+        listing = client.select_files(client.list_files(hub.repo, endpoint=hub.url))
         client.download(listing, tmp_path / "m", endpoint=hub.url)
         assert verify(tmp_path / "m", listing.files).whole
 
@@ -224,7 +224,7 @@ def test_verify_finds_every_damage(tmp_path: Path) -> None:
     (place / "config.json").write_text("{")
     (place / "tokenizer.json").unlink()
     found = texts(verify(place))
-    assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: there is none" in found
+    assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: no tokenizer file" in found
 
 
 def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:
     blob.parent.mkdir()
     shard.rename(blob)
     shard.symlink_to(blob)
-    assert set(beside(place)) == {"tokenizer.json", shard.name}
+    assert set(local_hashes(place)) == {"tokenizer.json", shard.name}
     found = verify(place)
     assert (found.whole, found.hashed, found.unknown) == (True, 2, 1)
     (place / "tokenizer.json").write_text("[]")

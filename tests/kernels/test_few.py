@@ -62,7 +62,7 @@ def of_one_expert(given: Rounded, tokens: int) -> Batch:
 
 
 def run(store: ExpertStore, batch: Batch, tokens: slice = slice(None), learns: bool = False) -> Tensor:
-    return store.forward(batch.hidden[tokens], batch.ids[tokens], batch.weights[tokens], learns=learns)
+    return store.forward(batch.hidden[tokens], batch.ids[tokens], batch.weights[tokens], needs_grad=learns)
 
 
 @pytest.mark.parametrize("format", OPENED)

@@ -67,7 +67,7 @@ def test_every_call_gives_the_bits_of_the_decoded_numbers(isa: str, format: str)
     for tokens in (1, 19):
         hidden, ids, weights = batch(tokens)
         ids[:, 0], ids[:, 1] = 0, ids.amax(1)  # for the first expert more rows than a tile has, and few for the others
-        assert torch.equal(store.forward(hidden, ids, weights, learns=True), plain.forward(hidden, ids, weights))
+        assert torch.equal(store.forward(hidden, ids, weights, needs_grad=True), plain.forward(hidden, ids, weights))
         grad = torch.randn(tokens, HIDDEN).bfloat16()
         for found, expected in zip(
             store.backward(grad, hidden, ids, weights), plain.backward(grad, hidden, ids, weights), strict=True

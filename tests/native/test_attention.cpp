@@ -1,8 +1,8 @@
-// Attention of single tokens on every variant against double: groups of heads, unequal sizes, more keys than a stretch,
-// and each sequence's bits the same whoever is beside it.
+// Decode attention on every variant against double: groups of heads, unequal head sizes, more keys than one split, and
+// the same bits for a sequence whatever others are in the batch.
 #include "check.h"
 #include "moe/attention.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -25,7 +25,7 @@ struct Sequence {
         value((size_t)(kGroups * kValue), 1.0, type, random),
         out((size_t)(kHeads * kValue) * size_of(type)) {}
 
-  Past past(DType type) {
+  KVSequence kv(DType type) {
     int64_t elem = (int64_t)size_of(type);
     return {keys.bytes.data(),  values.bytes.data(), count * kKey * elem, count * kValue * elem, count,
             query.bytes.data(), key.bytes.data(),    value.bytes.data(),  kKey * elem,           kKey * elem,
@@ -59,24 +59,25 @@ TEST(attention_every_variant) {
   constexpr float scale = 0.125f;
   for (const KernelTable* kernels : all_kernels()) {
     if (kernels->precision != Precision::bf16) {
-      CHECK(!kernels->attend);
+      CHECK(!kernels->attention_split);
       continue;
     }
     for (DType type : {DType::f32, DType::bf16}) {
       std::mt19937 random(11);
       std::vector<Sequence> all;
-      for (int32_t count : {1, 7, 64, kStretch, kStretch + 1, 2 * kStretch + 19}) all.emplace_back(count, type, random);
+      for (int32_t count : {1, 7, 64, kAttentionSplit, kAttentionSplit + 1, 2 * kAttentionSplit + 19})
+        all.emplace_back(count, type, random);
       Attention together{{}, kHeads, kGroups, kKey, kValue, type, scale};
-      for (Sequence& one : all) together.pasts.push_back(one.past(type));
+      for (Sequence& one : all) together.sequences.push_back(one.kv(type));
       attend(pool, *kernels, together);
       for (Sequence& one : all) {
         for (int32_t head = 0; head < kHeads; head++)
           for (int32_t i = 0; i < kValue; i++) {
-            double found = element_of<double>(one.out.data(), head * kValue + i, type);
-            CHECK(std::abs(found - one.expected(head, i, (double)scale)) < (type == DType::f32 ? 1e-5 : 1e-2));
+            double actual = element_of<double>(one.out.data(), head * kValue + i, type);
+            CHECK(std::abs(actual - one.expected(head, i, (double)scale)) < (type == DType::f32 ? 1e-5 : 1e-2));
           }
         std::vector<char> before = one.out;
-        attend(pool, *kernels, {{one.past(type)}, kHeads, kGroups, kKey, kValue, type, scale});
+        attend(pool, *kernels, {{one.kv(type)}, kHeads, kGroups, kKey, kValue, type, scale});
         CHECK(before == one.out);
       }
     }

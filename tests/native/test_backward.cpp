@@ -1,7 +1,7 @@
-// Backward natively, for the sanitizers: against differences of the double-precision oracle, for every variant, with
-// any number of threads and groups, with and without what forward kept.
+// Backward natively, for the sanitizers: against finite differences of the double-precision reference, for every
+// variant, with any number of threads and groups, with gate and up kept or recomputed.
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -9,28 +9,30 @@ using namespace kt::check;
 namespace {
 
 template <class Real>
-struct Found {
+struct BackwardResult {
   std::vector<Real> hidden, weights;
 };
 
 template <class Real>
-Found<Real> backward_of(const Experts& experts, BatchOf<Real>& batch, const std::vector<Real>& grad, bool kept) {
+BackwardResult<Real> backward_of(const Experts& experts, BatchOf<Real>& batch, const std::vector<Real>& grad,
+                                 bool kept) {
   const LayerShape& shape = experts.shape();
-  Found<Real> found{std::vector<Real>(batch.hidden.size(), NAN), std::vector<Real>(batch.weights.size(), NAN)};
+  BackwardResult<Real> result{std::vector<Real>(batch.hidden.size(), NAN),
+                              std::vector<Real>(batch.weights.size(), NAN)};
   std::vector<char> keep(kept ? batch.ids.size() * (size_t)experts.keep_row_bytes() : 0);
   if (kept) Call(experts, batch.batch(shape), {}, keep.data()).run();
   Batch b = batch.batch(shape);
-  b.out = found.hidden.data();
+  b.out = result.hidden.data();
   Gradients gradients;
   gradients.out = grad.data();
   gradients.out_dtype = kTypeOf<Real>;
   gradients.out_stride = shape.hidden;
-  gradients.weights = found.weights.data();
+  gradients.weights = result.weights.data();
   gradients.weights_dtype = kTypeOf<Real>;
   gradients.weights_stride = batch.top_k;
   gradients.keep = kept ? keep.data() : nullptr;
   Backward(experts, b, gradients).run();
-  return found;
+  return result;
 }
 
 template <class Real>
@@ -40,17 +42,17 @@ double dot(const std::vector<Real>& x, const std::vector<double>& y) {
   return sum;
 }
 
-// How far `found` is from the slope of <grad, layer> along random directions, relative to a typical slope.
+// Difference of `gradient` and the slope of <grad, layer> along random directions, relative to a typical slope.
 template <class Real>
-double slope_error(const MadeUpLayer& layer, const Gate& gate, BatchOf<Real> batch, const std::vector<Real>& grad,
-                   std::vector<Real> BatchOf<Real>::* member, const std::vector<Real>& found) {
+double slope_error(const RandomLayer& layer, const Gate& gate, BatchOf<Real> batch, const std::vector<Real>& grad,
+                   std::vector<Real> BatchOf<Real>::* member, const std::vector<Real>& gradient) {
   std::mt19937 random(5);
-  double worst = 0, norm = std::sqrt(dot(found, {found.begin(), found.end()}));
+  double worst = 0, norm = std::sqrt(dot(gradient, {gradient.begin(), gradient.end()}));
   const std::vector<Real> at = batch.*member;
   for (int n = 0; n < 3; n++) {
     std::vector<Real> direction = random_reals<Real>(at.size(), 1, random);
     double along = 0, step = sizeof(Real) == 8 ? 1e-5 : 1e-3, sums[2];
-    for (size_t i = 0; i < at.size(); i++) along += (double)found[i] * direction[i];
+    for (size_t i = 0; i < at.size(); i++) along += (double)gradient[i] * direction[i];
     for (int side = 0; side < 2; side++) {
       for (size_t i = 0; i < at.size(); i++) (batch.*member)[i] = at[i] + (Real)((side ? -step : step) * direction[i]);
       sums[side] = dot(grad, expected(layer, gate, batch));
@@ -63,18 +65,18 @@ double slope_error(const MadeUpLayer& layer, const Gate& gate, BatchOf<Real> bat
 template <class Real>
 void check_backward_in(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int groups,
                        const KernelTable& kernels) {
-  MadeUpLayer layer(shape, biases, kernels.precision);
+  RandomLayer layer(shape, biases, kernels.precision);
   BatchOf<Real> batch(shape, tokens, 2);
   std::mt19937 random(9);
   std::vector<Real> grad = random_reals<Real>(batch.hidden.size(), 1, random);
   auto experts = packed(layer, gate, kernels, engine_of(2, groups));
-  Found<Real> found = backward_of(*experts, batch, grad, false);
+  BackwardResult<Real> recomputed = backward_of(*experts, batch, grad, false);
   double limit = kernels.panel == DType::bf16 ? 3e-2 : kernels.panel == DType::f64 ? 1e-7 : 2e-3;
-  CHECK(slope_error(layer, gate, batch, grad, &BatchOf<Real>::hidden, found.hidden) < limit);
-  CHECK(slope_error(layer, gate, batch, grad, &BatchOf<Real>::weights, found.weights) < limit);
-  Found<Real> again = backward_of(*experts, batch, grad, true);
-  CHECK(found.hidden == again.hidden);
-  CHECK(found.weights == again.weights);
+  CHECK(slope_error(layer, gate, batch, grad, &BatchOf<Real>::hidden, recomputed.hidden) < limit);
+  CHECK(slope_error(layer, gate, batch, grad, &BatchOf<Real>::weights, recomputed.weights) < limit);
+  BackwardResult<Real> from_kept = backward_of(*experts, batch, grad, true);
+  CHECK(recomputed.hidden == from_kept.hidden);
+  CHECK(recomputed.weights == from_kept.weights);
 }
 
 void check_backward(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int groups,
@@ -107,20 +109,20 @@ TEST(backward_sizes_chunks_and_groups) {
 
 TEST(backward_same_bits_for_any_threads) {
   const LayerShape shape{4, 70, 50, true};
-  MadeUpLayer layer(shape, true);
-  MadeUpBatch batch(shape, 41, 3);
+  RandomLayer layer(shape, true);
+  RandomBatch batch(shape, 41, 3);
   std::mt19937 random(3);
   std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
   for (const KernelTable* kernels : all_kernels()) {
-    Found<float> first;
+    BackwardResult<float> first;
     for (int threads : {1, 2, 5})
       for (int groups : {1, 2}) {
         if (groups > threads) continue;
         auto experts = packed(layer, kSilu, *kernels, engine_of(threads, groups));
-        Found<float> found = backward_of(*experts, batch, grad, threads == 2);
-        if (first.hidden.empty()) first = found;
-        CHECK(found.hidden == first.hidden);
-        CHECK(found.weights == first.weights);
+        BackwardResult<float> recomputed = backward_of(*experts, batch, grad, threads == 2);
+        if (first.hidden.empty()) first = recomputed;
+        CHECK(recomputed.hidden == first.hidden);
+        CHECK(recomputed.weights == first.weights);
       }
   }
 }

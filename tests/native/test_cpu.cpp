@@ -1,4 +1,4 @@
-// CPU variants: the ladder of features on made-up CPUs, what the environment may ask for, and the choice of a table.
+// CPU variants: feature levels on synthetic CPUs, requests by the environment, and the choice of a table.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* kAsks[] = {"KT_ISA", "KT_KERNEL_CPU_VARIANT", "KT_LOG", "KT_KERNEL_DEBUG"};
 
-// Sets variables for a test and puts back what was there.
+// Sets variables for a test and restores them.
 class Environment {
  public:
   Environment() {
@@ -136,22 +136,22 @@ TEST(cpu_environment_asks_for_a_variant) {
                                    {"avx512_vnni", "avx512"},
                                    {"avx512_base", "avx512"},
                                    {"avx2", "avx2"}};
-  for (const auto& [theirs, ours] : mapped) {
-    setenv("KT_KERNEL_CPU_VARIANT", theirs, 1);
-    CHECK_EQ(requested_variant(), ours);
+  for (const auto& [given, expected] : mapped) {
+    setenv("KT_KERNEL_CPU_VARIANT", given, 1);
+    CHECK_EQ(requested_variant(), expected);
   }
 }
 
 TEST(cpu_unknown_names_are_refused) {
   const Environment environment;
   setenv("KT_KERNEL_CPU_VARIANT", "avx512_base2", 1);
-  const std::string theirs = thrown([] { requested_variant(); });
-  CHECK(contains(theirs, "KT_KERNEL_CPU_VARIANT=avx512_base2"));
-  CHECK(contains(theirs, "avx512_vnni"));
+  const std::string alias_error = thrown([] { requested_variant(); });
+  CHECK(contains(alias_error, "KT_KERNEL_CPU_VARIANT=avx512_base2"));
+  CHECK(contains(alias_error, "avx512_vnni"));
   setenv("KT_ISA", "AVX2", 1);
-  const std::string ours = thrown([] { requested_variant(); });
-  CHECK(contains(ours, "KT_ISA=AVX2"));
-  CHECK(contains(ours, "generic, avx2, avx512, avx512_bf16, amx"));
+  const std::string isa_error = thrown([] { requested_variant(); });
+  CHECK(contains(isa_error, "KT_ISA=AVX2"));
+  CHECK(contains(isa_error, "generic, avx2, avx512, avx512_bf16, amx"));
   CHECK(contains(thrown([] { choose_kernels(); }), "KT_ISA=AVX2"));
 }
 

@@ -1,9 +1,9 @@
 // Encoded experts natively, for the sanitizers: every format and variant, sizes that fill no strip, several groups of
-// threads. The result of whoever learns must have the bits of the same numbers packed plainly.
+// threads. With needs_grad the result must have the bits of the dequantised weights packed as a plain layer.
 #include <cstring>
 
 #include "check.h"
-#include "made_up_bytes.h"
+#include "random_encoded.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -22,7 +22,7 @@ std::vector<Format> all_formats() {
   return all;
 }
 
-// The numbers of an encoded layer, packed as a plain one.
+// The dequantised weights of an encoded layer, packed as a plain one.
 std::unique_ptr<Experts> plain_copy(const Experts& from, std::shared_ptr<Engine> engine) {
   const LayerShape& s = from.shape();
   auto plain = std::make_unique<Experts>(s, kSilu, from.kernels(), std::move(engine));
@@ -46,10 +46,10 @@ std::unique_ptr<Experts> plain_copy(const Experts& from, std::shared_ptr<Engine>
 }
 
 template <class Real>
-std::vector<Real> both_ways(const Experts& experts, BatchOf<Real>& batch, const std::vector<Real>& grad) {
+std::vector<Real> forward_and_backward(const Experts& experts, BatchOf<Real>& batch, const std::vector<Real>& grad) {
   const LayerShape& s = experts.shape();
   Batch b = batch.batch(s);
-  b.learns = true;
+  b.needs_grad = true;
   Call(experts, b).run();
   std::vector<Real> all = batch.out, hidden(batch.hidden.size()), weights(batch.weights.size());
   b.out = hidden.data();
@@ -64,12 +64,13 @@ std::vector<Real> both_ways(const Experts& experts, BatchOf<Real>& batch, const 
 
 template <class Real>
 void check_format(const Format& f, const KernelTable& kernels) {
-  // Columns have to fill GGUF's blocks; rows fill nothing.
+  // Columns must fill GGUF's blocks; rows fill none.
   LayerShape s{2, 256, 256, true};
   if (!f.row().block) s = {2, 160, 96, true};
   std::mt19937 random(3);
-  MadeUpBytes gate(f, s.experts, s.intermediate, s.hidden, random), up(f, s.experts, s.intermediate, s.hidden, random);
-  MadeUpBytes down(f, s.experts, s.hidden, s.intermediate, random);
+  RandomEncoded gate(f, s.experts, s.intermediate, s.hidden, random),
+      up(f, s.experts, s.intermediate, s.hidden, random);
+  RandomEncoded down(f, s.experts, s.hidden, s.intermediate, random);
   std::vector<Real> grad;
   std::unique_ptr<Experts> plain;
   for (int groups = 1; groups <= 2; groups++) {
@@ -83,24 +84,25 @@ void check_format(const Format& f, const KernelTable& kernels) {
     for (int32_t tokens : groups == 1 ? std::vector<int32_t>{1, 40} : std::vector<int32_t>{9}) {
       BatchOf<Real> batch(s, tokens, 2);
       grad = random_reals<Real>((size_t)(tokens * s.hidden), 1, random);
-      std::vector<Real> found = both_ways(experts, batch, grad), want = both_ways(*plain, batch, grad);
-      CHECK(std::memcmp(found.data(), want.data(), found.size() * sizeof(Real)) == 0);
+      std::vector<Real> encoded = forward_and_backward(experts, batch, grad),
+                        plain_result = forward_and_backward(*plain, batch, grad);
+      CHECK(std::memcmp(encoded.data(), plain_result.data(), encoded.size() * sizeof(Real)) == 0);
     }
-    // What one store packed another may use where it lies.
+    // Blocks packed by one store are used in place by another.
     Experts other(s, kSilu, kernels, engine, {f, f, f});
-    std::vector<char> wide(experts.weights().up().bytes()), narrow(experts.weights().down().bytes());
-    experts.weights().up().copy_to(wide.data(), s.experts);
-    experts.weights().down().copy_to(narrow.data(), s.experts);
-    other.weights().adopt(wide.data(), narrow.data());
+    std::vector<char> gate_up_bytes(experts.weights().up().bytes()), down_bytes(experts.weights().down().bytes());
+    experts.weights().up().copy_to(gate_up_bytes.data(), s.experts);
+    experts.weights().down().copy_to(down_bytes.data(), s.experts);
+    other.weights().adopt(gate_up_bytes.data(), down_bytes.data());
     BatchOf<Real> batch(s, 5, 2);
     grad = random_reals<Real>((size_t)(5 * s.hidden), 1, random);
-    CHECK(both_ways(other, batch, grad) == both_ways(experts, batch, grad));
+    CHECK(forward_and_backward(other, batch, grad) == forward_and_backward(experts, batch, grad));
   }
 }
 
 }  // namespace
 
-TEST(formats_have_the_bits_of_their_numbers) {
+TEST(formats_have_the_bits_of_decoded_weights) {
   for (const KernelTable* kernels : all_kernels())
     for (const Format& f : all_formats())
       with_sums_of(*kernels, [&](auto zero) { check_format<decltype(zero)>(f, *kernels); });

@@ -1,10 +1,10 @@
-// Products, norms and LoRA of few rows on every variant against double, each row's bits the same whoever is beside it;
-// and the largest of rows, and transposing.
+// GEMV, norm and LoRA of few rows on every variant against double, with the same bits for a row whatever others are in
+// the batch; argmax; transpose.
 #include "check.h"
-#include "moe/largest.h"
+#include "moe/argmax.h"
 #include "moe/linear.h"
 #include "moe/transpose.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -17,9 +17,9 @@ void check_products(Pool& pool, const KernelTable& kernels, DType type, int64_t 
   std::mt19937 random(5);
   std::vector<Numbers> weights;
   for (int64_t outputs : kOutputs) weights.emplace_back((size_t)(outputs * columns), 1.0, DType::bf16, random);
-  Numbers x((size_t)(kernels.narrow_tokens * columns), 1.0, type, random);
+  Numbers x((size_t)(kernels.gemv_max_tokens * columns), 1.0, type, random);
   std::vector<char> first[2];
-  for (int32_t tokens = 1; tokens <= kernels.narrow_tokens; tokens++) {
+  for (int32_t tokens = 1; tokens <= kernels.gemv_max_tokens; tokens++) {
     std::vector<char> out[2];
     std::vector<Matrix> matrices;
     for (size_t m = 0; m < 2; m++) {
@@ -33,10 +33,10 @@ void check_products(Pool& pool, const KernelTable& kernels, DType type, int64_t 
           double sum = 0;
           for (int64_t k = 0; k < columns; k++)
             sum += x.values[(size_t)(t * columns + k)] * weights[m].values[(size_t)(n * columns + k)];
-          double found = element_of<double>(out[m].data(), t * kOutputs[m] + n, type);
-          CHECK(std::abs(sum - found) < (type == DType::f32 ? 5e-4 : std::max(1.0, std::abs(sum)) / 128));
+          double actual = element_of<double>(out[m].data(), t * kOutputs[m] + n, type);
+          CHECK(std::abs(sum - actual) < (type == DType::f32 ? 5e-4 : std::max(1.0, std::abs(sum)) / 128));
         }
-      // The bits of every token are those that it had when it was the last of fewer.
+      // A token's bits are those that it had as the last of fewer.
       CHECK(std::equal(first[m].begin(), first[m].end(), out[m].begin()));
       first[m] = out[m];
     }
@@ -50,8 +50,8 @@ TEST(linear_every_variant) {
   options.threads = 3;
   Pool pool(options);
   for (const KernelTable* kernels : all_kernels()) {
-    CHECK((kernels->precision == Precision::bf16) == (kernels->narrow != nullptr));
-    if (!kernels->narrow) continue;
+    CHECK((kernels->precision == Precision::bf16) == (kernels->gemv_rows != nullptr));
+    if (!kernels->gemv_rows) continue;
     for (DType type : {DType::f32, DType::bf16})
       for (int64_t columns : {32, 96, 4160}) check_products(pool, *kernels, type, columns);
   }
@@ -74,28 +74,28 @@ TEST(norm_every_variant) {
           for (int64_t i = 0; i < size; i++) {
             double want = x.values[(size_t)(r * size + i)] / std::sqrt(squares / (double)size + 1e-6);
             want *= weight.values[(size_t)i];
-            double found = element_of<double>(out.data(), r * size + i, type);
-            CHECK(std::abs(found - want) <= (type == DType::f32 ? 2e-6 : 1e-2) * std::max(1.0, std::abs(want)));
+            double actual = element_of<double>(out.data(), r * size + i, type);
+            CHECK(std::abs(actual - want) <= (type == DType::f32 ? 2e-6 : 1e-2) * std::max(1.0, std::abs(want)));
           }
         }
       }
   }
 }
 
-TEST(adapt_every_variant) {
+TEST(lora_gemv_every_variant) {
   std::mt19937 random(7);
   constexpr int64_t rows = 2, rank = 3;
   for (const KernelTable* kernels : all_kernels()) {
-    CHECK((kernels->precision == Precision::bf16) == (kernels->adapt != nullptr));
-    if (!kernels->adapt) continue;
+    CHECK((kernels->precision == Precision::bf16) == (kernels->lora_gemv != nullptr));
+    if (!kernels->lora_gemv) continue;
     for (DType type : {DType::f32, DType::bf16})
       for (int64_t k : {5, 64})
         for (int64_t columns : {1, 16, 37}) {
           Numbers x((size_t)(rows * k), 1.0, type, random), out((size_t)(rows * columns), 1.0, type, random);
           Numbers a((size_t)(rank * k), 1.0, DType::f32, random), b((size_t)(rank * columns), 1.0, DType::f32, random);
           std::vector<float> scratch(rank);
-          kernels->adapt({x.bytes.data(), out.bytes.data(), k, columns, type, (const float*)a.bytes.data(),
-                          (const float*)b.bytes.data(), rows, k, rank, columns, 0.5f, scratch.data()});
+          kernels->lora_gemv({x.bytes.data(), out.bytes.data(), k, columns, type, (const float*)a.bytes.data(),
+                              (const float*)b.bytes.data(), rows, k, rank, columns, 0.5f, scratch.data()});
           for (int64_t row = 0; row < rows; row++)
             for (int64_t column = 0; column < columns; column++) {
               double want = out.values[(size_t)(row * columns + column)];
@@ -104,20 +104,20 @@ TEST(adapt_every_variant) {
                 for (int64_t i = 0; i < k; i++) sum += x.values[(size_t)(row * k + i)] * a.values[(size_t)(r * k + i)];
                 want += 0.5 * sum * b.values[(size_t)(r * columns + column)];
               }
-              double found = element_of<double>(out.bytes.data(), row * columns + column, type);
-              CHECK(std::abs(found - want) <= (type == DType::f32 ? 1e-5 : 1e-2) * std::max(1.0, std::abs(want)));
+              double actual = element_of<double>(out.bytes.data(), row * columns + column, type);
+              CHECK(std::abs(actual - want) <= (type == DType::f32 ? 1e-5 : 1e-2) * std::max(1.0, std::abs(want)));
             }
         }
   }
 }
 
-TEST(largest_of_each_row) {
+TEST(argmax_of_each_row) {
   PoolOptions options;
   options.threads = 3;
   Pool pool(options);
   const double inf = std::numeric_limits<double>::infinity(), nan = std::nan("");
   for (DType type : {DType::bf16, DType::f32}) {
-    constexpr int64_t columns = 40000;  // more than two stretches
+    constexpr int64_t columns = 40000;  // more than two parts
     const std::vector<std::pair<std::vector<std::pair<int64_t, double>>, int64_t>> rows = {
         {{{7, 2.0}, {20000, 3.0}, {39999, 3.0}}, 20000},
         {{{0, -0.0}, {1, 0.0}}, 0},
@@ -131,9 +131,9 @@ TEST(largest_of_each_row) {
         set_element(x.data(), (int64_t)r * columns + c, type, rows[r].first.empty() ? -inf : -1.0 - (double)(c % 5));
       for (auto [c, value] : rows[r].first) set_element(x.data(), (int64_t)r * columns + c, type, value);
     }
-    std::vector<int64_t> found(rows.size());
-    find_largest(pool, x.data(), type, (int64_t)rows.size(), columns, columns, found.data());
-    for (size_t r = 0; r < rows.size(); r++) CHECK(found[r] == rows[r].second);
+    std::vector<int64_t> actual(rows.size());
+    argmax(pool, x.data(), type, (int64_t)rows.size(), columns, columns, actual.data());
+    for (size_t r = 0; r < rows.size(); r++) CHECK(actual[r] == rows[r].second);
   }
 }
 

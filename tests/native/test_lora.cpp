@@ -1,14 +1,15 @@
-// LoRA natively: several adapters and none in one call against a layer whose weights have the adapters folded in, in
-// double; gradients of all factors against slopes of that layer; and the same bits for any threads.
+// LoRA natively: several adapters and none in one call against a layer with merged weights, in double; gradients of all
+// factors against slopes of that layer; and the same bits for any number of threads.
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
 
 namespace {
 
-// Factors of one adapter, all experts: a [E, r, in], b [E, out, r]; for bf16 numbers that it holds exactly.
+// Factors of one adapter, all experts: a [E, r, in], b [E, out, r]; for precision bf16, values that bf16 represents
+// exactly.
 template <class Real>
 struct LoraOf {
   LoraRanks ranks;
@@ -38,7 +39,7 @@ struct LoraOf {
   }
 };
 
-using MadeUpLora = LoraOf<float>;
+using RandomLora = LoraOf<float>;
 
 template <class Real>
 constexpr std::vector<Real> LoraOf<Real>::* kFactors[] = {&LoraOf<Real>::gate_a, &LoraOf<Real>::gate_b,
@@ -65,7 +66,7 @@ std::vector<double> folded(const Numbers& w, const std::vector<Real>& a, const s
 
 // The whole layer in double; adapter[t] < 0: none.
 template <class Real>
-std::vector<double> expected_with(const MadeUpLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
+std::vector<double> expected_with(const RandomLayer& layer, const Gate& gate, const BatchOf<Real>& batch,
                                   const std::vector<LoraOf<Real>>& loras, const std::vector<int32_t>& adapter) {
   const LayerShape& s = layer.shape;
   size_t h = (size_t)s.hidden, i = (size_t)s.intermediate;
@@ -133,35 +134,36 @@ Packed packed_loras(const std::vector<LoraOf<Real>>& loras, const Experts& exper
 }
 
 template <class Real>
-struct Found {
+struct BackwardResult {
   std::vector<Real> hidden, weights;
   std::vector<std::vector<Real>> factors;  // six of every adapter
 };
 
 template <class Real>
-Found<Real> backward_of(const Experts& experts, const Packed& adapters, const std::vector<LoraOf<Real>>& loras,
-                        BatchOf<Real>& batch, const std::vector<int32_t>& ids, const std::vector<Real>& grad, bool kept,
-                        double dropout = 0) {
+BackwardResult<Real> backward_of(const Experts& experts, const Packed& adapters, const std::vector<LoraOf<Real>>& loras,
+                                 BatchOf<Real>& batch, const std::vector<int32_t>& ids, const std::vector<Real>& grad,
+                                 bool kept, double dropout = 0) {
   const LayerShape& s = experts.shape();
-  Found<Real> found{std::vector<Real>(batch.hidden.size(), NAN), std::vector<Real>(batch.weights.size(), NAN), {}};
+  BackwardResult<Real> result{
+      std::vector<Real>(batch.hidden.size(), NAN), std::vector<Real>(batch.weights.size(), NAN), {}};
   std::vector<char> keep(kept ? batch.ids.size() * (size_t)experts.keep_row_bytes() : 0);
   Batch b = batch.batch(s);
   b.adapter = ids.data();
   b.dropout = dropout, b.dropout_seed = 77;
   if (kept) Call(experts, b, adapters.table(), keep.data()).run();
-  b.out = found.hidden.data();
+  b.out = result.hidden.data();
   Gradients gradients;
   gradients.out = grad.data(), gradients.out_dtype = kTypeOf<Real>, gradients.out_stride = s.hidden;
-  gradients.weights = found.weights.data(), gradients.weights_dtype = kTypeOf<Real>;
+  gradients.weights = result.weights.data(), gradients.weights_dtype = kTypeOf<Real>;
   gradients.weights_stride = batch.top_k;
   gradients.keep = kept ? keep.data() : nullptr;
   for (const LoraOf<Real>& lora : loras)
-    for (auto factor : kFactors<Real>) found.factors.emplace_back((lora.*factor).size(), NAN);
+    for (auto factor : kFactors<Real>) result.factors.emplace_back((lora.*factor).size(), NAN);
   size_t n = 0;
   for (const LoraOf<Real>& lora : loras) {
     const LoraRanks& r = lora.ranks;
     auto target = [&](int64_t rows, int64_t columns) {
-      std::vector<Real>& to = found.factors[n++];
+      std::vector<Real>& to = result.factors[n++];
       return Target{to.empty() ? nullptr : to.data(), kTypeOf<Real>, columns, 1, rows * columns};
     };
     LoraTargets t{target(r.gate, s.hidden),
@@ -176,22 +178,22 @@ Found<Real> backward_of(const Experts& experts, const Packed& adapters, const st
     gradients.lora.push_back(t);
   }
   Backward(experts, b, gradients, adapters.table()).run();
-  return found;
+  return result;
 }
 
-// How far `found` is from the slope of `value` along random directions of `at`, relative to a typical slope.
+// Difference of `gradient` and the slope of `value` along random directions of `at`, relative to a typical slope.
 template <class Real, class Value>
-double slope_error(std::vector<Real>& at, const std::vector<Real>& found, Value&& value) {
+double slope_error(std::vector<Real>& at, const std::vector<Real>& gradient, Value&& value) {
   std::mt19937 random(5);
   double worst = 0, norm = 0, step = sizeof(Real) == 8 ? 1e-5 : 1e-3;
-  for (Real x : found) norm += (double)x * x;
-  if (found.empty()) return 0;
+  for (Real x : gradient) norm += (double)x * x;
+  if (gradient.empty()) return 0;
   if (norm == 0 || !std::isfinite(norm)) return INFINITY;
   const std::vector<Real> before = at;
   for (int n = 0; n < 2; n++) {
     std::vector<Real> direction = random_reals<Real>(at.size(), 1, random);
     double along = 0, sums[2];
-    for (size_t i = 0; i < at.size(); i++) along += (double)found[i] * direction[i];
+    for (size_t i = 0; i < at.size(); i++) along += (double)gradient[i] * direction[i];
     for (int side = 0; side < 2; side++) {
       for (size_t i = 0; i < at.size(); i++) at[i] = before[i] + (Real)((side ? -step : step) * direction[i]);
       sums[side] = value();
@@ -207,7 +209,7 @@ const std::vector<LoraRanks> kManyRanks = {{3, 5, 2, false}, {16, 16, 0, true}, 
 template <class Real>
 void check_lora_in(const LayerShape& shape, const Gate& gate, const std::vector<LoraRanks>& ranks, int32_t tokens,
                    bool biases, const KernelTable& kernels, int threads, int groups) {
-  MadeUpLayer layer(shape, biases, kernels.precision);
+  RandomLayer layer(shape, biases, kernels.precision);
   BatchOf<Real> batch(shape, tokens, 2);
   std::vector<LoraOf<Real>> loras;
   for (size_t n = 0; n < ranks.size(); n++) {
@@ -225,7 +227,7 @@ void check_lora_in(const LayerShape& shape, const Gate& gate, const std::vector<
 
   std::mt19937 random(9);
   std::vector<Real> grad = random_reals<Real>(batch.hidden.size(), 1, random);
-  Found<Real> found = backward_of(*experts, adapters, loras, batch, ids, grad, false);
+  BackwardResult<Real> recomputed = backward_of(*experts, adapters, loras, batch, ids, grad, false);
   auto value = [&] {
     double sum = 0;
     std::vector<double> out = expected_with(layer, gate, batch, loras, ids);
@@ -233,14 +235,14 @@ void check_lora_in(const LayerShape& shape, const Gate& gate, const std::vector<
     return sum;
   };
   double limit = kernels.panel == DType::bf16 ? 4e-2 : kernels.panel == DType::f64 ? 1e-7 : 4e-3;
-  CHECK(slope_error(batch.hidden, found.hidden, value) < limit);
-  CHECK(slope_error(batch.weights, found.weights, value) < limit);
-  for (size_t n = 0; n < found.factors.size(); n++)
-    CHECK(slope_error(loras[n / 6].*kFactors<Real>[n % 6], found.factors[n], value) < limit);
-  Found<Real> again = backward_of(*experts, adapters, loras, batch, ids, grad, true);
-  CHECK(found.hidden == again.hidden);
-  CHECK(found.weights == again.weights);
-  CHECK(found.factors == again.factors);
+  CHECK(slope_error(batch.hidden, recomputed.hidden, value) < limit);
+  CHECK(slope_error(batch.weights, recomputed.weights, value) < limit);
+  for (size_t n = 0; n < recomputed.factors.size(); n++)
+    CHECK(slope_error(loras[n / 6].*kFactors<Real>[n % 6], recomputed.factors[n], value) < limit);
+  BackwardResult<Real> from_kept = backward_of(*experts, adapters, loras, batch, ids, grad, true);
+  CHECK(recomputed.hidden == from_kept.hidden);
+  CHECK(recomputed.weights == from_kept.weights);
+  CHECK(recomputed.factors == from_kept.factors);
 }
 
 // Weights, factors and tensors in the precision of the kernels.
@@ -251,11 +253,11 @@ void check_lora(const LayerShape& shape, const Gate& gate, const std::vector<Lor
   });
 }
 
-// With dropout: forward's own slopes, which know the same mask, and the same bits from what forward kept.
+// With dropout: against slopes of forward itself, which applies the same mask; and the same bits with gate and up kept.
 template <class Real>
 void check_dropout_in(const KernelTable& kernels) {
   const LayerShape shape{3, 37, 45, true};
-  MadeUpLayer layer(shape, true, kernels.precision);
+  RandomLayer layer(shape, true, kernels.precision);
   BatchOf<Real> batch(shape, 23, 2);
   std::vector<LoraOf<Real>> loras;
   for (size_t n = 0; n < kManyRanks.size(); n++)
@@ -265,7 +267,7 @@ void check_dropout_in(const KernelTable& kernels) {
   std::mt19937 random(9);
   std::vector<Real> grad = random_reals<Real>(batch.hidden.size(), 1, random);
   Packed adapters = packed_loras(loras, *experts);
-  Found<Real> found = backward_of(*experts, adapters, loras, batch, ids, grad, false, 0.3);
+  BackwardResult<Real> recomputed = backward_of(*experts, adapters, loras, batch, ids, grad, false, 0.3);
   auto value = [&] {
     Packed now = packed_loras(loras, *experts);
     Batch b = batch.batch(shape);
@@ -277,14 +279,14 @@ void check_dropout_in(const KernelTable& kernels) {
     return sum;
   };
   double limit = kernels.panel == DType::f64 ? 1e-7 : 2e-2;
-  CHECK(slope_error(batch.hidden, found.hidden, value) < limit);
-  CHECK(slope_error(batch.weights, found.weights, value) < limit);
-  for (size_t n = 0; n < found.factors.size(); n++)
-    CHECK(slope_error(loras[n / 6].*kFactors<Real>[n % 6], found.factors[n], value) < limit);
-  Found<Real> again = backward_of(*experts, adapters, loras, batch, ids, grad, true, 0.3);
-  CHECK(found.hidden == again.hidden);
-  CHECK(found.weights == again.weights);
-  CHECK(found.factors == again.factors);
+  CHECK(slope_error(batch.hidden, recomputed.hidden, value) < limit);
+  CHECK(slope_error(batch.weights, recomputed.weights, value) < limit);
+  for (size_t n = 0; n < recomputed.factors.size(); n++)
+    CHECK(slope_error(loras[n / 6].*kFactors<Real>[n % 6], recomputed.factors[n], value) < limit);
+  BackwardResult<Real> from_kept = backward_of(*experts, adapters, loras, batch, ids, grad, true, 0.3);
+  CHECK(recomputed.hidden == from_kept.hidden);
+  CHECK(recomputed.weights == from_kept.weights);
+  CHECK(recomputed.factors == from_kept.factors);
 }
 
 }  // namespace
@@ -303,7 +305,7 @@ TEST(lora_one_adapter_many_rows_and_chunks) {
   }
 }
 
-// More rows than are gathered at a time, of two adapters that meet inside a piece.
+// More rows than are gathered at a time, of two adapters that share a piece.
 TEST(lora_pieces_of_rows) {
   for (const KernelTable* kernels : all_kernels())
     if (kernels->precision == Precision::bf16 && (!std::strcmp(kernels->name, "generic") || kernels->elem == 2))
@@ -318,15 +320,15 @@ TEST(lora_dropout_where_slopes_are_fine_enough) {
 
 TEST(lora_same_bits_for_any_threads) {
   const LayerShape shape{4, 70, 50, true};
-  MadeUpLayer layer(shape, true);
-  MadeUpBatch batch(shape, 61, 3);
-  std::vector<MadeUpLora> loras;
+  RandomLayer layer(shape, true);
+  RandomBatch batch(shape, 61, 3);
+  std::vector<RandomLora> loras;
   for (size_t n = 0; n < kManyRanks.size(); n++) loras.emplace_back(shape, kManyRanks[n], (uint32_t)n);
   std::vector<int32_t> ids = some_adapters(61, 3);
   std::mt19937 random(3);
   std::vector<float> grad = random_f32(batch.hidden.size(), 1.0f, random);
   for (const KernelTable* kernels : all_kernels()) {
-    Found<float> first;
+    BackwardResult<float> first;
     std::vector<float> out;
     for (int threads : {1, 2, 5})
       for (int groups : {1, 2}) {
@@ -336,21 +338,22 @@ TEST(lora_same_bits_for_any_threads) {
         Batch b = batch.batch(shape);
         b.adapter = ids.data();
         Call(*experts, b, adapters.table()).run();
-        Found<float> found = backward_of(*experts, adapters, loras, batch, ids, grad, threads == 2);
-        if (out.empty()) first = found, out = batch.out;
+        BackwardResult<float> recomputed = backward_of(*experts, adapters, loras, batch, ids, grad, threads == 2);
+        if (out.empty()) first = recomputed, out = batch.out;
         CHECK(batch.out == out);
-        CHECK(found.hidden == first.hidden);
-        CHECK(found.factors == first.factors);
+        CHECK(recomputed.hidden == first.hidden);
+        CHECK(recomputed.factors == first.factors);
       }
   }
 }
 
-// What a token gets does not depend on the adapters around it, and none is exactly the layer without any.
-TEST(lora_neighbours_do_not_matter) {
+// A token's result does not depend on other adapters in the batch, and without an adapter it is exactly the base
+// layer's.
+TEST(lora_bits_do_not_depend_on_other_adapters) {
   const LayerShape shape{3, 64, 48, true};
-  MadeUpLayer layer(shape, false);
-  MadeUpBatch batch(shape, 40, 2);
-  std::vector<MadeUpLora> loras;
+  RandomLayer layer(shape, false);
+  RandomBatch batch(shape, 40, 2);
+  std::vector<RandomLora> loras;
   for (size_t n = 0; n < kManyRanks.size(); n++) loras.emplace_back(shape, kManyRanks[n], (uint32_t)n);
   std::vector<int32_t> ids = some_adapters(40, 3);
   for (const KernelTable* kernels : all_kernels()) {

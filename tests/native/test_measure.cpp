@@ -1,4 +1,4 @@
-// Rates of a pool: the threads come together, and a pool that cannot bring them says so.
+// Rates of a pool: every kind of rate for any number of threads, and an error where the scratch is too small.
 #include "check.h"
 #include "measure.h"
 

@@ -2,7 +2,7 @@
 #include <thread>
 
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -12,7 +12,7 @@ namespace {
 template <class Real>
 void check_layer_in(const LayerShape& shape, const Gate& gate, bool biases, int32_t tokens, int32_t top_k, int threads,
                     int groups, const KernelTable& kernels) {
-  MadeUpLayer layer(shape, biases, kernels.precision);
+  RandomLayer layer(shape, biases, kernels.precision);
   BatchOf<Real> batch(shape, tokens, top_k);
   auto experts = packed(layer, gate, kernels, engine_of(threads, groups));
   Call(*experts, batch.batch(shape)).run();
@@ -73,13 +73,13 @@ TEST(moe_rows_beyond_one_unit) {
 
 TEST(moe_same_bits_for_any_threads_and_batch) {
   const LayerShape shape{4, 70, 50, true};
-  MadeUpLayer layer(shape, true);
+  RandomLayer layer(shape, true);
   for (const KernelTable* kernels : all_kernels()) {
     std::vector<float> first;
     for (int threads : {1, 2, 5})
       for (int groups : {1, 2}) {
         if (groups > threads) continue;
-        MadeUpBatch batch(shape, 37, 3);
+        RandomBatch batch(shape, 37, 3);
         auto experts = packed(layer, kSilu, *kernels, engine_of(threads, groups));
         Call(*experts, batch.batch(shape)).run();
         if (first.empty()) first = batch.out;
@@ -99,14 +99,14 @@ TEST(moe_same_bits_for_any_threads_and_batch) {
 
 TEST(moe_calls_of_many_threads) {
   const LayerShape shape{5, 40, 35, true};
-  MadeUpLayer layer(shape, true);
+  RandomLayer layer(shape, true);
   auto engine = engine_of(3);
   auto experts = packed(layer, kSilu, kernels(), engine), other = packed(layer, kSilu, kernels(), engine);
   std::vector<std::thread> callers;
   for (uint32_t c = 0; c < 6; c++)
     callers.emplace_back([&, c] {
       for (uint32_t round = 0; round < 40; round++) {
-        MadeUpBatch batch(shape, (int32_t)(c * 7 + round * 3) % 40, 2, 100 * c + round);
+        RandomBatch batch(shape, (int32_t)(c * 7 + round * 3) % 40, 2, 100 * c + round);
         Call call(c % 2 ? *experts : *other, batch.batch(shape));
         if (round % 2) {
           call.run();
@@ -123,9 +123,9 @@ TEST(moe_calls_of_many_threads) {
 
 TEST(moe_submit_and_wait_across_threads) {
   const LayerShape shape{3, 40, 35, true};
-  MadeUpLayer layer(shape, false);
+  RandomLayer layer(shape, false);
   auto experts = packed(layer, kSilu, kernels(), engine_of(2));
-  MadeUpBatch batch(shape, 12, 2);
+  RandomBatch batch(shape, 12, 2);
   std::vector<double> want = expected(layer, kSilu, batch);
   Call call(*experts, batch.batch(shape));
   call.wait();  // nothing to wait for
@@ -146,21 +146,21 @@ TEST(moe_submit_and_wait_across_threads) {
 
 TEST(moe_call_destroyed_under_way) {
   const LayerShape shape{3, 64, 64, true};
-  MadeUpLayer layer(shape, false);
+  RandomLayer layer(shape, false);
   auto experts = packed(layer, kSilu, kernels(), engine_of(2));
   for (int round = 0; round < 30; round++) {
-    MadeUpBatch batch(shape, 30, 2);
+    RandomBatch batch(shape, 30, 2);
     Call(*experts, batch.batch(shape)).submit();
     CHECK(std::none_of(batch.out.begin(), batch.out.end(), [](float x) { return std::isnan(x); }));
   }
 }
 
-TEST(moe_pack_and_calls_keep_out_of_each_others_way) {
+TEST(moe_pack_and_calls_exclude_each_other) {
   const LayerShape shape{4, 40, 35, true};
-  MadeUpLayer layer(shape, true);
+  RandomLayer layer(shape, true);
   auto engine = engine_of(2);
   Experts experts(shape, kSilu, kernels(), engine);
-  MadeUpBatch batch(shape, 30, 2);
+  RandomBatch batch(shape, 30, 2);
   CHECK(contains(thrown([&] { Call(experts, batch.batch(shape)).run(); }), "expert 0 of 4 is not packed"));
   std::vector<std::thread> packers;
   for (int32_t e = 0; e < 4; e++) packers.emplace_back([&, e] { experts.weights().pack(layer.source(e, 1)); });
@@ -186,11 +186,11 @@ TEST(moe_pack_and_calls_keep_out_of_each_others_way) {
 
 TEST(moe_repacked_expert_loses_its_biases) {
   const LayerShape shape{2, 20, 20, true};
-  MadeUpLayer biased(shape, true), plain(shape, false);
+  RandomLayer biased(shape, true), plain(shape, false);
   plain.gate = biased.gate, plain.up = biased.up, plain.down = biased.down;
   auto experts = packed(biased, kSilu, kernels(), engine_of(1));
   experts->weights().pack(plain.source(0, 2));
-  MadeUpBatch batch(shape, 6, 2);
+  RandomBatch batch(shape, 6, 2);
   Call(*experts, batch.batch(shape)).run();
   CHECK(error_of(batch.out, expected(plain, kSilu, batch)) < tolerance(kernels()));
 }

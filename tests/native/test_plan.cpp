@@ -1,9 +1,9 @@
-// The plan: every piece of work is in it exactly once, whatever the shape, the threads and the groups, and what threads
-// write lies inside the workspace.
+// The plan: every unit of work is in it exactly once, whatever the shape, the threads and the groups, and offsets stay
+// inside the workspace.
 #include <map>
 
 #include "check.h"
-#include "moe_layer.h"
+#include "random_layer.h"
 
 using namespace kt;
 using namespace kt::check;
@@ -52,7 +52,7 @@ void check_space(const Plan& plan, const Weights& weights, const KernelTable& ke
   for (const auto& group : plan.up)
     for (const UpUnit& u : group) {
       int64_t rows = (int64_t)(u.tile1 - u.tile0) * plan.tilings[(size_t)u.segment].rows;
-      if (rows * k_tiles * elem_tile <= plan.panel_bytes) continue;  // taken whole
+      if (rows * k_tiles * elem_tile <= plan.panel_bytes) continue;  // gathered whole
       CHECK(rows * plan.up_chunk * elem_tile <= plan.panel_bytes);
       if (plan.up_chunk < k_tiles)
         CHECK((u.block1 - u.block0) * rows * kBlockN * kernels.sum_bytes <= plan.partial_bytes);
@@ -87,7 +87,7 @@ TEST(plan_covers_everything_once) {
 }
 
 TEST(plan_keeps_every_thread_busy_with_few_tokens) {
-  // Eight experts of one token each on 16 threads: a lane and several units for everybody.
+  // Eight experts of one token each on 16 threads: a lane and several units for every thread.
   auto engine = engine_of(16);
   Weights weights({8, 2048, 768, true}, {}, kernels(), engine->pool);
   Plan plan;
@@ -98,7 +98,7 @@ TEST(plan_keeps_every_thread_busy_with_few_tokens) {
 }
 
 TEST(plan_down_chunk_depends_on_the_layer_alone) {
-  // Sums are formed chunk by chunk, so a token's bits would change with its batch otherwise.
+  // Sums are formed chunk by chunk, so a token's bits would depend on its batch otherwise.
   auto engine = engine_of(2);
   Weights weights({2, 32, 9000, true}, {}, kernels(), engine->pool);
   Plan one, many;

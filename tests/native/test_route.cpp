@@ -39,7 +39,7 @@ TEST(route_sorts_by_expert_then_token) {
   CHECK(r.idle.empty());
 }
 
-TEST(route_leaves_out_what_is_not_here) {
+TEST(route_skips_foreign_and_skipped_experts) {
   const uint8_t skip[] = {0, 1, 0};
   Routing r = routed({-1, 3, 1, 1, 2, -5, int64_t{1} << 40, 0}, 2, 3, nullptr, skip);
   CHECK_EQ(words(r.token), "3 2");

@@ -1,4 +1,4 @@
-// The pool under load: many submitters, jobs that die at once, several pools, sleep, pinning, fork.
+// The pool under load: many submitters, jobs destroyed right after they end, several pools, sleep, pinning, fork.
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -22,7 +22,7 @@ using check::thrown;
 
 namespace {
 
-// Counts every unit once and remembers who worked.
+// Counts every unit once and records the threads that worked.
 class Count : public Job {
  public:
   explicit Count(int units, int weight = 0) : units_(units), weight_(weight), hits_(static_cast<size_t>(units)) {}
@@ -30,11 +30,11 @@ class Count : public Job {
   void work(const Worker& me) override {
     {
       const std::scoped_lock lock(mutex_);
-      CHECK(indexes_.insert(me.index).second);  // nobody joins twice, no two threads share an index
+      CHECK(indexes_.insert(me.index).second);  // no thread joins twice, no two threads share an index
     }
     for (int unit; (unit = next_.fetch_add(1)) < units_;) {
       for (volatile int i = 0; i < weight_;) i = i + 1;
-      ++hits_[static_cast<size_t>(unit)];  // plain memory: the pool must order it before the caller's look
+      ++hits_[static_cast<size_t>(unit)];  // not atomic: the pool must order it before the caller's read
     }
   }
 
@@ -51,23 +51,23 @@ class Count : public Job {
   std::set<int> indexes_;
 };
 
-// Every thread of the pool must come in before any may leave.
+// Every thread of the pool must join before any may return.
 class Assembly : public Job {
  public:
   explicit Assembly(int expected) : expected_(expected), seen_(static_cast<size_t>(expected)) {}
 
   void work(const Worker& me) override {
-    Seen& mine = seen_[static_cast<size_t>(me.index)];
-    mine.group = me.group;
+    Seen& entry = seen_[static_cast<size_t>(me.index)];
+    entry.group = me.group;
     cpu_set_t mask;
     CPU_ZERO(&mask);
-    if (sched_getaffinity(0, sizeof mask, &mask) == 0 && CPU_COUNT(&mask) == 1) mine.cpu = sched_getcpu();
+    if (sched_getaffinity(0, sizeof mask, &mask) == 0 && CPU_COUNT(&mask) == 1) entry.cpu = sched_getcpu();
     char name[16] = {};
     pthread_getname_np(pthread_self(), name, sizeof name);
-    mine.name = name;
+    entry.name = name;
     sigset_t blocked;
     pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
-    mine.quiet = sigismember(&blocked, SIGINT) && !sigismember(&blocked, SIGSEGV);
+    entry.quiet = sigismember(&blocked, SIGINT) && !sigismember(&blocked, SIGSEGV);
     arrived_.fetch_add(1);
     while (arrived_.load() < expected_) sched_yield();
   }
@@ -145,7 +145,7 @@ TEST(pool_two_pools_at_once) {
 }
 
 TEST(pool_jobs_die_right_after_run) {
-  // Short jobs on one and the same stack address, with pauses that let workers fall asleep and wake late.
+  // Short jobs at the same stack address, with pauses that let workers fall asleep and wake late.
   PoolOptions options = threads(6);
   options.spin_us = 5;
   Pool pool(options);
@@ -162,11 +162,11 @@ TEST(pool_jobs_die_right_after_run) {
   }
 }
 
-TEST(pool_everybody_is_woken) {
+TEST(pool_wakes_every_thread) {
   Pool pool(threads(9, 3));
   for (int round = 0; round < 20; ++round) {
     Assembly job(9);
-    pool.run(job);  // returns only if all nine came
+    pool.run(job);  // returns only if all nine joined
     CHECK_EQ(job.seen()[8].group, 2);
     if (round % 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -288,7 +288,7 @@ TEST(pool_pins_its_workers) {
   for (size_t i = 1; i < pool.cpus().size(); ++i) {
     CHECK_EQ(job.seen()[i].group, pool.group_of()[i]);
     CHECK(job.seen()[i].quiet);
-    if (machine.thread_limit() < count) continue;  // under a quota nobody is pinned
+    if (machine.thread_limit() < count) continue;  // under a quota no thread is pinned
     CHECK_EQ(job.seen()[i].cpu, pool.cpus()[i]);
     CHECK(pool.cpus()[i] != machine.cpus[0].id);
     distinct.insert(pool.cpus()[i]);
@@ -335,7 +335,7 @@ TEST(pool_default_threads_and_kt_threads) {
   CHECK_EQ(chosen.groups(), std::min(chosen.threads(), static_cast<int>(topology().nodes.size())));
   setenv("KT_THREADS", "5", 1);
   CHECK_EQ(Pool().threads(), 5);
-  CHECK_EQ(Pool(threads(2)).threads(), 2);  // what the program asks for stands
+  CHECK_EQ(Pool(threads(2)).threads(), 2);  // an explicit count overrides KT_THREADS
   for (const char* bad : {"0", "-3", "many", "4x", "99999999999"}) {
     setenv("KT_THREADS", bad, 1);
     CHECK(contains(thrown([] { Pool(); }), std::string("KT_THREADS=") + bad));
@@ -366,5 +366,5 @@ TEST(pool_after_fork) {
   int status = -1;
   waitpid(child, &status, 0);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  run_many(*pool, 1, 5);  // the parent's pool is as it was
+  run_many(*pool, 1, 5);  // the parent's pool still works
 }

@@ -1,4 +1,5 @@
-// Made-up machines: two sockets with hyperthreads, eight nodes, containers that hide sysfs, masks, quotas; and seating.
+// Synthetic machines: two sockets with hyperthreads, eight nodes, containers that hide sysfs, masks, quotas; and thread
+// placement.
 #include <stdlib.h>
 
 #include <filesystem>
@@ -111,7 +112,7 @@ TEST(topology_restricted_affinity) {
   CHECK_EQ(t.cpus[0].id, 9);
   CHECK_EQ(t.cores, 2);
   CHECK_EQ(shown(t.nodes), "1 ");
-  CHECK_EQ(t.l2, 0u);  // the made-up tree shows caches of cpu 0 only
+  CHECK_EQ(t.l2, 0u);  // the synthetic tree has caches of cpu 0 only
   CHECK_EQ(read_topology(tree.root(), {0, 1}).l2_sharers, 1);
 }
 
@@ -127,13 +128,13 @@ TEST(topology_eight_nodes_one_without_cpus) {
   CHECK_EQ(t.nodes.size(), 8u);
   CHECK_EQ(t.cores, 32);
   CHECK_EQ(t.cpus[31].node, 7);
-  const Seating s = seat_threads(t, range(0, 32), 32, 8);
+  const ThreadPlacement s = place_threads(t, range(0, 32), 32, 8);
   CHECK_EQ(s.node_of.size(), 8u);
   CHECK_EQ(s.node_of[7], 7);
-  CHECK_EQ(s.seats[0].cpu, -1);
+  CHECK_EQ(s.workers[0].cpu, -1);
   for (size_t i = 1; i < 32; ++i) {
-    CHECK_EQ(s.seats[i].cpu, static_cast<int>(i));
-    CHECK_EQ(s.seats[i].group, static_cast<int>(i / 4));
+    CHECK_EQ(s.workers[i].cpu, static_cast<int>(i));
+    CHECK_EQ(s.workers[i].group, static_cast<int>(i / 4));
   }
 }
 
@@ -153,7 +154,7 @@ TEST(topology_broken_files) {
   const Tree tree;
   tree.node(0, "garbage");
   tree.put("sys/devices/system/node/nodeX/cpulist", "0-3");
-  tree.cpu(0, "7-9");  // does not even name itself
+  tree.cpu(0, "7-9");  // does not list itself
   tree.cpu(1, "-");
   tree.cache(0, 0, 2, "Unified", "much", "");
   tree.put("proc/self/cgroup", "no colons here\n0::/a/b");
@@ -174,7 +175,7 @@ TEST(topology_cgroup_quota) {
   Topology t = read_topology(tree.root(), range(0, 16));
   CHECK_EQ(t.quota, 6.5);
   CHECK_EQ(t.thread_limit(), 7);
-  tree.put("sys/fs/cgroup/cpu.max", "50000 100000");  // the tightest on the way up counts
+  tree.put("sys/fs/cgroup/cpu.max", "50000 100000");  // the lowest on the way up counts
   t = read_topology(tree.root(), range(0, 16));
   CHECK_EQ(t.thread_limit(), 1);
   const Tree v1;
@@ -238,52 +239,52 @@ TEST(probe_uses_listed_siblings) {
   CHECK_EQ(shown(useful_cpus(t, half_is_better)), shown(range(0, 16)));
 }
 
-TEST(seating_follows_nodes_and_takes_cores_before_siblings) {
+TEST(placement_follows_nodes_and_takes_cores_before_siblings) {
   const Tree tree;
   two_sockets(tree);
   const Topology t = read_topology(tree.root(), range(0, 32));
-  const Seating s = seat_threads(t, range(0, 32), 20, 2);
-  CHECK_EQ(s.seats.size(), 20u);
+  const ThreadPlacement s = place_threads(t, range(0, 32), 20, 2);
+  CHECK_EQ(s.workers.size(), 20u);
   CHECK_EQ(shown(s.node_of), "0 1 ");
   std::vector<int> cpus;
-  for (const Seat& seat : s.seats) cpus.push_back(seat.cpu);
+  for (const WorkerPlacement& worker : s.workers) cpus.push_back(worker.cpu);
   CHECK_EQ(shown(cpus), "-1 1 2 3 4 5 6 7 16 17 8 9 10 11 12 13 14 15 24 25 ");
-  CHECK(!s.crowded);
+  CHECK(!s.oversubscribed);
 }
 
-TEST(seating_shares_threads_by_cpus) {
+TEST(placement_shares_threads_by_cpus) {
   const Tree tree;
   two_sockets(tree);
   const std::vector<int> allowed{0, 1, 2, 3, 4, 5, 8, 9};
-  const Seating s = seat_threads(read_topology(tree.root(), allowed), allowed, 8, 2);
-  CHECK_EQ(s.seats[5].group, 0);
-  CHECK_EQ(s.seats[6].group, 1);
-  CHECK_EQ(s.seats[7].cpu, 9);
+  const ThreadPlacement s = place_threads(read_topology(tree.root(), allowed), allowed, 8, 2);
+  CHECK_EQ(s.workers[5].group, 0);
+  CHECK_EQ(s.workers[6].group, 1);
+  CHECK_EQ(s.workers[7].cpu, 9);
 }
 
-TEST(seating_simulates_groups) {
+TEST(placement_simulates_groups) {
   const Topology t = guest(8);
-  const Seating s = seat_threads(t, range(0, 8), 8, 4);
+  const ThreadPlacement s = place_threads(t, range(0, 8), 8, 4);
   CHECK_EQ(shown(s.node_of), "-1 -1 -1 -1 ");
-  for (size_t i = 0; i < 8; ++i) CHECK_EQ(s.seats[i].group, static_cast<int>(i / 2));
-  CHECK_EQ(s.seats[7].cpu, 7);
-  const Seating empty = seat_threads(guest(2), range(0, 2), 4, 4);  // groups without a cpu of their own
-  CHECK_EQ(empty.seats[3].group, 3);
-  CHECK_EQ(empty.seats[3].cpu, -1);
+  for (size_t i = 0; i < 8; ++i) CHECK_EQ(s.workers[i].group, static_cast<int>(i / 2));
+  CHECK_EQ(s.workers[7].cpu, 7);
+  const ThreadPlacement empty = place_threads(guest(2), range(0, 2), 4, 4);  // groups without a cpu of their own
+  CHECK_EQ(empty.workers[3].group, 3);
+  CHECK_EQ(empty.workers[3].cpu, -1);
   const Tree tree;
   two_sockets(tree);
-  const Seating one = seat_threads(read_topology(tree.root(), range(0, 32)), range(0, 32), 32, 1);
+  const ThreadPlacement one = place_threads(read_topology(tree.root(), range(0, 32)), range(0, 32), 32, 1);
   CHECK_EQ(shown(one.node_of), "-1 ");  // one group over two nodes has no node
 }
 
-TEST(seating_leaves_threads_free_when_crowded_or_cut) {
+TEST(placement_leaves_threads_free_when_crowded_or_cut) {
   Topology t = guest(4);
-  const Seating crowded = seat_threads(t, range(0, 4), 6, 1);
-  CHECK(crowded.crowded);
-  for (const Seat& seat : crowded.seats) CHECK_EQ(seat.cpu, -1);
+  const ThreadPlacement oversubscribed = place_threads(t, range(0, 4), 6, 1);
+  CHECK(oversubscribed.oversubscribed);
+  for (const WorkerPlacement& worker : oversubscribed.workers) CHECK_EQ(worker.cpu, -1);
   t.quota = 2;
-  const Seating cut = seat_threads(t, range(0, 4), 2, 1);
-  CHECK(!cut.crowded);
-  CHECK_EQ(cut.seats[1].cpu, -1);
+  const ThreadPlacement cut = place_threads(t, range(0, 4), 2, 1);
+  CHECK(!cut.oversubscribed);
+  CHECK_EQ(cut.workers[1].cpu, -1);
   CHECK_EQ(cut.cpus_of[0].size(), 4u);
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ktransformers.nn.lora_factors import LoraFactors, is_packed, pack_again, packed
+from ktransformers.nn.lora_factors import LoraFactors, is_adapter_packed, packed_adapter, repack_last
 from ktransformers.nn.lora_prefetch import LoraPrefetch
 from ktransformers.nn.store import ExpertStore
 
@@ -36,7 +36,7 @@ def layer(seed: int) -> tuple[ExpertStore, LoraFactors]:
 def answer(store: ExpertStore, factors: LoraFactors) -> torch.Tensor:
     torch.manual_seed(9)
     hidden, ids, weights = torch.randn(6, HIDDEN), torch.randint(EXPERTS, (6, 2)), torch.rand(6, 2)
-    return store.forward(hidden, ids, weights, adapters=[packed(store, factors)])
+    return store.forward(hidden, ids, weights, adapters=[packed_adapter(store, factors)])
 
 
 def test_the_layer_that_came_next_is_packed() -> None:
@@ -44,16 +44,16 @@ def test_the_layer_that_came_next_is_packed() -> None:
     with ThreadPoolExecutor(1) as worker:
         ahead = LoraPrefetch(worker)
         for store, factors in layers:
-            packed(store, factors)
-            ahead.passed(store)
+            packed_adapter(store, factors)
+            ahead.layer_done(store)
         for _, factors in layers:
             for tensor in factors.tensors:
                 tensor.mul_(2)
-        assert not any(is_packed(store, factors) for store, factors in layers)
-        packed(*layers[0])
-        ahead.passed(layers[0][0])
+        assert not any(is_adapter_packed(store, factors) for store, factors in layers)
+        packed_adapter(*layers[0])
+        ahead.layer_done(layers[0][0])
         worker.submit(lambda: None).result()
-        assert is_packed(*layers[1]) and not is_packed(*layers[2])
+        assert is_adapter_packed(*layers[1]) and not is_adapter_packed(*layers[2])
     fresh, _ = layer(1)
     assert torch.equal(answer(*layers[1]), answer(fresh, layers[1][1]))
 
@@ -62,10 +62,10 @@ def test_what_changes_meanwhile_is_packed_when_it_is_asked_for() -> None:
     store, factors = layer(0)
     before = answer(store, factors)
     factors.tensors[0].mul_(2)
-    pack_again(store)
-    assert is_packed(store, factors)
+    repack_last(store)
+    assert is_adapter_packed(store, factors)
     factors.tensors[0].mul_(2)
-    assert not is_packed(store, factors)
+    assert not is_adapter_packed(store, factors)
     again = answer(store, factors)
     fresh, _ = layer(0)
     assert torch.equal(again, answer(fresh, factors)) and not torch.equal(again, before)
@@ -77,12 +77,12 @@ def test_recomputation_is_no_walk() -> None:
     ahead = LoraPrefetch(worker := Recorder())
     weight = torch.ones((), requires_grad=True)
     for store in (first, second):
-        ahead.passed(store)
+        ahead.layer_done(store)
     out = weight * 1
-    out.register_hook(lambda grad: [ahead.passed(store) for store in (second, first)] and None)
+    out.register_hook(lambda grad: [ahead.layer_done(store) for store in (second, first)] and None)
     out.backward()
     assert not worker.asked
-    ahead.passed(first)
+    ahead.layer_done(first)
     assert worker.asked == [second]
 
 
@@ -92,10 +92,10 @@ def test_inference_tensors_are_left_to_whoever_asks() -> None:
         mine = LoraFactors(factors.roles, tuple(tensor.clone() for tensor in factors.tensors), factors.scales)
         before = answer(store, mine)
         mine.tensors[0].mul_(2)
-        pack_again(store)
+        repack_last(store)
         assert not torch.equal(answer(store, mine), before)
 
 
 def test_nothing_to_pack() -> None:
-    pack_again(ExpertStore(EXPERTS, HIDDEN, WIDE))
-    LoraPrefetch().passed(layer(0)[0])
+    repack_last(ExpertStore(EXPERTS, HIDDEN, WIDE))
+    LoraPrefetch().layer_done(layer(0)[0])

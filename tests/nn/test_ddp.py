@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ktransformers.nn import attach
-from ktransformers.nn.distributed import PREFIXES
+from ktransformers.nn.distributed import DDP_NAME_PREFIXES
 from ktransformers.nn.peft_lora import lora_parameters
 from ktransformers.nn.placeholder import Placeholder
 from tests.forked import Forked
@@ -60,7 +60,7 @@ def test_names_for_ddp() -> None:
     inside = peft.get_base_model()
     ghosts = [name for name, parameter in inside.named_parameters() if isinstance(parameter, Placeholder)]
     assert len(ghosts) == 4 and len(lora_parameters(inside)) == 8
-    assert ignored == {prefix + name for name in [*ghosts, *lora_parameters(inside)] for prefix in PREFIXES}
+    assert ignored == {prefix + name for name in [*ghosts, *lora_parameters(inside)] for prefix in DDP_NAME_PREFIXES}
 
 
 RANK = """

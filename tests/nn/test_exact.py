@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.nn import attach, load_model
 from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import factors_of, gradients_like, packed
+from ktransformers.nn.lora_factors import empty_gradients, factors_of, packed_adapter
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import Dropout
 
@@ -95,9 +95,9 @@ def test_dropout(exact: tuple[str, str]) -> None:
     case = Case(isa, tokens=19, precision=precision)
     lora = make_lora(case, replace(FORMS["split"], dtype=PACKED[precision], rounded=False))
     factors = factors_of(lora)
-    adapters = [packed(case.store, factors)]
+    adapters = [packed_adapter(case.store, factors)]
     out = case.store.forward(case.hidden, case.ids, case.weights, adapters=adapters, dropout=drop)
-    grads, views = gradients_like(factors)
+    grads, views = empty_gradients(factors)
     given = case.grad, case.hidden.detach(), case.ids, case.weights.detach()
     both = case.store.backward(*given, adapters=adapters, factors=[views], dropout=drop)
     expected_out, expected = exact_with_dropout(case, lora, drop)

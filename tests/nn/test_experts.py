@@ -153,7 +153,7 @@ def test_activations_without_gate() -> None:
         assert probe_activation("module", function) == Gate(name)
     with pytest.raises(InputError, match=r"module: given an unknown activation with f\(-1\) = -0.76"):
         probe_activation("module", torch.tanh)
-    with pytest.raises(InputError, match="cannot be asked"):
+    with pytest.raises(InputError, match="cannot be evaluated"):
         probe_activation("module", lambda x: x @ torch.ones(3, 3))
 
 

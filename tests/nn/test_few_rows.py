@@ -30,7 +30,7 @@ def made(isa: str) -> tuple[ExpertStore, Tensor, Tensor, Tensor]:
 
 def test_learning_sees_rounded_weights(isa: str) -> None:
     store, hidden, ids, weights = made(isa)
-    rounded = store.forward(hidden.detach(), ids, weights, learns=True)
+    rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)
     for retain in (True, False):
         out = apply_experts(store, hidden, ids, weights, retain=retain)
         assert out.grad_fn is not None and torch.equal(out.detach(), rounded)
@@ -57,7 +57,7 @@ def test_reentrant_checkpointing(isa: str) -> None:
     store, hidden, ids, weights = made(isa)
     name, stock = next(iter(expert_modules(build("qwen3_moe")).items()))
     module = Experts(store, read_contract(name, stock))
-    rounded = store.forward(hidden.detach(), ids, weights, learns=True)
+    rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)
     out = checkpoint(module, hidden, ids, weights, use_reentrant=True)
     assert torch.equal(out.detach(), rounded)
     out.backward(torch.ones_like(out))

@@ -19,7 +19,7 @@ from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, load_model
 from ktransformers.nn.prepare import prepare
-from ktransformers.nn.quantizer import KTConfig, refuse_uncomputable
+from ktransformers.nn.quantizer import KTConfig, check_computable
 
 from .families import build, save, tokens
 
@@ -217,8 +217,8 @@ def test_refusals(tmp_path: Path) -> None:
 def test_formats_without_a_kernel() -> None:
     for wrong in ({"gate": "bf16", "up": "bf16", "down": "int5"}, {"up": "int5", "down": "bf16"}):
         with pytest.raises(InputError, match=r"x: given .*int5.*, expected what can be computed .*`kt quant` writes"):
-            refuse_uncomputable("x", wrong, KTConfig())
-    refuse_uncomputable("x", {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, KTConfig())
+            check_computable("x", wrong, KTConfig())
+    check_computable("x", {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, KTConfig())
 
 
 def test_gradients_reach_an_adapter(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_gradients_reach_an_adapter(tmp_path: Path) -> None:
     opened = open_source(plain, KINDS["compressed int4"][2])
     numbers |= {tensor.name: tensor.read().clone() for tensor in opened.rest()}
     layer = opened.layer("model.layers.1.mlp.experts", ExpertShape(4, 192, 64))
-    for piece in layer.pieces():
+    for piece in layer.chunks():
         for role, part in piece.tensors.items():
             assert isinstance(part, Encoded)
             numbers[f"model.layers.1.mlp.experts.{piece.first_expert}.{role}_proj.weight"] = decode(part)[0].bfloat16()

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ktransformers import _core
-from ktransformers.nn.linear import LEAST, hasten
+from ktransformers.nn.linear import MIN_WEIGHTS, patch_linears
 
 ROWS = _core.linear_rows()
 ROUTER: Any = Qwen3MoeTopKRouter
@@ -61,13 +61,13 @@ def test_layers_of_a_model() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {
-            "large": nn.Linear(512, LEAST // 512, dtype=torch.bfloat16),
+            "large": nn.Linear(512, MIN_WEIGHTS // 512, dtype=torch.bfloat16),
             "small": nn.Linear(64, 64, dtype=torch.bfloat16),
-            "wide": nn.Linear(512, LEAST // 512, dtype=torch.float32),
+            "wide": nn.Linear(512, MIN_WEIGHTS // 512, dtype=torch.float32),
         }
     )
     stock = {name: layer.forward for name, layer in model.items()}
-    assert hasten(model) == 1 and hasten(model) == 0
+    assert patch_linears(model) == 1 and patch_linears(model) == 0
     large = model["large"]
     x = torch.randn(2, 3, 512).bfloat16()
     with torch.no_grad():
@@ -97,8 +97,8 @@ class Three(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k = (nn.Linear(512, LEAST // 512 * n, bias=n == 2, dtype=torch.bfloat16) for n in (1, 2))
-        self.v = nn.Linear(512, LEAST // 512, dtype=torch.bfloat16)
+        self.q, self.k = (nn.Linear(512, MIN_WEIGHTS // 512 * n, bias=n == 2, dtype=torch.bfloat16) for n in (1, 2))
+        self.v = nn.Linear(512, MIN_WEIGHTS // 512, dtype=torch.bfloat16)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> list[torch.Tensor]:
         return [self.q(x), self.k(x), self.v(x if y is None else y)]
@@ -108,7 +108,7 @@ def test_layers_that_are_given_the_same_rows_are_one_call() -> None:
     torch.manual_seed(0)
     model, pool = Three(), Counted()
     stock = copy.deepcopy(model)
-    assert hasten(model, pool) == 3  # type: ignore[arg-type]
+    assert patch_linears(model, pool) == 3  # type: ignore[arg-type]
 
     def calls(*given: torch.Tensor) -> tuple[int, int]:
         """And of how many matrices in all."""
@@ -137,11 +137,11 @@ def test_layers_that_are_given_the_same_rows_are_one_call() -> None:
 def test_a_router_is_no_linear_layer() -> None:
     """Its weight stays a parameter, in name, value, gradient and copies."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(hidden_size=512, num_experts=LEAST // 512, num_experts_per_tok=4)
+    config = Qwen3MoeConfig(hidden_size=512, num_experts=MIN_WEIGHTS // 512, num_experts_per_tok=4)
     router: Any = ROUTER(config).bfloat16()
     nn.init.normal_(router.weight)
     stock, pool = copy.deepcopy(router), Counted()
-    assert hasten(nn.ModuleList([router]), pool) == 1 and hasten(nn.ModuleList([router]), pool) == 0  # type: ignore[arg-type]
+    assert patch_linears(nn.ModuleList([router]), pool) == 1 and patch_linears(nn.ModuleList([router]), pool) == 0  # type: ignore[arg-type]
     x = torch.randn(3, 512).bfloat16()
     with torch.inference_mode():
         logits, shares, ids = router(x)
@@ -167,6 +167,6 @@ def test_a_matrix_that_two_modules_share_stays_one() -> None:
             super().__init__()
             self.weight = weight
 
-    weight = nn.Parameter(torch.zeros(LEAST // 512, 512, dtype=torch.bfloat16))
-    model = nn.ModuleList([Tied(weight), Tied(weight), nn.Embedding(LEAST // 512, 512, dtype=torch.bfloat16)])
-    assert hasten(model) == 0 and model[0].weight is model[1].weight
+    weight = nn.Parameter(torch.zeros(MIN_WEIGHTS // 512, 512, dtype=torch.bfloat16))
+    model = nn.ModuleList([Tied(weight), Tied(weight), nn.Embedding(MIN_WEIGHTS // 512, 512, dtype=torch.bfloat16)])
+    assert patch_linears(model) == 0 and model[0].weight is model[1].weight

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, reference
 from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import factors_of, packed
+from ktransformers.nn.lora_factors import factors_of, packed_adapter
 from ktransformers.nn.operator import apply_experts, experts, handle_of
 
 from .test_operator import EXPERTS, Case, relative
@@ -223,14 +223,14 @@ def test_packed_when_a_version_changes() -> None:
     case = Case("generic")
     lora = make_lora(case, FORMS["down"])
     before = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora)
-    first = packed(case.store, factors_of(lora))
-    assert packed(case.store, factors_of(lora)) is first
+    first = packed_adapter(case.store, factors_of(lora))
+    assert packed_adapter(case.store, factors_of(lora)) is first
     assert lora.down is not None
     with torch.no_grad():
         lora.down.b.mul_(2)
     after, _ = found(case, lora)
     assert not torch.equal(before, after) and relative(after, exact(case, lora)[0]) < case.tolerance()
-    assert packed(case.store, factors_of(lora)) is first, "changed factors are packed into the same memory"
+    assert packed_adapter(case.store, factors_of(lora)) is first, "changed factors are packed into the same memory"
 
 
 def test_memory_that_comes_to_hold_another_adapter() -> None:
@@ -258,7 +258,7 @@ def test_inference_tensors_are_packed_every_time() -> None:
 def test_several_adapters_and_none_in_one_call(isa: str) -> None:
     case = Case(isa, tokens=60)
     loras = [make_lora(case, FORMS[name], seed) for seed, name in enumerate(("split", "shared", "down", "split"))]
-    adapters = [packed(case.store, factors_of(lora)) for lora in loras]
+    adapters = [packed_adapter(case.store, factors_of(lora)) for lora in loras]
     which = torch.randint(-1, 4, (60,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     hidden, weights = case.hidden.detach(), case.weights.detach()
     mixed = case.store.forward(hidden, case.ids, weights, adapter=which, adapters=adapters)

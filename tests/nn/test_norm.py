@@ -10,7 +10,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRMSNorm
 
 from ktransformers import _core
-from ktransformers.nn.norm import MOST, hasten_norms
+from ktransformers.nn.norm import MAX_ELEMENTS, patch_norms
 
 
 class Doubled(nn.Module):
@@ -41,11 +41,11 @@ def test_the_stock_norm(dtype: torch.dtype) -> None:
     weight = norm.weight.clone()
     x = torch.randn(2, 5, 96).to(dtype)
     wanted = norm(x)
-    assert hasten_norms(norm) == 1 and hasten_norms(norm) == 0
+    assert patch_norms(norm) == 1 and patch_norms(norm) == 0
     assert torch.equal(norm.weight, weight)
     with torch.no_grad():
         found = norm(x)
-        many = torch.randn(MOST // 96 + 1, 96).to(dtype)
+        many = torch.randn(MAX_ELEMENTS // 96 + 1, 96).to(dtype)
         assert norm(many).shape == many.shape
     assert found.dtype == dtype
     apart = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
@@ -56,7 +56,7 @@ def test_the_stock_norm(dtype: torch.dtype) -> None:
 def test_others_stay() -> None:
     gemma = Gemma3RMSNorm(32)
     gemma.weight.data.fill_(0.25)
-    assert hasten_norms(nn.ModuleList([gemma, Doubled(), Gated(), nn.LayerNorm(32)])) == 0
+    assert patch_norms(nn.ModuleList([gemma, Doubled(), Gated(), nn.LayerNorm(32)])) == 0
 
 
 def test_all_of_a_model() -> None:
@@ -71,7 +71,7 @@ def test_all_of_a_model() -> None:
         num_experts=4,
         num_experts_per_tok=2,
     )
-    assert hasten_norms(Qwen3MoeModel(config)) == 2 * 4 + 1
+    assert patch_norms(Qwen3MoeModel(config)) == 2 * 4 + 1
 
 
 def test_what_does_not_fit_is_refused() -> None:

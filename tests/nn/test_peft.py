@@ -24,7 +24,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import attach, load_model
 from ktransformers.nn import experts as experts_module
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import select
+from ktransformers.nn.experts import select_implementation
 from ktransformers.nn.peft_lora import lora_parameters
 from ktransformers.nn.placeholder import Placeholder
 
@@ -256,7 +256,7 @@ def test_experts_that_kept_their_parameters() -> None:
     attach(model)
     peft = adapt(model, **MODULES)
     want = logits(peft)
-    select(model)
+    select_implementation(model)
     torch.testing.assert_close(logits(peft), want, rtol=EXACT, atol=EXACT)
     with pytest.raises(InputError, match="given packed experts"):
         peft.merge_and_unload()
@@ -277,7 +277,7 @@ def test_packed_experts_cannot_be_merged_or_trained() -> None:
     model.set_experts_implementation("eager")
     with pytest.raises(InputError, match="packed experts: given "):
         logits(peft)
-    select(model)
+    select_implementation(model)
     model.requires_grad_(True)
     with pytest.raises(InputError, match="Qwen3MoeExperts: given requires_grad on gate_up_proj"):
         logits(peft)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ktransformers.nn import attach, load_model, lora_parameters
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.peft_lora import _staying
+from ktransformers.nn.peft_lora import _without_device_move
 from ktransformers.nn.placeholder import Placeholder
 
 from .families import build, save, tokens
@@ -66,9 +66,9 @@ def test_casts_apply() -> None:
 def test_only_moves_are_held_back() -> None:
     """What changes tensors where they are, or makes them, still does."""
     tensor = torch.randn(3)
-    assert torch.equal(_staying(lambda t: t * 2)(tensor), tensor * 2)
-    assert _staying(lambda t: t.to("meta"))(tensor) is tensor
-    empty = _staying(lambda t: torch.empty_like(t, device="cpu"))(torch.empty(3, device="meta"))
+    assert torch.equal(_without_device_move(lambda t: t * 2)(tensor), tensor * 2)
+    assert _without_device_move(lambda t: t.to("meta"))(tensor) is tensor
+    empty = _without_device_move(lambda t: torch.empty_like(t, device="cpu"))(torch.empty(3, device="meta"))
     assert empty.device.type == "cpu" and empty.shape == (3,)
 
 

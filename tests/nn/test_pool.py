@@ -17,19 +17,19 @@ def _as_before() -> Iterator[None]:
 
 
 def test_a_chosen_pool_is_everyones() -> None:
-    chosen = pool.choose_pool(threads=1)
+    chosen = pool.set_default_pool(threads=1)
     assert chosen.threads == 1
     assert pool.default_pool() is chosen
-    assert pool.choose_pool() is pool.default_pool() is not chosen
+    assert pool.set_default_pool() is pool.default_pool() is not chosen
 
 
 def test_a_cpu_is_spared_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KT_THREADS", raising=False)
     monkeypatch.delenv("KT_PLACE", raising=False)
-    every = pool.choose_pool().threads
-    spared = pool.choose_pool(spare=True).threads
+    every = pool.set_default_pool().threads
+    spared = pool.set_default_pool(spare=True).threads
     assert spared == (every - 1 if every > 2 else every)
     pool._default.clear()
     monkeypatch.setenv("KT_PLACE", "auto")
     assert pool.default_pool().threads == spared
-    assert pool.choose_pool(threads=2, spare=True).threads == 2, "a number that was given is kept"
+    assert pool.set_default_pool(threads=2, spare=True).threads == 2, "a number that was given is kept"

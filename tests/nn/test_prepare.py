@@ -100,20 +100,20 @@ def test_nested_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
         "model_type": "kimi_k25",
         "text_config": {"model_type": "kimi_k2", "quantization_config": {"quant_method": "compressed-tensors"}},
     }
-    left, taken = prepare.take_quantisation(words)
+    left, taken = prepare.split_quantisation(words)
     assert taken == {"quant_method": "compressed-tensors"}
     assert "quantization_config" in words["text_config"]  # the given words are left alone
     for known, expected in (
         (True, {"model_type": "kimi_k25", "text_config": {"model_type": "deepseek_v3"}}),
         (False, {"model_type": "deepseek_v3"}),
     ):
-        monkeypatch.setattr(prepare, "_known", lambda _, known=known: known)
-        assert prepare.in_stock_terms(left) == expected
+        monkeypatch.setattr(prepare, "_is_stock", lambda _, known=known: known)
+        assert prepare.to_stock_config(left) == expected
 
 
 def test_kimi_k25_where_transformers_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text model alone, from files with a vision tower: as deepseek_v3, through both doors."""
-    monkeypatch.setattr(prepare, "_known", lambda _: False)
+    monkeypatch.setattr(prepare, "_is_stock", lambda _: False)
     model = build("deepseek_v3")
     source, out = save(model, tmp_path / "model"), tmp_path / "kt"
     words = json.loads((source / "config.json").read_text()) | {"model_type": "kimi_k2"}

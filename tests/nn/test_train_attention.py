@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import pack_module, select
+from ktransformers.nn.experts import pack_module, select_implementation
 
 from .families import build, tokens
 
@@ -49,7 +49,7 @@ def test_losses_are_those_of_the_stock_model(family: str, target: str, checkpoin
     ours = copy.deepcopy(stock)
     for module in expert_modules(ours).values():
         pack_module(module, free=True)
-    select(ours)
+    select_implementation(ours)
     expected = losses(stock, target, 10, checkpointing)
     assert expected[-1] < expected[0] - 0.05, "the stock model does not learn either"
     assert losses(ours, target, 10, checkpointing) == pytest.approx(expected, rel=1e-3)

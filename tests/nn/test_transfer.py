@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.transfer import down, side_streams, start_down, start_up, up
+from ktransformers.nn.transfer import copy_streams, start_device_to_host, start_host_to_device, to_device, to_host
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 8, 64, 32, 33, 2
 HALF_A_SECOND = 10**9  # clock cycles of a GPU, more or less
@@ -49,7 +49,7 @@ def plain(store: ExpertStore, hidden: Tensor, ids: Tensor, weights: Tensor) -> T
 
 
 def ours(store: ExpertStore, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return up(apply_experts(store, *down(hidden, ids, weights)), hidden.device)
+    return to_device(apply_experts(store, *to_host(hidden, ids, weights)), hidden.device)
 
 
 def as_it_is(layer: Layer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_equal_bits(mode: str, dtype: torch.dtype, device: str) -> None:
 @devices
 def test_gradients_go_where_they_are_wanted(device: str) -> None:
     hidden, ids, weights = batch(device, torch.float32)
-    host, ids_host, _ = down(hidden, ids, weights)
+    host, ids_host, _ = to_host(hidden, ids, weights)
     assert host.device.type == "cpu" and host.requires_grad and not ids_host.requires_grad
     assert torch.equal(host, hidden.cpu()) and torch.equal(ids_host, ids.cpu())
     for wanted in ((True, False), (False, True)):
@@ -123,7 +123,7 @@ def test_gradients_go_where_they_are_wanted(device: str) -> None:
     # An output that nothing comes back from: the gradient of the routing weights alone.
     hidden.requires_grad_(), weights.requires_grad_()
     hidden.grad = weights.grad = None
-    (down(hidden, ids, weights)[2] * 3).sum().backward()
+    (to_host(hidden, ids, weights)[2] * 3).sum().backward()
     assert hidden.grad is None and torch.equal(weights.grad, torch.full_like(weights, 3))
 
 
@@ -131,8 +131,8 @@ def test_gradcheck() -> None:
     hidden, ids, weights = batch("cpu", torch.float64, tokens=3)
 
     def product(hidden: Tensor, weights: Tensor) -> Tensor:
-        rows, places, shares = down(hidden, ids, weights)
-        return up(rows.gather(1, places) * shares, hidden.device)
+        rows, places, shares = to_host(hidden, ids, weights)
+        return to_device(rows.gather(1, places) * shares, hidden.device)
 
     assert torch.autograd.gradcheck(product, (hidden, weights))
 
@@ -147,7 +147,7 @@ def test_no_tokens(device: str) -> None:
 def test_one_device() -> None:
     hidden, ids, weights = batch("cpu", torch.float32)
     with pytest.raises(InputError, match="tensors on cpu and meta, expected all of a layer on one device"):
-        down(hidden, ids.to("meta"), weights)
+        to_host(hidden, ids.to("meta"), weights)
 
 
 def chain(layer: Layer, device: str, trap: Callable[[Tensor], None], seed: int = 0, layers: int = 100) -> list[Tensor]:
@@ -172,7 +172,7 @@ def lag_and_litter(x: Tensor) -> None:
     torch.cuda._sleep(HALF_A_SECOND // 5000)
     torch.full(x.shape, torch.nan, dtype=x.dtype, pin_memory=True)
     torch.full_like(x, torch.nan)
-    with torch.cuda.stream(side_streams(x.device).up):
+    with torch.cuda.stream(copy_streams(x.device).to_device):
         torch.full_like(x, torch.nan)
 
 
@@ -221,7 +221,7 @@ def test_on_a_stream_of_its_own() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_two_devices() -> None:
     """Layers of one model on two GPUs in turns; each has streams of its own, whichever is the current device."""
-    assert side_streams(torch.device("cuda:0")) != side_streams(torch.device("cuda:1"))
+    assert copy_streams(torch.device("cuda:0")) != copy_streams(torch.device("cuda:1"))
     found = []
     for layer in (plain, ours):
         hidden, ids, weights = batch("cuda:0", torch.bfloat16)
@@ -243,14 +243,14 @@ def test_nobody_waits_for_more_than_he_needs() -> None:
     tensors = batch("cuda:0", torch.bfloat16)
     for _ in range(2):  # the second time kernels are loaded and memory is at hand: getting either may wait
         torch.cuda.synchronize()
-        descent = start_down(tensors)
+        descent = start_device_to_host(tensors)
         torch.cuda._sleep(HALF_A_SECOND)
         later = torch.cuda.Event()
         later.record()
         hidden, _, _ = descent.finish()
         early = not later.query()
-        ascent = start_up([hidden], device)
-        side_streams(device).up.synchronize()
+        ascent = start_host_to_device([hidden], device)
+        copy_streams(device).to_device.synchronize()
         arrived = not later.query()
         result = ascent.finish()[0] + 1
         queued = not later.query()
@@ -263,7 +263,7 @@ def test_nobody_waits_for_more_than_he_needs() -> None:
 def test_pinned_memory_is_not_given_out_too_early() -> None:
     """A hundred results wait for a stream that is busy; their pinned copies are let go of, not given out again."""
     device, count, shape = torch.device("cuda:0"), 100, (256, 64)
-    side = side_streams(device).up
+    side = copy_streams(device).to_device
     kept = [torch.empty(shape, pin_memory=True) for _ in range(3 * count)]  # more than will be needed, at hand
     with torch.cuda.stream(side):
         room = [torch.empty(shape, device=device) for _ in range(count)]
@@ -271,7 +271,7 @@ def test_pinned_memory_is_not_given_out_too_early() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(HALF_A_SECOND)
-    sent = [up(torch.full(shape, float(index)), device) for index in range(count)]
+    sent = [to_device(torch.full(shape, float(index)), device) for index in range(count)]
     for _ in range(count):
         torch.full(shape, torch.nan, pin_memory=True)
     assert not side.query()

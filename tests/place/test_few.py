@@ -21,8 +21,9 @@ from ktransformers.place.gpu.dequantize import decode_plain
 from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.layout import PackedMatrix, format_of
-from ktransformers.place.host_callback import MOST, HostCallbackPath, ResidentTable
+from ktransformers.place.host_callback import HostCallbackPath, ResidentTable
 from ktransformers.place.placement import geometry_of
+from ktransformers.plan.modes import MAX_DECODE_TOKENS
 from tests.place.test_gpu_engine import SMALL, Size, devices, error, make_store
 from tests.place.test_passes import ADAPTERS, served
 
@@ -64,11 +65,11 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
     place = served(store, device, "resident", residents=residents)
     for tokens in (1, 5, 2, 5):
         given = batch(ODD, tokens, device, seed=tokens)
-        got = place.engine.few.forward(place.layer.packed, store, given)
+        got = place.engine.callbacks.forward(place.layer.packed, store, given)
         assert got.dtype == torch.bfloat16 and got.device == given.hidden.device
         want = expected(store, given)
         assert torch.equal(got.cpu(), want) if not residents else error(got, want) < CLOSE
-    assert not place.layer.counts.any() and not place.layer.last, "the host was told nothing"
+    assert not place.layer.counts.any() and not place.layer.last_split, "the host was told nothing"
     asked = place.engine.forward(place.layer, given, False)[0]
     assert error(got, asked.cpu()) < 0.01
 
@@ -110,25 +111,18 @@ def test_who_is_taken(device: str) -> None:
     """Others go the way that asks for the ids."""
     store = make_store(SMALL)
     place = served(store, device, "resident", residents=(1,))
-    few, layer = place.engine.few, place.layer.packed
-    assert few.takes(layer, batch(SMALL, MOST, device), "resident")
-    assert not few.takes(layer, batch(SMALL, MOST + 1, device), "resident")
-    assert few.takes(layer, batch(SMALL, MOST, device), "auto") is None, "whoever measures says"
-    assert few.takes(layer, batch(SMALL, MOST + 1, device), "auto") is False
-    assert not few.takes(layer, batch(SMALL, 1, device), "stream")
-    assert not few.takes(layer, replace(batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
-    assert not few.takes(layer, empty(device), "resident")
-    nobody = served(store, device, "resident", residents=())
-    assert nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident"), "what graphs need is made"
-    nobody.engine.infer(nobody.layer, batch(SMALL, 2, device))
-    assert not nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident"), "asking is faster"
-    nobody.engine.few.unasked = True
-    assert nobody.engine.few.takes(nobody.layer.packed, batch(SMALL, 2, device), "resident")
-    few.unasked = True
-    assert few.takes(layer, batch(SMALL, 1, device), "auto")
-    few.unasked = False
-    assert not few.takes(layer, batch(SMALL, 1, device), "resident")
-    assert few.takes(layer, batch(SMALL, 1, device), "auto") is False
+    callbacks, layer = place.engine.callbacks, place.layer.packed
+    assert not callbacks.refusal(layer, batch(SMALL, MAX_DECODE_TOKENS, device), "resident")
+    assert callbacks.refusal(layer, batch(SMALL, MAX_DECODE_TOKENS + 1, device), "resident")
+    assert callbacks.refusal(layer, batch(SMALL, 1, device), "stream")
+    assert callbacks.refusal(layer, replace(batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
+    assert callbacks.refusal(layer, empty(device), "resident")
+    bare = served(store, device, "resident", residents=())
+    assert bare.engine._inference_mode(bare.layer, batch(SMALL, 2, device)) == "host_callback", "buffers are allocated"
+    bare.engine.infer(bare.layer, batch(SMALL, 2, device))
+    assert bare.engine._inference_mode(bare.layer, batch(SMALL, 2, device)) == "cpu"
+    bare.engine.dispatcher.forced = "host_callback"
+    assert bare.engine._inference_mode(bare.layer, batch(SMALL, 2, device)) == "host_callback"
 
 
 def empty(device: str) -> ExpertBatch:
@@ -149,13 +143,15 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
     place = served(store, device, "resident", residents=residents)
     given = batch(SMALL, 5, device)
     got, want = place.engine.infer(place.layer, given), expected(store, given)
-    assert not place.layer.last, "somebody asked"
+    assert not place.layer.last_split, "somebody asked"
     assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
     monkeypatch.setattr(resident_decode, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
-    assert not place.engine.few.takes(place.layer.packed, given, "resident"), "too large, or faster when asked"
-    assert place.engine.few.takes(place.layer.packed, batch(SMALL, 4, device), "resident")
-    place.engine.few.rehearsing = True
-    assert place.engine.few.takes(place.layer.packed, given, "resident"), "in a graph, some tokens at a time"
+    assert place.engine._inference_mode(place.layer, given) != "host_callback", "too large, or no residents"
+    assert not place.engine.callbacks.refusal(place.layer.packed, batch(SMALL, 4, device), "resident")
+    place.engine.callbacks.rehearsing = True
+    assert not place.engine.callbacks.refusal(place.layer.packed, given, "resident"), (
+        "in a graph, some tokens at a time"
+    )
     assert torch.equal(place.engine.infer(place.layer, given), got)
 
 
@@ -164,7 +160,7 @@ def test_counts_come_when_asked_for(device: str) -> None:
     store = make_store(SMALL)
     place = served(store, device, "resident", residents=(0, 3))
     counts = np.zeros(SMALL.experts, np.int64)
-    place.engine.few.tally(0, counts)
+    place.engine.callbacks.add_counts(0, counts)
     assert not counts.any()
     seen = []
     for turn in range(3):
@@ -172,7 +168,7 @@ def test_counts_come_when_asked_for(device: str) -> None:
         place.engine.infer(place.layer, given)
         seen.append(given.ids.cpu())
         if turn:
-            place.engine.few.tally(0, counts)
+            place.engine.callbacks.add_counts(0, counts)
     ids = torch.cat(seen)
     assert np.array_equal(counts, torch.bincount(ids[(ids >= 0) & (ids < SMALL.experts)], minlength=SMALL.experts))
 
@@ -182,19 +178,19 @@ def test_residents_that_change(device: str) -> None:
     """Renewed in place, and put into another room."""
     store, given = make_store(SMALL), batch(SMALL, 4, device)
     place, want = served(store, device, "resident", residents=(1, 6)), expected(store, given)
-    few, sizes = place.engine.few, geometry_of(store)
+    few, sizes = place.engine.callbacks, geometry_of(store)
     with torch.inference_mode():
         assert error(place.engine.infer(place.layer, given), want) < CLOSE
     held = residents_of(few, 0)
     assert held.skip.nonzero().flatten().tolist() == [1, 6] and held.place.cpu()[[1, 6]].tolist() == [0, 1]
-    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
     assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [2, 5]
-    room = place.engine.side.residents[0] = ExpertCache(sizes, 3, torch.device(device), None)
+    room = place.engine.executor.residents[0] = ExpertCache(sizes, 3, torch.device(device), None)
     room.fetch(0, place.layer.packed.source, (0, 1, 7))
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
     assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [0, 1, 7]
-    del place.engine.side.residents[0]
+    del place.engine.executor.residents[0]
     assert torch.equal(place.engine.infer(place.layer, given).cpu(), want)
 
 
@@ -209,17 +205,17 @@ def test_a_graph_from_before() -> None:
     another one: its tables say that nobody is resident."""
     store, given = make_store(SMALL), batch(SMALL, 4, "cpu")
     place = served(store, "cpu", "resident", residents=(1, 6))
-    few, packed = place.engine.few, place.layer.packed
+    few, packed = place.engine.callbacks, place.layer.packed
     place.engine.infer(place.layer, given)
     (ready,) = few._ready.values()
     few._captured[0] = [(ready, store)]
     inputs, want, before = (given.hidden, given.ids, given.weights), expected(store, given), few.generation
-    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     assert ready.residents is residents_of(few, 0) and few.generation == before
     assert ready.residents.skip.nonzero().flatten().tolist() == [2, 5]
     assert 0 < error(few._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"
     few.retire(0)
-    room = place.engine.side.residents[0] = ExpertCache(geometry_of(store), 3, torch.device("cpu"), None)
+    room = place.engine.executor.residents[0] = ExpertCache(geometry_of(store), 3, torch.device("cpu"), None)
     room.fetch(0, packed.source, (0, 1, 7))
     assert torch.equal(few._forward(packed, ready, inputs), want) and few.generation == before + 1
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
@@ -230,22 +226,22 @@ def test_what_is_rehearsed_is_taken_as_in_a_graph(device: str) -> None:
     """Also under `auto`, which asks for the ids of more than a few tokens; what a graph cannot hold is refused."""
     store = make_store(SMALL)
     place = served(store, device, "auto", residents=(1,))
-    few, given = place.engine.few, batch(SMALL, 16, device)
-    assert not few.takes(place.layer.packed, given, "auto")
-    few.rehearsing = True
-    assert few.takes(place.layer.packed, given, "auto")
+    callbacks, given = place.engine.callbacks, batch(SMALL, 16, device)
+    assert not callbacks.capturing
+    callbacks.rehearsing = True
+    assert callbacks.capturing and place.engine._inference_mode(place.layer, given) == "host_callback"
     assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
-    few.complain(16)
+    callbacks.raise_pending(16)
     with pytest.raises(InputError, match="33 tokens"):
-        few.takes(place.layer.packed, batch(SMALL, MOST + 1, device), "auto")
+        callbacks.check(place.layer.packed, batch(SMALL, MAX_DECODE_TOKENS + 1, device), "auto")
     with pytest.raises(InputError, match="streamed"):
-        few.takes(place.layer.packed, given, "stream")
+        callbacks.check(place.layer.packed, given, "stream")
 
 
 def test_buffers_are_shared_by_layers_of_a_size() -> None:
     store, other = make_store(SMALL), make_store(SMALL, seed=1)
     place = served(store, "cpu", "resident")
-    few = place.engine.few
+    few = place.engine.callbacks
     packed: LayerOnDevice = replace(place.layer.packed, index=1)
     given = batch(SMALL, 2, "cpu")
     first, second = few.forward(place.layer.packed, store, given), few.forward(packed, other, given)

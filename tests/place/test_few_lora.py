@@ -14,13 +14,13 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors, packed
+from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
 from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.multi_lora import LoraCache, LoraPointers, MultiLora
 from ktransformers.place.host_callback import _places
-from ktransformers.place.placed_store import ServedStore
+from ktransformers.place.placed_store import PlacedStore
 from tests.place.test_few import CLOSE, batch, expected
 from tests.place.test_gpu_engine import SMALL, devices, error, make_store
 from tests.place.test_passes import ADAPTERS, served
@@ -36,7 +36,9 @@ def wanting(
     which = ADAPTERS if which is None else which
     where = given.hidden.device
     numbers = torch.tensor(rows, dtype=torch.int32, device=where)
-    return replace(given, several=MultiLora(MixedLora(numbers, [packed(store, one) for one in which], which), where))
+    return replace(
+        given, several=MultiLora(MixedLora(numbers, [packed_adapter(store, one) for one in which], which), where)
+    )
 
 
 def on_cpu(store: ExpertStore, given: ExpertBatch) -> Tensor:
@@ -46,9 +48,9 @@ def on_cpu(store: ExpertStore, given: ExpertBatch) -> Tensor:
     return store.forward(*inputs, adapter=lora.rows.cpu(), adapters=lora.adapters)
 
 
-def rehearsed(store: ExpertStore, device: str, residents: tuple[int, ...]) -> ServedStore:
+def rehearsed(store: ExpertStore, device: str, residents: tuple[int, ...]) -> PlacedStore:
     place = served(store, device, "resident", residents=residents)
-    place.engine.few.rehearsing = True
+    place.engine.callbacks.rehearsing = True
     return place
 
 
@@ -63,7 +65,7 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
     for rows in ([0, -1, 1, 2, 0], [2, 2, -1, 1, -1], [-1] * 5):
         given = wanting(store, batch(SMALL, 5, device), rows)
         got, want = place.engine.infer(place.layer, given), on_cpu(store, given)
-        assert not place.layer.last, "somebody asked"
+        assert not place.layer.last_split, "somebody asked"
         assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
         bare = place.engine.infer(place.layer, replace(given, several=None))
         alone = torch.tensor(rows) < 0
@@ -101,18 +103,18 @@ def test_who_is_taken(device: str) -> None:
     """Outside of graphs nothing has changed; in them rows have to be where replays find others."""
     store = make_store(SMALL)
     place = served(store, device, "resident", residents=(1,))
-    few, layer = place.engine.few, place.layer.packed
+    few, layer = place.engine.callbacks, place.layer.packed
     given = wanting(store, batch(SMALL, 2, device), [0, -1])
-    assert not few.takes(layer, given, "resident")
+    assert few.refusal(layer, given, "resident")
     few.rehearsing = True
-    assert few.takes(layer, given, "resident")
+    assert not few.refusal(layer, given, "resident")
     with pytest.raises(InputError, match="LoRA on experts"):
-        few.takes(layer, replace(given, several=None, factors=ADAPTERS[0]), "resident")
+        few.check(layer, replace(given, several=None, factors=ADAPTERS[0]), "resident")
     if device != "cpu":
         assert given.several is not None
         host = replace(given.several.lora, rows=given.several.lora.rows.cpu())
         with pytest.raises(InputError, match="the host knows"):
-            few.takes(layer, replace(given, several=MultiLora(host, torch.device(device))), "resident")
+            few.check(layer, replace(given, several=MultiLora(host, torch.device(device))), "resident")
 
 
 @devices
@@ -121,7 +123,7 @@ def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
     """Calls of other adapters than the used ones go with all that they held; the others compute as before."""
     store = make_store(SMALL)
     place = rehearsed(store, device, residents)
-    few, shelf = place.engine.few, place.engine.side.shelf
+    few, shelf = place.engine.callbacks, place.engine.executor.shelf
     both = wanting(store, batch(SMALL, 3, device), [0, 1, -1], ADAPTERS[:2])
     last = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[2]])
     first = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[0]])
@@ -159,10 +161,10 @@ def test_what_is_held_stays_and_has_a_bound() -> None:
 def test_a_set_without_room_leaves_nothing_held() -> None:
     store = make_store(SMALL)
     place = rehearsed(store, "cpu", (1, 4))
-    place.engine.side.shelf = shelf = LoraCache(torch.device("cpu"), 1)
+    place.engine.executor.shelf = shelf = LoraCache(torch.device("cpu"), 1)
     with pytest.raises(InputError, match="beside residents"):
         place.engine.infer(place.layer, wanting(store, batch(SMALL, 2, "cpu"), [0, 1]))
-    assert not shelf._held and not place.engine.few._terms
+    assert not shelf._held and not place.engine.callbacks._terms
     given = batch(SMALL, 2, "cpu")
     assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
 
@@ -173,7 +175,11 @@ def test_kernels_in_the_interpreter(gate: Gate) -> None:
     gemv = pytest.importorskip("ktransformers.place.gpu.resident_decode_triton")
     store = make_store(SMALL, biased=True)
     place = served(store, "cpu", "resident", residents=(1, 4, 5))
-    layer, room, device = replace(place.layer.packed, gate=gate), place.engine.side.residents[0], torch.device("cpu")
+    layer, room, device = (
+        replace(place.layer.packed, gate=gate),
+        place.engine.executor.residents[0],
+        torch.device("cpu"),
+    )
     wide = [*ADAPTERS[:2], _of_rank(40)]
     terms = LoraPointers.hold(LoraCache(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
     given, where = batch(SMALL, 5, "cpu"), _places(layer, room)
@@ -207,5 +213,5 @@ def test_rows_come_from_the_batch() -> None:
     place = rehearsed(store, "cpu", (1, 4))
     given = wanting(store, batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
     assert given.several is not None
-    got = place.several(given.hidden, given.ids, given.weights, given.several.lora)
-    assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last
+    got = place.forward_mixed(given.hidden, given.ids, given.weights, given.several.lora)
+    assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last_split

@@ -17,7 +17,7 @@ from ktransformers.errors import InputError
 from ktransformers.place import attach
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.placed_store import ServedStore
+from ktransformers.place.placed_store import PlacedStore
 from tests.place.test_few import CLOSE, batch, expected
 from tests.place.test_few_lora import on_cpu, wanting
 from tests.place.test_gpu_engine import QWEN, SMALL, Size, error, make_store
@@ -29,7 +29,7 @@ GPU = "cuda:0"
 LENGTH = 32  # of the static cache
 
 
-def capture(place: ServedStore, given: ExpertBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture(place: PlacedStore, given: ExpertBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     with torch.no_grad():
         place.engine.infer(place.layer, given)  # what is made once is made outside
         graph = torch.cuda.CUDAGraph()
@@ -59,7 +59,7 @@ def test_replays(share: float, size: Size, tokens: int) -> None:
         assert torch.equal(got, place.engine.infer(place.layer, given).cpu()), "captured or not, the same bits"
         assert error(place.engine.forward(place.layer, given, False)[0], want) < 0.01
     counts = place.engine.counts(place.layer)  # of calls that went another way
-    place.engine.few.tally(0, counts)
+    place.engine.callbacks.add_counts(0, counts)
     ids = torch.cat([batch(size, tokens, "cpu", seed=seed).ids for seed in (0, *[1, 2, 3, 4] * 3)])
     ids = ids[(ids >= 0) & (ids < size.experts)]
     assert np.array_equal(counts, torch.bincount(ids, minlength=size.experts)), "replays are counted too"
@@ -71,7 +71,7 @@ def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
     """From replay to replay another mixture, one behind the other; a row without has the bits that it has alone."""
     store = make_store(SMALL, spec)
     place = served(store, GPU, "resident", residents=residents)
-    place.engine.few.rehearsing = True
+    place.engine.callbacks.rehearsing = True
     static = wanting(store, batch(SMALL, 4, GPU), [-1] * 4)
     graph, out = capture(place, static)
     mixtures = [[0, 1, 2, -1], [-1, 2, 0, 1], [1, -1, -1, 1], [2, 0, 0, -1]]
@@ -88,11 +88,11 @@ def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
         alone = torch.tensor(rows) < 0
         bare = place.engine.infer(place.layer, replace(given, several=None))
         assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
-    few = place.engine.few
+    few = place.engine.callbacks
     assert len(few._captured[0]) == 1
     del graph
     few.retain(set())
-    assert not few._captured[0] and not few._terms and not place.engine.side.shelf._held
+    assert not few._captured[0] and not few._terms and not place.engine.executor.shelf._held
 
 
 @pytest.mark.parametrize("spec", ["int4:32", "nvfp4", "q5_1"])
@@ -129,16 +129,16 @@ def test_a_graph_outlives_its_residents() -> None:
     place = served(store, GPU, "resident", residents=(1, 6))
     static = batch(SMALL, 4, GPU)
     graph, out = capture(place, static)
-    place.renew(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
+    place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     given = batch(SMALL, 4, GPU, seed=3)
     given.ids[:, 0] = torch.tensor([2, 5, 2, 5], device=GPU)
     replay(graph, static, given)
     assert error(out, expected(store, given)) < CLOSE
-    place.engine.side.residents[0].first.zero_()
+    place.engine.executor.residents[0].first.zero_()
     replay(graph, static, given)
     assert error(out, expected(store, given)) > 0.1, "it is the new residents' bytes that are read"
-    place.engine.few.retire(0)
-    room = place.engine.side.residents[0] = ExpertCache(place.layer.packed.geometry, 3, torch.device(GPU), None)
+    place.engine.callbacks.retire(0)
+    room = place.engine.executor.residents[0] = ExpertCache(place.layer.packed.geometry, 3, torch.device(GPU), None)
     room.fetch(0, place.layer.packed.source, (0, 1, 7))
     replay(graph, static, given)
     assert torch.equal(out.cpu(), expected(store, given))
@@ -167,7 +167,7 @@ def test_formats_that_triton_cannot_decode_are_asked_for() -> None:
     place = served(store, GPU, "resident", residents=(1, 6))
     given = batch(Size(8, 256, 256, 2, 41, 4), 4, GPU)
     assert error(place.engine.infer(place.layer, given), expected(store, given)) < 0.01
-    assert place.layer.last["forward"].there or place.layer.last["forward"].cpu
+    assert place.layer.last_split["forward"].resident or place.layer.last_split["forward"].cpu
 
 
 def test_what_cannot_be_captured_is_said() -> None:

@@ -13,13 +13,15 @@ from torch import Tensor
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors, packed
-from ktransformers.nn.mixed_lora import MixedLora, mixed
+from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
+from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
+from ktransformers.place.engine import ExpertEngine
+from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraCache
-from ktransformers.place.placed_store import ServedStore, ThresholdEngine, select
+from ktransformers.place.placed_store import PlacedStore, select
 from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.place.routing_counts import RoutingCounter
 from tests.place.test_gpu_engine import EVEN, SMALL, TOLERANCE, devices, error, inputs, make_store
@@ -30,17 +32,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
 def served(
     store: ExpertStore, device: str, policy: str, slots: int = 8, residents: tuple[int, ...] = (), threshold: int = 0
-) -> ServedStore:
+) -> PlacedStore:
     where, sizes = torch.device(device), geometry_of(store)
-    engine = ThresholdEngine(where, policy, ExpertCache(sizes, slots, where, None))
-    engine.threshold = threshold
+    engine = ExpertEngine(where, policy, ExpertCache(sizes, slots, where, None))
+    engine.dispatcher.threshold = threshold
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = {"forward": EVEN, "backward": EVEN}
     engine.layers[0] = layer
     if residents:
-        engine.side.residents[0] = ExpertCache(sizes, len(residents), where, None)
-        engine.side.residents[0].fetch(0, layer.packed.source, residents)
-    return ServedStore(engine, layer)
+        engine.executor.residents[0] = ExpertCache(sizes, len(residents), where, None)
+        engine.executor.residents[0].fetch(0, layer.packed.source, residents)
+    return PlacedStore(engine, layer)
 
 
 def factors(rank: int, seed: int, roles: str) -> LoraFactors:
@@ -58,7 +60,7 @@ ADAPTERS = [factors(4, 1, ALL), factors(9, 2, "gate_a gate_b up_b"), factors(2, 
 
 def mixture(store: ExpertStore, which: list[LoraFactors], tokens: int) -> MixedLora:
     rows = torch.randint(-1, len(which), (tokens,), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
-    return MixedLora(rows, [packed(store, one) for one in which], which)
+    return MixedLora(rows, [packed_adapter(store, one) for one in which], which)
 
 
 @devices
@@ -73,7 +75,7 @@ def test_several_adapters(policy: str, device: str) -> None:
     assert error(bare, want) > 0.05, "the adapters do something"
     place = served(store, device, policy, residents=(1, 6) if policy != "stream" else ())
     for _ in range(2):
-        got = place.several(hidden, ids, weights, lora)
+        got = place.forward_mixed(hidden, ids, weights, lora)
         assert error(got, want) < TOLERANCE
         alone = lora.rows < 0
         assert error(got[alone.to(device)], bare[alone]) < TOLERANCE
@@ -98,12 +100,19 @@ def test_a_threshold_parts_batches_by_size(device: str) -> None:
     hidden, ids, weights = (tensor.detach() for tensor in (given.hidden, given.ids, given.weights))
     want = store.forward(hidden.cpu(), ids.cpu(), weights.cpu())
     place = served(store, device, "auto", residents=(1, 6), threshold=10)
-    place.engine.few.unasked = False  # who computes without asking for the ids knows of no split
     with torch.no_grad():
         assert error(place(hidden, ids, weights, None, NO_DROPOUT, False), want) < TOLERANCE
-        assert not place.layer.last["forward"].cpu
+        assert not place.layer.last_split["forward"].cpu
+        assert (
+            place.engine.dispatcher.mode(
+                place.layer, ExpertBatch(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT), training=False
+            )
+            == "host_callback"
+        )
         assert error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
-    assert not place.layer.last["forward"].streamed and set(place.layer.last["forward"].there) <= {1, 6}
+        place.engine.dispatcher.forced = "resident"
+        assert error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
+    assert not place.layer.last_split["forward"].streamed and set(place.layer.last_split["forward"].resident) <= {1, 6}
 
 
 @devices
@@ -113,20 +122,20 @@ def test_residents_follow_the_routing(device: str) -> None:
     ids = torch.tensor([[3, 5], [3, 5], [3, 1], [5, 2]]).repeat(5, 1)
     want = store.forward(hidden[:20].cpu(), ids, weights[:20].cpu())
     place = served(store, device, "resident", residents=(1, 6), threshold=16)
-    place.renews = True
-    room = place.engine.side.residents[0]
+    place.updates_residents = True
+    room = place.engine.executor.residents[0]
     with torch.no_grad():
         few = place(hidden[:4], ids[:4].to(device), weights[:4], None, NO_DROPOUT, False)
         assert place.residents() == {1, 6}, "a small batch tells nothing"
         many = place(hidden[:20], ids.to(device), weights[:20], None, NO_DROPOUT, False)
         assert place.residents() == {3, 5} and room.copied_bytes == 4 * room.expert_bytes
         again = place(hidden[:4], ids[:4].to(device), weights[:4], None, NO_DROPOUT, False)
-        place.engine.few.unasked = False
+        place.engine.dispatcher.forced = "resident"
         asked = place(hidden[:4], ids[:4].to(device), weights[:4], None, NO_DROPOUT, False)
-    assert set(place.layer.last["forward"].there) == {3, 5}
+    assert set(place.layer.last_split["forward"].resident) == {3, 5}
     for got, part in ((few, want[:4]), (many, want), (again, want[:4]), (asked, want[:4])):
         assert error(got, part) < TOLERANCE
-    assert place.renew(np.array([0, 0, 0, 1, 0, 0, 0, 0])) == 0, "of equals those that are there stay"
+    assert place.update_residents(np.array([0, 0, 0, 1, 0, 0, 0, 0])) == 0, "of equals those that are there stay"
 
 
 def test_selection_is_kt_kernels() -> None:
@@ -193,15 +202,15 @@ def test_several_adapters_reach_the_engine_from_a_model() -> None:
             made = torch.Generator().manual_seed(seed)
             tensors = (torch.randn(e, 4, i, generator=made) / 4, torch.randn(e, h, 4, generator=made) / 4)
             which.append(LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0)))
-        layers[module] = MixedLora(rows, [packed(store, one) for one in which], which)
+        layers[module] = MixedLora(rows, [packed_adapter(store, one) for one in which], which)
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        with mixed(layers):
+        with use_mixed_lora(layers):
             got = model(tokens).logits.float()
         assert all(row.sum() == 32 for row in placement.counts())
         placement.detach()
         bare = model(tokens).logits.float()
-        with mixed(layers):
+        with use_mixed_lora(layers):
             want = model(tokens).logits.float()
     assert error(bare, want) > 0.05 and error(got, want) < 0.02
 

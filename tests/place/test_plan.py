@@ -34,7 +34,7 @@ from ktransformers.plan.step_time import layer_seconds, time_of
 from ktransformers.plan.workload import expert_bytes
 
 QWEN = open_shape("qwen3-30b-a3b")
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "history"
 
 
 def test_what_fits_is_executable_and_the_fastest() -> None:
@@ -198,7 +198,7 @@ def test_layer_times_are_those_of_the_bench() -> None:
     slices = {"dsv3-slice": 16, "qwen3-235b-slice": 32}
     machine = profile("amx16-h200")
     errors = []
-    for file in ("moe-qwen3-30b.json", "moe-others.json"):
+    for file in ("2026-11-15-moe-qwen3-30b.json", "2026-11-15-moe-other-shapes.json"):
         for cell in json.loads((RESULTS / file).read_text())["cells"]:
             if cell["mode"] != "forward":
                 continue

@@ -15,7 +15,8 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.place import attach
 from ktransformers.place.device_map import DeviceMap, find_stack, scatter, spread
 from ktransformers.place.placement import device_of
-from ktransformers.place.rules import devices_of, first_rules, homes_by, read_rules
+from ktransformers.place.rule_devices import devices_by_rules, first_rules
+from ktransformers.place.rules import devices_of, read_rules
 from tests.place.test_residents import tiny
 
 # KTransformers' guide, "Multi-GPU", for six layers instead of sixty.
@@ -99,7 +100,7 @@ def test_runs() -> None:
 
 def test_the_guides_rules(tmp_path: Path) -> None:
     found = rules(tmp_path, GUIDE)
-    homes = homes_by(skeleton(), found, ["cuda:0"])
+    homes = devices_by_rules(skeleton(), found, ["cuda:0"])
     assert homes.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
     assert (homes.embedding, homes.head, homes.several) == ("cpu", "cuda:0", True)
     assert homes.experts == {f"model.layers.{at}.mlp.experts": "cpu" for at in range(6)}
@@ -118,12 +119,12 @@ def test_the_first_match_wins(tmp_path: Path) -> None:
     assert found["model.layers.2.self_attn.q_proj"].device == "cuda:2"
     assert found["model.layers.2.self_attn"].device == "cuda:3"
     with pytest.raises(InputError, match="one device for all of a layer"):
-        homes_by(skeleton(), rules(tmp_path, text), ["cuda:0"])
+        devices_by_rules(skeleton(), rules(tmp_path, text), ["cuda:0"])
     whole = r"""
 - match: {name: "layers\\.[45]\\.mlp\\.experts$"}
   replace: {class: ktransformers.operators.experts.KTransformersExperts, kwargs: {generate_device: cuda}}
 """
-    homes = homes_by(skeleton(), rules(tmp_path, whole), ["cuda:0", "cuda:1"])
+    homes = devices_by_rules(skeleton(), rules(tmp_path, whole), ["cuda:0", "cuda:1"])
     assert homes.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
     assert homes.experts == {f"model.layers.{at}.mlp.experts": "cuda:1" for at in (4, 5)}
     assert homes.whole == list(homes.experts)

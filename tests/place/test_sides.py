@@ -11,9 +11,7 @@ from ktransformers.place.options import POLICIES, PlacementOptions
 from ktransformers.plan import Choice, Training, make_plan, open_shape, profile
 from ktransformers.plan.expert_time import (
     ALL,
-    NEARLY_ALL,
     NOTHING,
-    REACH,
     SOME,
     asked_of_cpu,
     costs_of,
@@ -35,7 +33,7 @@ def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> floa
 
 
 def test_sizes_are_the_engines() -> None:
-    from ktransformers.place import choose, placement, trials
+    from ktransformers.place import placement
     from ktransformers.place.gpu import device_lora, executor, layer_costs
     from ktransformers.plan.expert_time import CROSSING
 
@@ -43,7 +41,6 @@ def test_sizes_are_the_engines() -> None:
     assert (ENGINE.group_bytes, ENGINE.group_rows) == (executor.GROUP_BYTES, executor.GROUP_ROWS)
     assert (ENGINE.room_bytes, CROSSING) == (executor.ROOM_BYTES, layer_costs.CROSSING)
     assert ENGINE.factor_bytes == device_lora.KEPT_BYTES
-    assert (NEARLY_ALL, REACH) == (choose.NEARLY_ALL, trials.REACH)
 
 
 def test_streaming_runs_at_the_speed_of_the_link() -> None:
@@ -54,10 +51,10 @@ def test_streaming_runs_at_the_speed_of_the_link() -> None:
     assert layer("stream", 512, found=True) < 6e-3  # all are there: launches, and hardly any work
 
 
-def test_auto_is_no_slower_than_either_side_and_uses_both() -> None:
+def test_auto_without_gradients_is_no_slower_than_either_device_alone() -> None:
     for tokens in (64, 512, 2048, 8192):
-        alone = min(layer("stream", tokens), layer("resident", tokens))
-        assert layer("auto", tokens) <= 1.01 * alone
+        alone = min(layer("stream", tokens, learns=False), layer("resident", tokens, learns=False))
+        assert layer("auto", tokens, learns=False) <= 1.01 * alone
     costs = costs_of(QWEN, MACHINE, Choice("bf16", 1, policy="auto"), learns=True)
     found = split([128] * 128, 2048, costs)
     assert found.streamed and found.cpu
@@ -74,7 +71,7 @@ def test_steps_by_policy() -> None:
     """One sequence of a bad router touches half of the experts: streaming costs half, more sequences make up for it."""
     work = Training(2048, 2048, 512, retain=True)
     times = {name: time_of(QWEN, work, Choice("bf16", 1, policy=name), MACHINE).seconds for name in POLICIES}
-    assert times["auto"] <= 1.01 * min(times.values())
+    assert times["auto"] == times["stream"] <= min(times["cpu"], times["resident"])
     assert time_of(QWEN, work, Choice("int4", 1, policy="stream"), MACHINE).seconds < times["stream"]
     few = replace(work, tokens=512, tokens_per_step=512, touched=0.5)
     assert touched_experts(QWEN, few) == pytest.approx(64)
@@ -111,15 +108,15 @@ def test_memory_by_policy() -> None:
         (Choice("int4", 1, policy="stream"), 512, NOTHING),
         (Choice("int4", 1, policy="resident", residents=16), 512, SOME),
         (Choice("int4", 1, policy="auto"), 8192, NOTHING),  # the link carries all of them sooner
-        (Choice("int4", 1, policy="auto"), 2048, SOME),
+        (Choice("int4", 1, policy="auto"), 2048, NOTHING),
         (Choice("int4", 1, policy="auto", residents=128), 2048, NOTHING),
-        (Choice("bf16", 1, policy="auto"), 8192, SOME),
-        (Choice("bf16", 1, policy="auto"), 512, ALL),  # about as fast as the link: tried, and its rows are kept
-        (Choice("bf16", 1, policy="auto", residents=1), 512, SOME),
+        (Choice("bf16", 1, policy="auto"), 8192, NOTHING),
+        (Choice("bf16", 1, policy="auto"), 512, NOTHING),  # the costs cannot tell: streaming
+        (Choice("bf16", 1, policy="auto", residents=1), 512, NOTHING),
     ],
 )
 def test_host_memory_is_what_the_cpu_is_asked_for(choice: Choice, tokens: int, asked: str) -> None:
-    """As recorded: bench/results/train-e2e-*.json have the ways that were tried."""
+    """As recorded: bench/results/*/*train-e2e*.json have the ways that were tried."""
     work = Training(tokens=tokens, tokens_per_step=tokens, sequence=512, retain=True, touched=0.553)
     assert asked_of_cpu(QWEN, work, choice, MACHINE) == asked
     host = memory_of(QWEN, work, choice, MACHINE).host
@@ -162,6 +159,6 @@ def test_recorded_passes() -> None:
     assert not recorded(QWEN, work, few, with_gpus(MACHINE, "rtx-4090"))
     lead = 5e-3
     asked, unasked = (placed_seconds(QWEN, 2048, 128, MACHINE, few, lead, recorded=one) for one in (False, True))
-    assert unasked < 0.7 * asked
+    assert unasked < 0.9 * asked
     half = replace(few, residents=64)
     assert placed_seconds(QWEN, 2048, 128, MACHINE, half, lead, recorded=True) < unasked

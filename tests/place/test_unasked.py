@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
-from ktransformers.place.autograd import PlacedStore
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
-from ktransformers.place.trials import Trial, size_of
+from ktransformers.place.placed_store import PlacedStore
+from ktransformers.plan.modes import size_bucket
 from tests.place.test_gpu_engine import SMALL, compare, expected, inputs, make_store, placed
 
 
@@ -48,22 +48,22 @@ def step(place: PlacedStore, seed: int) -> tuple[list[Tensor], list[Tensor], Ten
 @pytest.mark.parametrize(
     ("policy", "residents", "way", "unasked"),
     [
-        ("stream", 0, "", True),
-        ("auto", 2, "whole", True),
-        ("auto", 2, "stream", False),
-        ("auto", 2, "both", False),
-        ("auto", SMALL.experts, "both", True),
-        ("resident", 2, "", False),
-        ("resident", SMALL.experts, "", True),
-        ("cpu", 0, "", False),
+        ("stream", 0, None, True),
+        ("auto", 2, "stream_all", True),
+        ("auto", 2, "stream", True),
+        ("auto", 2, "split", False),
+        ("auto", SMALL.experts, "split", True),
+        ("resident", 2, None, False),
+        ("resident", SMALL.experts, None, True),
+        ("cpu", 0, None, False),
     ],
 )
-def test_who_is_asked(policy: str, residents: int, way: str, unasked: bool, recorded: list[str]) -> None:
+def test_who_is_asked(policy: str, residents: int, way: str | None, unasked: bool, recorded: list[str]) -> None:
     """Once the rows of a batch of this size were seen, where everybody is on the GPU: because they are, or because they
     are sent for."""
     store = make_store(SMALL)
     place = placed(store, "cpu", policy, 2 * SMALL.experts, tuple(range(residents)))
-    place.engine.trials.enter = lambda *_: way  # type: ignore[method-assign]
+    place.engine.dispatcher.forced = way
     rows = np.zeros(SMALL.experts, np.int64)
     for seed in range(3):
         found, want, ids = step(place, seed)
@@ -79,19 +79,9 @@ def test_few_of_them_wanted(recorded: list[str]) -> None:
     store = make_store(SMALL)
     place = placed(store, "cpu", "stream", 2 * SMALL.experts)
     few, all_of_them = np.array([1, 0] * (SMALL.experts // 2)), np.ones(SMALL.experts, np.int64)
-    place.layer.seen = {size_of(SMALL.tokens): few, size_of(2): all_of_them}
+    place.layer.last_counts = {size_bucket(SMALL.tokens): few, size_bucket(2): all_of_them}
     compare(*step(place, 0)[:2])
     assert recorded == ["backward"], "of this batch all were wanted, which nobody knew before"
-
-
-def test_layers_without_a_choice_are_on_no_walk(recorded: list[str]) -> None:
-    """Whether they are asked or not: what they take says nothing about ways."""
-    store = make_store(SMALL)
-    place = placed(store, "cpu", "auto", 2 * SMALL.experts, tuple(range(SMALL.experts)), split=False)
-    for seed in range(3):
-        compare(*step(place, seed)[:2])
-    assert recorded[-2:] == ["forward", "backward"]
-    assert not place.engine.trials.ways()
 
 
 def test_another_way_back(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,19 +91,7 @@ def test_another_way_back(recorded: list[str], monkeypatch: pytest.MonkeyPatch) 
     step(place, 0)
     given = inputs(SMALL, "cpu", 1)
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
-    assert recorded == ["backward", "forward"] and place.engine._unseen
+    assert recorded == ["backward", "forward"] and place.engine._uncounted
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
-    assert recorded == ["backward", "forward"] and not place.engine._unseen
-
-
-@pytest.mark.parametrize(("whole", "best"), [(0.8, "whole"), (1.0, "stream"), (1.2, "stream")])
-def test_it_is_tried_and_judged_like_any_way(whole: float, best: str) -> None:
-    """Costs know nothing of waiting."""
-    trial, taken = Trial(), {"stream": 1.0, "whole": whole, "cpu": 3.0}
-    ways = []
-    for _ in range(12):
-        ways.append(trial.begin(lambda: {"stream": 1.0, "whole": 1.4, "cpu": 3.0}))
-        trial.end(ways[-1], taken[ways[-1]], 16)
-    assert ways[0] == "stream" and "whole" in ways and "cpu" not in ways
-    assert trial.best == ways[-1] == best and trial.settled
+    assert recorded == ["backward", "forward"] and not place.engine._uncounted

@@ -1,5 +1,5 @@
-"""Steps of fixed size in which rows have adapters: several and none, from step to step others; which graphs serve whom,
-what is kept, and what goes. As in test_graphs.py a recorder that computes again stands in for CUDA graphs."""
+"""Decode steps in which rows have adapters, several and none, from step to step others: which set of adapters a step
+takes, and when sets are evicted. As in test_decode_graphs.py a recorder stands in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.cuda_graphs import CAPTURE_AT
 from ktransformers.place import attach
 from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placement import Placement
@@ -24,10 +25,10 @@ from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
 from ktransformers.serve.graphs import decode_graphs as graphs_module
 from ktransformers.serve.graphs.adapter_set import AdapterSet
-from ktransformers.serve.graphs.decode_graphs import LEAST, SETS, DecodeGraphs
+from ktransformers.serve.graphs.decode_graphs import MAX_ADAPTER_SETS, DecodeGraphs, StepKey
 from tests.serve.conftest import Bench
 from tests.serve.test_engine import close, text
-from tests.serve.test_graphs import Recorder, graphs_of
+from tests.support.decode_recorder import Recorder, graphs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 NEAR = 1e-2  # of the logits' norm: residents round what they are given to bf16
@@ -62,7 +63,7 @@ def recorder(placed: tuple[Bench, Placement]) -> Iterator[Recorder]:
     made = Recorder(placement)
     bench.forward.graphs = DecodeGraphs(bench.model, placement, made)
     yield made
-    graphs_of(bench)._clear()
+    graphs_of(bench).clear()
     bench.forward.graphs = None
 
 
@@ -117,7 +118,7 @@ def test_numbers(
     mixtures = MIXTURES[which]
     wanted = steps(bench.forward, all_of(bench), mixtures)
     found = steps(here.forward, here.residents, mixtures)
-    assert recorder.recorded == 1 and graphs_of(here).replayed == len(mixtures) - LEAST + 1
+    assert recorder.captures == 1 and graphs_of(here).replayed == len(mixtures) - CAPTURE_AT + 1
     assert apart(found, wanted) < (NEAR if count else 1e-4)
     base = steps(bench.forward, all_of(bench), [[None] * len(names) for names in mixtures])
     assert apart(base, wanted) > 5 * NEAR, "the adapters do something"
@@ -132,7 +133,7 @@ def test_rows_without_an_adapter_have_the_base_s_bits(
     for _ in range(2):  # the second time all steps are replayed
         mixed = steps(here.forward, here.residents, [["one", None, "two", None]] * 4)
         base = steps(here.forward, here.residents, [[None] * 4] * 4)
-    assert recorder.recorded == 2, "steps of the base alone have a graph of their own"
+    assert recorder.captures == 2, "steps of the base alone have a graph of their own"
     assert torch.equal(mixed[-1][1], base[-1][1]) and torch.equal(mixed[-1][3], base[-1][3])
     assert not torch.equal(mixed[-1][0], base[-1][0])
 
@@ -193,65 +194,65 @@ def test_answers_are_the_same(placed: tuple[Bench, Placement], recorder: Recorde
     made = [here.sequence(text(seed, length), name, max_tokens=new) for seed, (length, new, name) in enumerate(asked)]
     here.run(engine, *(one for one, _ in made))
     graphs = graphs_of(here)
-    assert recorder.recorded > 2 and graphs.replayed > 20
+    assert recorder.captures > 2 and graphs.replayed > 20
     for seed, ((length, new, name), (_, heard)) in enumerate(zip(asked, made, strict=True)):
         assert close(heard, bench.alone(text(seed, length), name, max_tokens=new))
 
 
 def sets_of(bench: Bench) -> list[list[str]]:
-    return [[adapter.name for adapter in one] for one in graphs_of(bench)._sets]
+    return [[adapter.name for adapter in one] for one in graphs_of(bench).sets]
 
 
 def test_a_larger_set_serves(placed: tuple[Bench, Placement], recorder: Recorder) -> None:
     """Whoever wants some of its adapters takes its graph; at another size the same set is captured."""
     here, _ = placed
-    both: list[Names] = [["one", "two"]] * LEAST
+    both: list[Names] = [["one", "two"]] * CAPTURE_AT
     steps(here.forward, here.residents, [*both, ["two", None], ["one", "one"], [None, "two"]])
     graphs = graphs_of(here)
-    assert recorder.recorded == 1 and graphs.replayed == 4 and sets_of(here) == [["one", "two"]]
-    steps(here.forward, here.residents, [["one"]] * LEAST)
-    assert recorder.recorded == 2 and sets_of(here) == [["one", "two"]], "its factors are there already"
-    steps(here.forward, here.residents, [["attention", "one"]] * LEAST)
+    assert recorder.captures == 1 and graphs.replayed == 4 and sets_of(here) == [["one", "two"]]
+    steps(here.forward, here.residents, [["one"]] * CAPTURE_AT)
+    assert recorder.captures == 2 and sets_of(here) == [["one", "two"]], "its factors are there already"
+    steps(here.forward, here.residents, [["attention", "one"]] * CAPTURE_AT)
     assert sets_of(here) == [["one", "two"], ["attention", "one"]]
-    table = graphs._steps[2, next(reversed(graphs._sets))].table
+    table = graphs.graphs.captured[StepKey(2, next(reversed(graphs.sets)))].table
     assert table[4].tolist() == [1, 2] and table[3].tolist() == [1, 1]
 
 
 def calls(placement: Placement) -> set[Any]:
     """Adapters of prepared calls and of what is held for graphs, over all layers."""
-    return {key[2] for engine in placement.engines for key in engine.few._ready if key[2]}
+    return {key[2] for engine in placement.engines for key in engine.callbacks._ready if key[2]}
 
 
 def test_sets_have_a_bound(placed: tuple[Bench, Placement], recorder: Recorder, adapters: dict[str, Path]) -> None:
     here, placement = placed
     placement.place_residents(count=2)
-    names = [f"copy{at}" for at in range(SETS + 2)]
+    names = [f"copy{at}" for at in range(MAX_ADAPTER_SETS + 2)]
     opened = {name: here.places.open(adapters["one"], name, 1, str(here.directory)) for name in names}
     for name in names:
-        steps(here.forward, opened, [[name]] * LEAST)
+        steps(here.forward, opened, [[name]] * CAPTURE_AT)
         steps(here.forward, opened, [["copy0"]])  # used again and again: it stays
-    assert sets_of(here) == [*([name] for name in names[-SETS + 1 :]), ["copy0"]]
-    assert calls(placement) == {(packed,) for one in graphs_of(here)._sets for packed in one[0].experts.values()}
+    assert sets_of(here) == [*([name] for name in names[-MAX_ADAPTER_SETS + 1 :]), ["copy0"]]
+    assert calls(placement) == {(packed,) for one in graphs_of(here).sets for packed in one[0].experts.values()}
     gone = weakref.ref(opened.pop("copy1"))
-    graphs_of(here)._seen.clear()
+    graphs_of(here).graphs.reset()
     gc.collect()
     assert gone() is None, "nobody holds what was forgotten"
-    assert recorder.recorded == SETS + 2
+    assert recorder.captures == MAX_ADAPTER_SETS + 2
 
 
 def test_copies_have_a_bound(
     placed: tuple[Bench, Placement], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, _ = placed
-    steps(here.forward, here.residents, [["one", "two"]] * LEAST)
-    (large,) = graphs_of(here)._sets.values()
-    monkeypatch.setattr(graphs_module, "SET_BYTES", large.bytes)
-    steps(here.forward, here.residents, [["one", "attention"]] * LEAST)
+    steps(here.forward, here.residents, [["one", "two"]] * CAPTURE_AT)
+    (large,) = graphs_of(here).sets.values()
+    monkeypatch.setattr(graphs_module, "MAX_SET_BYTES", large.bytes)
+    steps(here.forward, here.residents, [["one", "attention"]] * CAPTURE_AT)
     assert sets_of(here) == [["attention", "one"]], "both are too much"
-    steps(here.forward, here.residents, [["one"], ["two"]] * LEAST)
+    steps(here.forward, here.residents, [["one"], ["two"]] * CAPTURE_AT)
     assert ["two"] in sets_of(here), "one alone has no copies"
-    steps(here.forward, here.residents, [["attention", "one", "two"]] * LEAST)
-    assert len(sets_of(here)) == 2 and recorder.recorded == 4, "too much alone: nobody has to go for it"
+    steps(here.forward, here.residents, [["attention", "one", "two"]] * CAPTURE_AT)
+    assert len(sets_of(here)) == 2 and recorder.captures == 4, "too much alone: nobody has to go for it"
 
 
 def test_an_adapter_is_unloaded(
@@ -274,9 +275,9 @@ def test_an_adapter_is_unloaded(
     while engine.busy:
         engine.step()
     engine.step()
-    assert heard.finish == "length" and graphs.replayed == 24 - LEAST + 1 and recorder.recorded == 1
-    assert not sets_of(here) and not calls(placement) and not graphs._steps
-    assert not any(engine.side.shelf._held for engine in placement.engines)
+    assert heard.finish == "length" and graphs.replayed == 24 - CAPTURE_AT + 1 and recorder.captures == 1
+    assert not sets_of(here) and not calls(placement) and not graphs.graphs.captured
+    assert not any(engine.executor.shelf._held for engine in placement.engines)
     alone = bench.alone(text(1, 9), "one", max_tokens=25)
     assert heard.tokens[0] == alone.tokens[0] and heard.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
     gone = weakref.ref(here.residents.pop("short"))
@@ -293,11 +294,11 @@ def test_residents_get_another_room(placed: tuple[Bench, Placement], recorder: R
     for turn, count in enumerate((2, 3, 0, 6), start=1):
         placement.place_residents(count=count)
         assert apart(steps(here.forward, here.residents, mixtures), wanted) < NEAR
-        assert recorder.recorded == turn and sets_of(here) == [["one"]]
+        assert recorder.captures == turn and sets_of(here) == [["one"]]
         if count == 2:
-            placement.renew_residents()
+            placement.update_residents()
             assert apart(steps(here.forward, here.residents, mixtures), wanted) < NEAR
-            assert recorder.recorded == 1, "in the same room"
+            assert recorder.captures == 1, "in the same room"
 
 
 def test_no_room_beside_other_sets(
@@ -308,28 +309,47 @@ def test_no_room_beside_other_sets(
     here, placement = placed
     placement.place_residents(count=2)
     (engine,) = placement.engines
-    shelf = engine.side.shelf
-    steps(here.forward, here.residents, [["two"]] * LEAST)
+    shelf = engine.executor.shelf
+    steps(here.forward, here.residents, [["two"]] * CAPTURE_AT)
     size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
-    graphs_of(here)._clear()
-    engine.side.shelf = LoraCache(torch.device("cpu"), size)
+    graphs_of(here).clear()
+    engine.executor.shelf = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):
-                steps(here.forward, here.residents, [[name]] * LEAST)
+                steps(here.forward, here.residents, [[name]] * CAPTURE_AT)
                 assert sets_of(here) == [[name]]
-            mixtures: list[Names] = [["one", "two"]] * (LEAST + 2)
+            mixtures: list[Names] = [["one", "two"]] * (CAPTURE_AT + 2)
             wanted = steps(bench.forward, bench.residents, mixtures)
             found = steps(here.forward, here.residents, mixtures)
         assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
-        said = [line for line in caplog.messages if "kernel by kernel" in line]
-        assert len(said) == 1 and "batches of 2 with one, two" in said[0] and "beside residents" in said[0]
-        assert not engine.side.shelf._held and not calls(placement)
+        lines = [line for line in caplog.messages if "kernel by kernel" in line]
+        assert len(lines) == 1 and "decode steps of 2 rows with one, two" in lines[0] and "beside residents" in lines[0]
+        assert not engine.executor.shelf._held and not calls(placement)
         graphs_of(here).forget(("one", 1))
-        assert not graphs_of(here)._refused, "there may be room now"
+        assert not graphs_of(here).graphs.refused, "there may be memory now"
     finally:
-        graphs_of(here)._clear()
-        engine.side.shelf = shelf
+        graphs_of(here).clear()
+        engine.executor.shelf = shelf
+
+
+def test_out_of_memory_evicts_other_sets_and_then_refuses_the_set(
+    placed: tuple[Bench, Placement], recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sets and sizes that fit go on."""
+    here, _ = placed
+    for name in ("one", "two"):
+        steps(here.forward, here.residents, [[name]] * CAPTURE_AT)
+    assert sets_of(here) == [["one"], ["two"]]
+    recorder.failure = lambda: torch.OutOfMemoryError("tried to allocate")
+    steps(here.forward, here.residents, [["attention"]] * (CAPTURE_AT + 2))
+    assert not sets_of(here), "both were evicted for it"
+    lines = [line for line in caplog.messages if "kernel by kernel" in line]
+    assert len(lines) == 1 and "decode steps of 1 rows with attention" in lines[0] and "no GPU memory" in lines[0]
+    recorder.failure = None
+    before = graphs_of(here).replayed
+    steps(here.forward, here.residents, [["one"]])
+    assert graphs_of(here).replayed == before + 1 and sets_of(here) == [["one"]], "captured again at once"
 
 
 def test_adapters_from_before_the_engine_are_launched(
@@ -338,7 +358,7 @@ def test_adapters_from_before_the_engine_are_launched(
     here, _ = placed
     bare = {"old": replace(here.residents["one"], name="old", factors={})}
     with caplog.at_level("WARNING"):
-        steps(here.forward, bare, [["old", None]] * (LEAST + 2))
+        steps(here.forward, bare, [["old", None]] * (CAPTURE_AT + 2))
     assert not graphs_of(here).replayed and sum("only the CPU has" in line for line in caplog.messages) == 1
-    steps(here.forward, here.residents, [["one", None]] * LEAST)
+    steps(here.forward, here.residents, [["one", None]] * CAPTURE_AT)
     assert graphs_of(here).replayed == 1

@@ -14,12 +14,12 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.apply import in_words, place, settle_residents
+from ktransformers.place.apply import ModelPlacement, attach_engine, describe, place_residents
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.residents import load_counts
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
-from ktransformers.serve.placement import ServedPlacement, wish_of
+from ktransformers.serve.placement import fill_gpus, options_of
 from ktransformers.serve.target import Target, resolve
 from tests.serve.conftest import Bench, Served
 
@@ -35,9 +35,9 @@ def test_adapters_share_a_batch_on_the_engine(
     the rounding of a GPU's, which rounds gate and up to bf16."""
     other = Bench(model_directory, {}, device=device)
     wish = PlacementOptions(kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=threshold)
-    placement = place(other.model, wish, device=device or "cpu")
+    placement = attach_engine(other.model, wish, device=device or "cpu")
     assert placement is not None
-    said = in_words(placement, wish, settle_residents(placement, wish, None, {}))
+    said = describe(placement, wish, place_residents(placement, wish, None, {}))
     assert "policy resident; 2 residents in each of" in said and ("16 tokens" in said) == (threshold is not None)
     other.residents = {name: other.places.open(path, name, 1, str(model_directory)) for name, path in adapters.items()}
     assert set(other.residents["one"].factors) == set(other.residents["one"].experts)
@@ -47,7 +47,7 @@ def test_adapters_share_a_batch_on_the_engine(
     pairs = [other.sequence(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
     other.run(other.engine(), *(one for one, _ in pairs))
     assert sum(int(row.sum()) for row in placement.counts())
-    streamed = [bool(layer.last["forward"].streamed) for layer in placement.layers]
+    streamed = [bool(layer.last_split["forward"].streamed) for layer in placement.layers]
     assert not any(streamed), "answers are computed by residents and the CPU"
     for prompt, name, (_, heard) in zip(prompts, names, pairs, strict=True):
         alone = bench.alone(prompt, name)
@@ -80,7 +80,7 @@ def test_without_a_gpu_it_is_said_and_statistics_are_kept(model_directory: Path,
     assert service.approximations == {} and any("all experts are computed on the CPU, exactly" in line for line in said)
     model = service.engine.forward.model
     names = list(expert_modules(model))
-    service.statistics.record(said.append)
+    service.placement.save_counts()
     counts = load_counts(file, names)
     assert len(counts) == len(names) and not np.any(counts), "the check came before"
 
@@ -89,10 +89,10 @@ def test_a_line_and_a_file_make_one_wish(model_directory: Path, tmp_path: Path) 
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_place: stream\n  kt_num_gpu_experts: 3\n")
     target = resolve(str(file))
-    wish = wish_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
+    wish = options_of(parse([str(file), "--kt-num-gpu-experts", "1"]), target)
     assert (wish.policy, wish.kt_num_gpu_experts) == ("stream", 1)
     lacking = PlacementOptions(kt_enable_dynamic_expert_update=True, kt_num_gpu_experts=1)
     with pytest.raises(InputError, match="kt_gpu_prefill_token_threshold"):
-        place(torch.nn.Module(), lacking)
-    assert ServedPlacement(wish, None, None, None).fill(0, None, print) == {}
+        attach_engine(torch.nn.Module(), lacking)
+    assert fill_gpus(ModelPlacement(wish), 0, 512, None, False, print) == {}
     assert Target(model_directory).keys == {}

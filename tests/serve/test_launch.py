@@ -327,10 +327,10 @@ def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monk
     from ktransformers.nn import packed
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
-    from ktransformers.quant.plan import wanted
+    from ktransformers.quant.plan import parse_formats
 
     out = tmp_path / "packed"
-    convert(plan_conversion(model_directory, wanted("bf16"), 2), out)
+    convert(plan_conversion(model_directory, parse_formats("bf16"), 2), out)
     asked: list[str] = []
     map_file = packed.map_file
 

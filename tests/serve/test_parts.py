@@ -164,11 +164,11 @@ def test_every_family_is_served_or_refused() -> None:
 def test_a_state_is_continued_and_never_cut_back(bench: Bench) -> None:
     """qwen3_5 in the engine: several at a time, a conversation that goes on, one that turns elsewhere."""
     from ktransformers.nn import attach
-    from ktransformers.nn.experts import select
+    from ktransformers.nn.experts import select_implementation
 
     model: Any = build("qwen3_5_moe_text")
     attach(model)
-    select(model)
+    select_implementation(model)
     forward = open_forward(model)
     places = LoraModules(model)
     shapes = {"gate": (6, 40, 64), "up": (6, 40, 64), "down": (6, 64, 40)}

@@ -25,10 +25,10 @@ def bench(*words: str) -> dict[str, Any]:
 
 
 def test_in_process() -> None:
-    found = bench("--engine", "--streams", "1,2", "--adapters", "0,2")
-    cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in found["cells"]]
+    document = bench("--engine", "--streams", "1,2", "--adapters", "0,2")
+    cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in document["cells"]]
     assert cells == [(test, streams, count) for test in ("tg3", "pp8") for streams, count in ((1, 0), (2, 0), (2, 2))]
-    assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in found["cells"])
+    assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in document["cells"])
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
@@ -40,20 +40,22 @@ def test_graphs_beside_launches(adapters: int) -> None:
     code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import serve_graphs; sys.exit(serve_graphs.main())"
     done = python(code, *words)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [(cell["share"], cell["captured"]) for cell in found["cells"]] == [(0.0, True), (0.5, True)]
-    assert all(cell["graph_tokens_per_s"] > 0 and cell["roof_tokens_per_s"] > 0 for cell in found["cells"])
-    assert [row["tokens"] for row in found["prompts"]] == [8, 8] and found["adapters"] == adapters
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [(cell["share"], cell["captured"]) for cell in document["cells"]] == [(0.0, True), (0.5, True)]
+    assert all(cell["graph_tokens_per_s"] > 0 and cell["roof_tokens_per_s"] > 0 for cell in document["cells"])
+    assert [row["tokens"] for row in document["prompts"]] == [8, 8] and document["adapters"] == adapters
 
 
 @pytest.mark.slow
 def test_over_http_beside_transformers() -> None:
     pytest.importorskip("fastapi")
     peer = f"transformers={sys.executable}"
-    found = bench("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
-    assert [cell["contender"] for cell in found["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
-    assert all(cell["tokens_per_second"] > 0 for cell in found["cells"])
-    assert [row["bar"] for row in found["ratios"]] == [None, None] and "transformers" in found["peers"]["transformers"]
+    document = bench("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
+    assert [cell["contender"] for cell in document["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
+    assert all(cell["tokens_per_second"] > 0 for cell in document["cells"])
+    assert [row["bar"] for row in document["ratios"]] == [None, None] and "transformers" in document["peers"][
+        "transformers"
+    ]
 
 
 def module(name: str) -> Any:
@@ -74,15 +76,15 @@ def test_ratios_and_bars() -> None:
     ours = [cell("kt engine", "tg128", 1, 70), cell("kt engine", "tg128", 8, 300), cell("kt engine", "tg128", 8, 1, 4)]
     peers = [cell("transformers bfloat16", "tg128", 8, 160), cell("llama.cpp BF16", "tg128", 1, 100)]
     peers += [cell("llama.cpp BF16", "tg128", 8, 300), cell("llama.cpp Q4_K", "tg128", 1, 140)]
-    found = module("serve_ratios").ratios(ours + peers)
-    assert [(row["ratio"], row["bar"], row["met"]) for row in found] == [
+    rows = module("serve_ratios").ratios(ours + peers)
+    assert [(row["ratio"], row["bar"], row["met"]) for row in rows] == [
         (pytest.approx(1.875), 2.0, False),
         (pytest.approx(0.7), 0.7, True),
         (pytest.approx(1.0), 1.0, True),
         (pytest.approx(0.5), 0.7, False),
     ]
-    found = module("serve_ratios").ratios([*ours, cell("kt engine Q4_K", "tg128", 1, 120), *peers])
-    assert [row["ours"] for row in found] == ["kt engine"] * 3 + ["kt engine Q4_K"]
+    rows = module("serve_ratios").ratios([*ours, cell("kt engine Q4_K", "tg128", 1, 120), *peers])
+    assert [row["ours"] for row in rows] == ["kt engine"] * 3 + ["kt engine Q4_K"]
 
 
 def test_the_gguf_file_has_the_checkpoints_numbers(tmp_path: Path) -> None:

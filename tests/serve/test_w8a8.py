@@ -17,7 +17,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
-from ktransformers.serve.placement import wish_of
+from ktransformers.serve.placement import options_of
 from ktransformers.serve.target import resolve
 from ktransformers.train.keys import UNSUPPORTED_KEYS
 
@@ -63,6 +63,6 @@ def test_other_formats_are_refused_by_name(model_directory: Path) -> None:
 def test_a_file_may_ask_for_it_and_training_may_not(model_directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_w8a8: true\n")
-    assert wish_of(parse([str(file)]), resolve(str(file))).kt_w8a8
-    assert not wish_of(parse([str(model_directory)]), resolve(str(model_directory))).kt_w8a8
+    assert options_of(parse([str(file)]), resolve(str(file))).kt_w8a8
+    assert not options_of(parse([str(model_directory)]), resolve(str(model_directory))).kt_w8a8
     assert "training" in UNSUPPORTED_KEYS["kt_w8a8"].remedy

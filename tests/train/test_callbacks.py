@@ -11,7 +11,7 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, attach
-from ktransformers.nn.checkpointing import retain_experts
+from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.contract import expert_modules
 from ktransformers.train import callbacks
 from ktransformers.train.callbacks import ExpertClock, PeakRates, TrainLog
@@ -38,7 +38,7 @@ def test_expert_clock_counts_recomputed_passes(checkpointing: str, passes: int) 
     model.train()
     options: dict[str, Any] = {"use_reentrant": False}
     if checkpointing == "retain":
-        options["context_fn"] = retain_experts
+        options["context_fn"] = save_expert_outputs
     if checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()

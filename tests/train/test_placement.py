@@ -14,7 +14,7 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.place import apply, attach
 from ktransformers.place.residents import load_counts
-from ktransformers.train.placement import ResidentUpdate, TrainPlacement, wish_of
+from ktransformers.train.placement import ResidentUpdate, TrainPlacement, options_of
 from ktransformers.train.resolve import read_settings
 from tests.support.training import RunRecorder, recipe
 from tests.support.training_runs import run
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 def test_placement_keys_are_read(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KT_PLACE", raising=False)
     keys = recipe(tiny, tmp_path / "out")
-    nothing = wish_of(read_settings(keys))
+    nothing = options_of(read_settings(keys))
     assert nothing.policies == ("auto", "cpu") and nothing.as_planned(None).policy == "auto"
     asked = {
         "kt_num_gpu_experts": 2,
         "kt_config": {"kt_enable_dynamic_expert_update": True, "kt_expert_update_steps": 7},
     }
-    wish = wish_of(read_settings(keys | asked))
+    wish = options_of(read_settings(keys | asked))
     assert (wish.policy, wish.kt_num_gpu_experts, wish.kt_expert_update_steps) == ("resident", 2, 7)
-    rule = wish_of(read_settings(keys | {"kt_optimize_rule": "DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml"}))
+    rule = options_of(read_settings(keys | {"kt_optimize_rule": "DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml"}))
     assert rule.kt_optimize_rule is not None and rule.policy == "cpu"
     for wrong in ({"kt_place": "gpu"}, {"kt_max_deferred_experts_per_token": 2}, {"kt_gpu_experts_ratio": 2}):
         with pytest.raises(InputError, match=next(iter(wrong))):

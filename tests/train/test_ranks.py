@@ -102,23 +102,23 @@ def test_cpu_shares_are_whole_cores(
     siblings: dict[int, int], ranks: int, expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_cores, "first_sibling", siblings.__getitem__)
-    assert [rank_cores.part(siblings, rank, ranks) for rank in range(ranks)] == expected
+    assert [rank_cores.rank_cpus(siblings, rank, ranks) for rank in range(ranks)] == expected
 
 
 def test_single_or_bound_process_keeps_its_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[object] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda *words: moved.append(words))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    rank_cores.share_cores()
+    rank_cores.bind_rank_cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0} if process == os.getpid() else {0, 1})
-    rank_cores.share_cores()
+    rank_cores.bind_rank_cores()
     assert moved == []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(rank_cores, "first_sibling", lambda cpu: cpu)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    rank_cores.share_cores()
+    rank_cores.bind_rank_cores()
     assert moved and {words[1] for words in moved} == {frozenset({1})}  # type: ignore[index]
     monkeypatch.setenv("LOCAL_RANK", "first")
     with pytest.raises(rank_cores.InputError, match="LOCAL_RANK"):
-        rank_cores.share_cores()
+        rank_cores.bind_rank_cores()

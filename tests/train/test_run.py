@@ -225,10 +225,10 @@ def test_existing_output_is_not_overwritten(finished: tuple[Path, Result, RunRec
 def test_experts_are_loaded_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
-    from ktransformers.quant.plan import wanted
+    from ktransformers.quant.plan import parse_formats
 
     packed = tmp_path / "int8"
-    convert(plan_conversion(tiny, wanted("int8"), 2), packed)
+    convert(plan_conversion(tiny, parse_formats("int8"), 2), packed)
     keys = recipe(tiny, tmp_path / "run", max_steps=2, kt_weight_path=str(packed), kt_expert_weight_format="int8")
     assert run(keys).output == tmp_path / "run"
     assert any("experts" in name for name in adapter(tmp_path / "run"))

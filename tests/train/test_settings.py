@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ktransformers.errors import InputError
+from ktransformers.place.rules import summarise_for_training, summary_of_name
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
 from ktransformers.train.resolve import (
     TRANSLATED_KEYS,
@@ -17,7 +18,6 @@ from ktransformers.train.resolve import (
     read_settings,
     trainer_fields,
 )
-from ktransformers.train.rules import from_name, read_rule
 from ktransformers.train.settings import SECTION_OF_KEY
 from tests.support.training_files import SEEDS
 
@@ -163,11 +163,11 @@ def test_file_without_mapping_is_refused(tmp_path: Path) -> None:
 
 
 def test_optimize_rule_is_read_from_its_name() -> None:
-    rule = from_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
+    rule = summary_of_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
     assert (rule.backend, rule.gpus, rule.training) == ("amx", 4, True)
-    assert from_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
-    assert from_name("DeepSeek-V2-Lite-Chat-sft.yaml").backend == "any"
-    assert from_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
+    assert summary_of_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
+    assert summary_of_name("DeepSeek-V2-Lite-Chat-sft.yaml").backend == "any"
+    assert summary_of_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
 
 
 def test_optimize_rule_is_read_from_its_file(tmp_path: Path) -> None:
@@ -180,15 +180,15 @@ def test_optimize_rule_is_read_from_its_file(tmp_path: Path) -> None:
 
     file = tmp_path / "rule.yaml"
     file.write_text(rule("AMXBF16"))
-    found, line = read_rule(str(file))
+    found, line = summarise_for_training(str(file))
     assert (found.source, found.backend, found.gpus) == ("file", "amx", 1)
     assert "from the file" in line
     file.write_text(rule("AMXInt8"))
     with pytest.raises(InputError, match="AMXInt8"):
-        read_rule(str(file))
+        summarise_for_training(str(file))
     file.write_text("nothing: here")
     with pytest.raises(InputError, match="holds no list"):
-        read_rule(str(file))
+        summarise_for_training(str(file))
 
 
 def test_kt_backend_names_a_cpu_variant() -> None:

@@ -24,7 +24,7 @@ from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
 from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.errors import InputError
-from ktransformers.quant.receipt import Calibration, read_text, windows
+from ktransformers.quant.receipt import Calibration, read_text, split_windows
 from ktransformers.system import bf16_is_fast, memory
 
 CALIBRATION_FILE = "calibration.txt"  # in the package: prose, a dialogue, a recipe, figures and code
@@ -78,7 +78,7 @@ def measure_divergence(
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError("calib", f"no tokenizer in {base} ({reason})", "one beside the model") from error
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
-    pieces = windows(ids, tokens)
+    pieces = split_windows(ids, tokens)
     if not pieces:
         raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
     with tempfile.TemporaryDirectory(prefix=".kt-merge-", dir=merged.parent) as scratch:

@@ -42,7 +42,7 @@ from ktransformers.adapters.write import (
     write_at,
 )
 from ktransformers.checkpoint import Shards
-from ktransformers.checkpoint.shards import INDEX
+from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
@@ -269,11 +269,11 @@ def _copy_other_files(model: Path, partial: Path, config: dict[str, Any], dtype:
     if dtype != "keep":
         key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
         write_json(partial / "config.json", {**config, key: dtype})
-    if (model / INDEX).is_file():
-        index = json.loads((model / INDEX).read_text())
+    if (model / INDEX_FILE).is_file():
+        index = json.loads((model / INDEX_FILE).read_text())
         sizes = (TensorSpec(n, plan.shards.shape(n), TORCH_DTYPES[plan.dtypes[n]]).size for n in plan.shards.names)
         index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
-        write_json(partial / INDEX, index)
+        write_json(partial / INDEX_FILE, index)
 
 
 def _verify(plan: _Plan, partial: Path) -> MergeCheck:

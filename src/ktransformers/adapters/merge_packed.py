@@ -39,10 +39,10 @@ from ktransformers.checkpoint.recode import check_target as check_format
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
-from ktransformers.nn.load import read_told
+from ktransformers.nn.load import read_checkpoint_facts
 from ktransformers.quant.convert import Progress, convert
 from ktransformers.quant.origin import Origin
-from ktransformers.quant.plan import ConversionPlan, plan_of, wanted
+from ktransformers.quant.plan import ConversionPlan, parse_formats, plan_conversion
 from ktransformers.quant.receipt import Receipt, write_receipt
 
 RECORD_FILE = "kt_merge.json"
@@ -67,7 +67,7 @@ def wants_packing(model: Path) -> bool:
     """Whether the base is packed, quantised, or not safetensors; then the merged model is a packed directory too."""
     if not model.is_dir() or is_packed(model):
         return True
-    source = read_told(model)
+    source = read_checkpoint_facts(model)
     return source.experts is not None or open_source(model, source.rest).quantised
 
 
@@ -94,7 +94,7 @@ def merge_packed(
     check_disjoint([model, out])
     check_disjoint([adapter, out])
     check_target(out, overwrite)
-    plan = _plan(model, adapter, formats or wanted(KEEP), threads)
+    plan = _plan(model, adapter, formats or parse_formats(KEEP), threads)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.merging")
     if partial.exists():  # left by a run that was killed while comparing, perhaps with another adapter
@@ -128,7 +128,7 @@ def _plan(model: Path, adapter: Path, formats: dict[str, str], threads: int | No
     files = [content.directory / name for name in content.files]
     config = content.directory / CONFIG
     folded = FoldedOrigin(base, _read(adapter, base), [*files, *([config] if config.is_file() else [])])
-    plan = plan_of(folded, formats, threads)
+    plan = plan_conversion(folded, formats, threads)
     for layer in plan.layers:
         assert isinstance(layer.origin, FoldedLayer)
         for role in layer.origin.lora.forms if layer.origin.lora is not None else ():

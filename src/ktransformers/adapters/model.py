@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ktransformers import model_registry
 from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
 from ktransformers.checkpoint import find_experts
-from ktransformers.checkpoint.shards import INDEX
+from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.errors import InputError
 
 INTERLEAVED_FAMILIES = {"gpt_oss"}
@@ -177,7 +177,7 @@ def find_facts(name: str | None) -> ModelFacts | None:
 
 def _sparse_layers_in_index(directory: Path) -> tuple[int, ...] | None:
     """Layers with experts according to the tensor names in the checkpoint's index, correct for every family."""
-    index = directory / INDEX
+    index = directory / INDEX_FILE
     if not index.is_file():
         return None
     try:

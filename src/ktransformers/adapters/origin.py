@@ -18,14 +18,14 @@ from ktransformers.adapters.fold import find_tensor, index_tensors
 from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.experts import ExpertChunk
-from ktransformers.checkpoint.packed import is_packed, packed_words, read_manifest
+from ktransformers.checkpoint.packed import is_packed, read_manifest, read_packed_section
 from ktransformers.checkpoint.recode import Weight, experts_of, numbers
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.packed import PackedExperts
-from ktransformers.nn.prepare import in_stock_terms, read_config, take_quantisation
-from ktransformers.quant.origin import Origin, OriginLayer, skeleton
+from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
+from ktransformers.quant.origin import Origin, OriginLayer, build_meta_model
 
 TILE_ROWS = 16  # rows of a packed tile
 
@@ -41,11 +41,11 @@ class PackedOrigin(Origin):
         self.path, self.experts, self.notes = path, None, []
         self._packed = PackedExperts(path)
         self._manifest = read_manifest(path)
-        config, _ = take_quantisation(read_config(path))
-        self.config = in_stock_terms(config)
-        self.quantisation = packed_words(path).get("source")
+        config, _ = split_quantisation(read_config(path))
+        self.config = to_stock_config(config)
+        self.quantisation = read_packed_section(path).get("source")
         self._plain = open_source(path)
-        modules = expert_modules(skeleton(path))
+        modules = expert_modules(build_meta_model(path))
         self.layers = [self._packed_layer(name, read_contract(name, module)) for name, module in modules.items()]
 
     def _packed_layer(self, name: str, contract: Contract) -> OriginLayer:

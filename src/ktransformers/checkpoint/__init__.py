@@ -1,9 +1,9 @@
-"""Checkpoints on disk: which tensors are experts, and reading them layer by layer. Knows no model code."""
+"""Checkpoints on disk: finds the tensors of experts and reads them layer by layer. Independent of model code."""
 
 from __future__ import annotations
 
 from ktransformers.checkpoint.encoded import Encoded, decode, encode
-from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check, read
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check_experts, read_experts
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.shards import Shards
 
@@ -13,10 +13,10 @@ __all__ = [
     "ExpertShape",
     "ExpertTensors",
     "Shards",
-    "check",
+    "check_experts",
     "decode",
     "encode",
     "find_experts",
     "locate",
-    "read",
+    "read_experts",
 ]

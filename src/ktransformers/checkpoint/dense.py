@@ -1,8 +1,8 @@
-"""A dense Llama-class model on disk, from a GGUF file or a Hugging Face directory, with one face: `DenseModel`.
+"""Reads a dense Llama-class model from a GGUF file or a Hugging Face directory; `DenseModel` is the common interface.
 
-Tensors are asked for by their Hugging Face names and come in the dtype of the file; those of a GGUF file are
-dequantised to float32. GGUF keeps the rows of q and k in another order (llama.cpp rotates neighbouring pairs of a head,
-transformers its two halves), so those rows are put back: `[heads, d/2, 2, H] -> [heads, 2, d/2, H]`.
+Tensors are read by their Hugging Face names in the dtype of the file; those of a GGUF file are dequantised to float32.
+GGUF permutes the rows of q and k (llama.cpp's RoPE rotates neighbouring elements of a head, that of transformers its
+two halves), so reading undoes the permutation: `[heads, d/2, 2, H] -> [heads, 2, d/2, H]`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.errors import InputError
 
-# What turns text into tokens and back, and how to sample: copied as it is.
-KEPT = (
+# Tokenizer, chat template, generation settings and licence: copied unchanged.
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,7 +37,7 @@ KEPT = (
     "LICENSE",
 )
 # model_type -> whether q, k and v may have biases (qwen2 always has them)
-CLASSES = {"llama": False, "mistral": False, "qwen2": True}
+QKV_BIAS_BY_TYPE = {"llama": False, "mistral": False, "qwen2": True}
 
 GGUF_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -60,7 +60,7 @@ GGUF_BLOCK = {
 @dataclass(frozen=True)
 class DenseModel:
     source: str  # for messages and the model card
-    config: dict[str, Any]  # the words of a Llama config.json
+    config: dict[str, Any]  # with the keys of a Llama config.json
     licence: str | None
     biased: bool  # q, k and v have biases
     read: Callable[[str], Tensor]  # by Hugging Face name
@@ -78,24 +78,25 @@ def open_dense(path: str | Path) -> DenseModel:
         return _open_gguf(path)
     if (path / "config.json").is_file():
         return _open_directory(path)
-    raise InputError(str(path), "neither", "a .gguf file or a Hugging Face directory with a config.json")
+    raise InputError(str(path), "neither of them", "a .gguf file or a Hugging Face directory with a config.json")
 
 
 def _open_directory(path: Path) -> DenseModel:
     file = path / "config.json"
     try:
-        words = json.loads(file.read_text())
-        kind = words.get("model_type")
+        config = json.loads(file.read_text())
+        model_type = config.get("model_type")
     except (ValueError, AttributeError) as error:
         raise InputError(str(file), str(error), "a JSON object") from error
-    if kind not in CLASSES:
-        raise InputError(str(file), f"model_type {kind!r}", f"a dense model, one of {', '.join(CLASSES)}")
+    if model_type not in QKV_BIAS_BY_TYPE:
+        expected = f"a dense model, one of {', '.join(QKV_BIAS_BY_TYPE)}"
+        raise InputError(str(file), f"model_type {model_type!r}", expected)
     for key in ("attention_bias", "mlp_bias", "sliding_window", "quantization_config"):
-        active = words.get(key) and (key != "sliding_window" or words.get("use_sliding_window", kind != "qwen2"))
-        if active:
-            raise InputError(str(file), f"{key} = {words[key]!r}", "a model without it")
+        windowed = config.get("use_sliding_window", model_type != "qwen2")
+        if config.get(key) and (key != "sliding_window" or windowed):
+            raise InputError(str(file), f"{key} = {config[key]!r}", "a model without it")
     shards = Shards.of_directory(path)
-    words.setdefault("tie_word_embeddings", "lm_head.weight" not in shards)
+    config.setdefault("tie_word_embeddings", "lm_head.weight" not in shards)
 
     def read(name: str) -> Tensor:
         if name not in shards:
@@ -106,11 +107,11 @@ def _open_directory(path: Path) -> DenseModel:
         return tensor
 
     def write_tokenizer(directory: Path) -> None:
-        for name in KEPT:
+        for name in TOKENIZER_FILES:
             if (path / name).is_file():
                 shutil.copyfile(path / name, directory / name)
 
-    return DenseModel(str(path), words, None, CLASSES[kind], read, write_tokenizer)
+    return DenseModel(str(path), config, None, QKV_BIAS_BY_TYPE[model_type], read, write_tokenizer)
 
 
 def _open_gguf(path: Path) -> DenseModel:
@@ -125,7 +126,7 @@ def _open_gguf(path: Path) -> DenseModel:
         reader = GGUFReader(str(path))
     except (ValueError, OSError, IndexError) as error:
         raise InputError(
-            str(path), f"a file that does not open ({error})", "a GGUF file", "download it anew"
+            str(path), f"a file that does not open ({error})", "a GGUF file", "download it again"
         ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -136,12 +137,12 @@ def _open_gguf(path: Path) -> DenseModel:
         tensor = tensors.get(_gguf_name(name))
         if tensor is None:
             raise InputError(name, f"no {_gguf_name(name)} in {path}", "every tensor of a Llama-class model")
-        data = numpy.require(dequantize(tensor.data, tensor.tensor_type), numpy.float32, "W")  # not the file's own map
+        data = numpy.require(dequantize(tensor.data, tensor.tensor_type), numpy.float32, "W")  # not the mapped file
         matrix = torch.from_numpy(data)
-        found = re.search(r"\.([qk])_proj\.weight$", name)
-        if not found:
+        match = re.search(r"\.([qk])_proj\.weight$", name)
+        if not match:
             return matrix
-        count = heads[found[1]]
+        count = heads[match[1]]
         pairs = matrix.reshape(count, matrix.shape[0] // count // 2, 2, matrix.shape[1])
         return pairs.transpose(1, 2).reshape(matrix.shape)
 
@@ -157,20 +158,20 @@ def _open_gguf(path: Path) -> DenseModel:
 
 
 def _gguf_name(name: str) -> str:
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    return f"blk.{found[1]}.{GGUF_BLOCK[found[2]]}.weight" if found else GGUF_NAMES[name]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    return f"blk.{match[1]}.{GGUF_BLOCK[match[2]]}.weight" if match else GGUF_NAMES[name]
 
 
 def _gguf_config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     family = fields.get("general.architecture")
-    for given, wrong in (
+    for given, unsupported in (
         (f"architecture {family!r}", family != "llama"),
         ("a model that has experts already", bool(fields.get("llama.expert_count"))),
         ("frequency factors of RoPE (rope_freqs.weight)", "rope_freqs.weight" in tensors),
         ("scaled RoPE", fields.get("llama.rope.scaling.type", "none") != "none"),
         ("biases", any(name.endswith(".bias") for name in tensors)),
     ):
-        if wrong:
+        if unsupported:
             raise InputError(
                 str(path), given, "a dense model of architecture 'llama'", "take it as a Hugging Face directory"
             )
@@ -185,7 +186,7 @@ def _gguf_config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) ->
         "head_dim": int(fields.get("llama.attention.key_length", hidden // heads)),
         "hidden_act": "silu",
         "max_position_embeddings": int(fields["llama.context_length"]),
-        # A GGUF file keeps float32; seven digits are what the number was written with.
+        # A GGUF file stores float32; seven digits restore the decimal number it was rounded from.
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.7g}"),
         "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
         "tie_word_embeddings": "output.weight" not in tensors,

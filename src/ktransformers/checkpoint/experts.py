@@ -1,10 +1,9 @@
-"""The experts of one layer from a safetensors checkpoint: first checked by the headers, then read in pieces that can be
-packed.
+"""The experts of one layer from a safetensors checkpoint: checked against the headers, then read in chunks for packing.
 
-A piece of the per-expert layout is one expert, of the fused layout the whole layer; both are maps of the file, so no
-more than what is being packed is touched at a time. Fused tensors lie as the model's own parameters do (transposed or
-not, interleaved or not); per-expert ones are ordinary linear layers, output-major. Quantised matrices come as
-`Encoded`, always output-major and with gate and up apart.
+A chunk of the per-expert layout is one expert, of the fused layout the whole layer. Both are views of mapped files, so
+only the bytes being packed are read. Fused tensors have the layout of the model's own parameters (transposed or not,
+interleaved or not); per-expert tensors are ordinary linear layers, output-major. Quantised matrices are `Encoded`,
+always output-major and with gate and up separate.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class ExpertShape:
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of gate, up and down."""
         inner = (self.intermediate, self.hidden)
-        found = {"gate": inner, "up": inner} if self.gated else {"up": inner}
-        return found | {"down": (self.hidden, self.intermediate)}
+        first = {"gate": inner, "up": inner} if self.gated else {"up": inner}
+        return first | {"down": (self.hidden, self.intermediate)}
 
     def single(self) -> dict[str, tuple[int, ...]]:
         """Role -> shape of one expert's own tensors."""
@@ -50,19 +49,20 @@ class ExpertShape:
 
     def fused(self) -> dict[str, tuple[int, ...]]:
         """Role -> shape of the tensors that hold all experts."""
-        experts, narrow = self.num_experts, self.hidden
+        experts, hidden = self.num_experts, self.hidden
         role, rows = ("gate_up", 2 * self.intermediate) if self.gated else ("up", self.intermediate)
-        matrices = {role: (rows, narrow), "down": (narrow, self.intermediate)}
-        turn = -1 if self.transposed else 1
-        shapes: dict[str, tuple[int, ...]] = {name: (experts, *shape[::turn]) for name, shape in matrices.items()}
+        matrices = {role: (rows, hidden), "down": (hidden, self.intermediate)}
+        order = -1 if self.transposed else 1
+        shapes: dict[str, tuple[int, ...]] = {name: (experts, *shape[::order]) for name, shape in matrices.items()}
         if self.biased:
-            shapes |= {f"{role}_bias": (experts, rows), "down_bias": (experts, narrow)}
+            shapes |= {f"{role}_bias": (experts, rows), "down_bias": (experts, hidden)}
         return shapes
 
 
 @dataclass(frozen=True)
 class ExpertChunk:
-    """Tensors by role: of one expert, or of all from `first_expert` on. `fused`: they lie as the model's parameters."""
+    """Tensors by role: of one expert, or of all from `first_expert` on. `fused`: in the layout of the model's
+    parameters."""
 
     first_expert: int
     fused: bool
@@ -72,16 +72,16 @@ class ExpertChunk:
 Formats = dict[str, str]  # of gate, up and down; "bf16" for plain numbers of any float dtype
 
 
-def check(
+def check_experts(
     shards: Shards,
     tensors: ExpertTensors,
     shape: ExpertShape,
     quantisation: Quantisation = NONE,
     interleaved: bool = False,
 ) -> Formats:
-    """Every tensor is there and has its shape and dtype; an error names the one that is not. The formats found.
+    """Check that every tensor exists with its shape and dtype, and return the formats; an error names the tensor.
 
-    `interleaved`: rows of gate and up in turns in fused tensors.
+    `interleaved`: rows of gate and up alternate in fused tensors.
     """
     if tensors.fused and tensors.single:
         names = f"{next(iter(tensors.fused.values()))} and {next(iter(tensors.single[min(tensors.single)].values()))}"
@@ -101,108 +101,109 @@ def check(
     return formats
 
 
-def read(
+def read_experts(
     shards: Shards,
     tensors: ExpertTensors,
     shape: ExpertShape,
     quantisation: Quantisation = NONE,
     interleaved: bool = False,
 ) -> Iterator[ExpertChunk]:
-    """The layer in pieces, in the order of experts; drop each before taking the next."""
+    """The layer in chunks, in the order of experts; release each before taking the next."""
     if tensors.fused:
         yield from _read_fused(shards, tensors, shape, interleaved)
         return
     for expert in range(shape.num_experts):
         names = tensors.single[expert]
-        found: dict[str, Tensor | Encoded] = {
+        by_role: dict[str, Tensor | Encoded] = {
             role: matrix.build(shards.read)
             for role, matrix in _single(shards, tensors, shape, expert, quantisation).items()
         }
-        found |= {role: shards.read(names[role]) for role in shape.single() if role.endswith("_bias")}
-        yield ExpertChunk(expert, False, found)
+        by_role |= {role: shards.read(names[role]) for role in shape.single() if role.endswith("_bias")}
+        yield ExpertChunk(expert, False, by_role)
 
 
 def _single(
     shards: Shards, tensors: ExpertTensors, shape: ExpertShape, expert: int, quantisation: Quantisation
 ) -> dict[str, Matrix]:
-    """One expert's matrices, unread; biases are checked on the way."""
-    place, own = f"{tensors.root}.experts.{expert}", parts(tensors.single.get(expert, {}))
-    found = {}
+    """One expert's matrices, not yet read; checks the biases too."""
+    label, unused = f"{tensors.root}.experts.{expert}", parts(tensors.single.get(expert, {}))
+    matrices = {}
     for role, (rows, columns) in shape.matrices().items():
-        endings = dict(own.pop(role, {}))
+        endings = dict(unused.pop(role, {}))
         bias = endings.pop("bias", None)
         if shape.biased:
-            _check_bias(shards, f"{place}: {role}_bias", bias, (rows,))
+            _check_bias(shards, f"{label}: {role}_bias", bias, (rows,))
         elif bias is not None:
-            raise _useless(bias, f"{role}_bias", shape.single())
+            raise _unexpected(bias, f"{role}_bias", shape.single())
         if not any(ending in endings for ending in CODES):
-            raise InputError(f"{place}: {role}", "no such tensor in the checkpoint", f"one of shape {[rows, columns]}")
-        found[role] = recognise({key: shards.part(name) for key, name in endings.items()}, rows, columns, quantisation)
-    for role, endings in own.items():
-        raise _useless(next(iter(endings.values())), role, shape.single())
-    return found
+            raise InputError(f"{label}: {role}", "no such tensor in the checkpoint", f"one of shape {[rows, columns]}")
+        refs = {key: shards.ref(name) for key, name in endings.items()}
+        matrices[role] = recognise(refs, rows, columns, quantisation)
+    for role, endings in unused.items():
+        raise _unexpected(next(iter(endings.values())), role, shape.single())
+    return matrices
 
 
-def _check_bias(shards: Shards, place: str, name: str | None, shape: tuple[int, ...]) -> None:
+def _check_bias(shards: Shards, label: str, name: str | None, shape: tuple[int, ...]) -> None:
     if name is None:
-        raise InputError(place, "no such tensor in the checkpoint", f"one of shape {list(shape)}")
-    part = shards.part(name)
+        raise InputError(label, "no such tensor in the checkpoint", f"one of shape {list(shape)}")
+    part = shards.ref(name)
     if part.shape != shape:
         raise InputError(name, f"shape {list(part.shape)}", f"{list(shape)}, as config.json says")
     if part.dtype not in DTYPES:
         raise InputError(name, f"dtype {part.dtype}", " or ".join(DTYPES))
 
 
-def _useless(name: str, role: str, shapes: Mapping[str, object]) -> InputError:
+def _unexpected(name: str, role: str, shapes: Mapping[str, object]) -> InputError:
     return InputError(name, f"a tensor that these experts have no use for ({role})", ", ".join(shapes))
 
 
 def _check_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool) -> Formats:
-    place, own, shapes = f"{tensors.root}.experts", parts(tensors.fused), shape.fused()
+    label, by_role, shapes = f"{tensors.root}.experts", parts(tensors.fused), shape.fused()
     formats: Formats = {}
     for role, size in shapes.items():
         if role.endswith("_bias"):
-            _check_bias(shards, f"{place}: {role}", tensors.fused.get(role), size)
+            _check_bias(shards, f"{label}: {role}", tensors.fused.get(role), size)
             continue
-        endings = {key: name for key, name in own.get(role, {}).items() if key not in ACTIVATIONS and key != "bias"}
+        endings = {key: name for key, name in by_role.get(role, {}).items() if key not in ACTIVATIONS and key != "bias"}
         if not any(ending in endings for ending in CODES):
-            raise InputError(f"{place}: {role}", "no such tensor in the checkpoint", f"one of shape {list(size)}")
+            raise InputError(f"{label}: {role}", "no such tensor in the checkpoint", f"one of shape {list(size)}")
         spec = _fused_spec(shards, endings, size, shape.transposed)
-        if role == "gate_up":
-            mixed = spec == "fp8:128x128" and (interleaved or shape.intermediate % BLOCK)  # blocks with rows of both
-            formats |= dict.fromkeys(("gate", "up"), "fp8:1x128" if mixed else spec)
+        if role == "gate_up":  # a scale block that has rows of gate and of up becomes one scale per row
+            shared_blocks = spec == "fp8:128x128" and (interleaved or shape.intermediate % BLOCK)
+            formats |= dict.fromkeys(("gate", "up"), "fp8:1x128" if shared_blocks else spec)
         else:
             formats[role] = spec
     for role in sorted(tensors.fused):
         matrix = "gate_up" if role.startswith("gate_up") else role.partition("_")[0]
         if matrix not in shapes or (role.endswith("_bias") and role not in shapes):
-            raise _useless(tensors.fused[role], role, shapes)
+            raise _unexpected(tensors.fused[role], role, shapes)
     return formats
 
 
 def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...], transposed: bool) -> str:
     experts, rows, columns = (size[0], size[2], size[1]) if transposed else size
     if "blocks" in endings:
-        blocks = shards.part(endings["blocks"])
+        blocks = shards.ref(endings["blocks"])
         if "scales" not in endings:
             raise InputError(blocks.name, "no scales beside it", "blocks and their scales")
-        scales = shards.part(endings["scales"])
+        scales = shards.ref(endings["scales"])
         if columns % 32 or (blocks.dtype, blocks.shape) != ("U8", (experts, rows, columns // 32, 16)):
             raise blocks.refuse(f"U8 [{experts}, {rows}, {columns // 32}, 16]: 32 columns of e2m1 in 16 bytes")
         if (scales.dtype, scales.shape) != ("U8", (experts, rows, columns // 32)):
             raise scales.refuse(f"U8 [{experts}, {rows}, {columns // 32}]")
         return "mxfp4"
-    weight = shards.part(endings["weight"])
+    weight = shards.ref(endings["weight"])
     if weight.shape != size:
         raise InputError(weight.name, f"shape {list(weight.shape)}", f"{list(size)}, as config.json says")
-    scale = next((shards.part(endings[key]) for key in ("scale_inv", "scale") if key in endings), None)
+    scale = next((shards.ref(endings[key]) for key in ("scale_inv", "scale") if key in endings), None)
     if weight.dtype in FLOATS:
         if scale is not None:
-            raise _useless(scale.name, "scale", {"weight": 0})
+            raise _unexpected(scale.name, "scale", {"weight": 0})
         return "bf16"
     if weight.dtype != "F8_E4M3" or scale is None:
         raise InputError(weight.name, f"dtype {weight.dtype}", f"{' or '.join(FLOATS)}, or F8_E4M3 with scales")
-    grid = (experts, *(math.ceil(side / BLOCK) for side in size[1:]))
+    grid = (experts, *(math.ceil(length / BLOCK) for length in size[1:]))
     if scale.dtype not in FLOATS or scale.shape != grid:
         raise scale.refuse(f"floats {list(grid)}, one for each block of 128 x 128")
     return "fp8:128x128"
@@ -215,20 +216,20 @@ def _read_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, inte
         yield ExpertChunk(0, True, {role: shards.read(tensors.fused[role]) for role in shapes})
         return
     for expert in range(shape.num_experts):
-        found: dict[str, Tensor | Encoded] = {}
+        by_role: dict[str, Tensor | Encoded] = {}
         for role, endings in parts(tensors.fused).items():
-            whole = _fused_matrix(shards, endings, expert, shape.transposed)
+            matrix = _fused_matrix(shards, endings, expert, shape.transposed)
             bias = shards.read(endings["bias"])[expert] if "bias" in endings else None
             if role == "gate_up":
-                found |= _halves(whole, formats["gate"], interleaved)
+                by_role |= _split_matrix(matrix, formats["gate"], interleaved)
                 if bias is not None:
-                    ways = _split(bias, interleaved)
-                    found |= {"gate_bias": ways[0].contiguous(), "up_bias": ways[1].contiguous()}
+                    gate_bias, up_bias = _split_rows(bias, interleaved)
+                    by_role |= {"gate_bias": gate_bias.contiguous(), "up_bias": up_bias.contiguous()}
             else:
-                found[role] = whole
+                by_role[role] = matrix
                 if bias is not None:
-                    found[f"{role}_bias"] = bias
-        yield ExpertChunk(expert, False, found)
+                    by_role[f"{role}_bias"] = bias
+        yield ExpertChunk(expert, False, by_role)
 
 
 def _fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, transposed: bool) -> Tensor | Encoded:
@@ -248,22 +249,23 @@ def _fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, trans
     return Encoded("fp8:128x128", codes[None], scales[None], columns=codes.shape[1], name=name)
 
 
-def _split(tensor: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _split_rows(tensor: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Gate and up along the first dimension."""
     half = len(tensor) // 2
     return (tensor[0::2], tensor[1::2]) if interleaved else (tensor[:half], tensor[half:])
 
 
-def _halves(whole: Tensor | Encoded, spec: str, interleaved: bool) -> dict[str, Tensor | Encoded]:
-    if isinstance(whole, Tensor):
-        ways = _split(whole, interleaved)
-        return {"gate": ways[0], "up": ways[1]}
-    assert whole.scales is not None
-    codes, scales = whole.codes[0], whole.scales[0]
+def _split_matrix(fused: Tensor | Encoded, spec: str, interleaved: bool) -> dict[str, Tensor | Encoded]:
+    """Gate and up of their fused matrix; `spec` is the format that they get."""
+    if isinstance(fused, Tensor):
+        gate, up = _split_rows(fused, interleaved)
+        return {"gate": gate, "up": up}
+    assert fused.scales is not None
+    codes, scales = fused.codes[0], fused.scales[0]
     if spec == "fp8:1x128":
         scales = scales.repeat_interleave(BLOCK, 0)[: len(codes)]
-    pairs = zip(("gate", "up"), _split(codes, interleaved), _split(scales, interleaved), strict=True)
+    halves = zip(("gate", "up"), _split_rows(codes, interleaved), _split_rows(scales, interleaved), strict=True)
     return {
-        role: Encoded(spec, code[None], scale[None], columns=whole.columns, name=whole.name)
-        for role, code, scale in pairs
+        role: Encoded(spec, code[None], scale[None], columns=fused.columns, name=fused.name)
+        for role, code, scale in halves
     }

@@ -1,10 +1,10 @@
 """A Hugging Face tokenizer rebuilt from the metadata of a GGUF file: `tokenizer.json` and `tokenizer_config.json`.
 
-A GGUF file holds the vocabulary, the kinds of tokens and the merges of byte-level BPE, but not the rule that cuts text
-into words before the merges: of that it holds a name (`tokenizer.ggml.pre`). Two tokenizers with the same merges and
-different rules agree on most text and differ on the rest, so a name that is not in RULES is refused, never guessed. The
-class in the configuration is the plain fast one, because a class with a name (GPT2Tokenizer) brings a rule of its own
-and overrules the file.
+A GGUF file holds the vocabulary, the token types and the merges of byte-level BPE, but of the pre-tokenizer, which
+splits text into words before the merges, only a name (`tokenizer.ggml.pre`). Two tokenizers with the same merges and
+different pre-tokenizers agree on most text but not on all, so a name that is not in PRE_TOKENIZERS is refused, never
+guessed. The class in the configuration is `PreTrainedTokenizerFast`, because a specific class (GPT2Tokenizer) replaces
+the pre-tokenizer of the file by its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ktransformers.errors import InputError
 
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens: special ones, and text that is always one token
+CONTROL, USER_DEFINED = 3, 4  # token types: special tokens, and text that is always one token
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -39,7 +39,7 @@ def _split(pattern: str) -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), plain])
 
 
-RULES: dict[str, Callable[[], Any]] = {
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "gpt-2": _byte_level,
     "smollm": _digits_apart,
     "starcoder": _digits_apart,
@@ -48,52 +48,56 @@ RULES: dict[str, Callable[[], Any]] = {
     "llama3": lambda: _split(LLAMA3),
     "qwen2": lambda: _split(QWEN2),
 }
-NORMALISED = {"qwen2"}  # text goes through NFC first
+NFC_NORMALISED = {"qwen2"}  # pre-tokenizers whose text is normalised to NFC first
 
 
 def tokenizer_files(file: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> text. `fields` are the metadata of `file`, which is named in errors."""
-    kind, rule = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or rule not in RULES:
+    """File name -> text. `fields` are the metadata of `file`, whose name appears in errors."""
+    model_name, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    if model_name != "gpt2" or pre not in PRE_TOKENIZERS:
         raise InputError(
             file,
-            f"a tokenizer of model {kind!r} and rule {rule!r}",
-            f"model 'gpt2' (byte-level BPE) with a rule of {', '.join(RULES)}",
+            f"a tokenizer of model {model_name!r} and pre-tokenizer {pre!r}",
+            f"model 'gpt2' (byte-level BPE) with a pre-tokenizer of {', '.join(PRE_TOKENIZERS)}",
             "take the model as a Hugging Face directory, which brings its tokenizer",
         )
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     model = models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
     tokenizer = Tokenizer(model)
-    if rule in NORMALISED:
+    if pre in NFC_NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = RULES[rule]()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.add_special_tokens(
         [
             AddedToken(token, special=True, normalized=False)
-            for token, k in zip(tokens, kinds, strict=True)
-            if k == CONTROL
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type == CONTROL
         ]
     )
     tokenizer.add_tokens(
-        [AddedToken(token, normalized=False) for token, k in zip(tokens, kinds, strict=True) if k == USER_DEFINED]
+        [
+            AddedToken(token, normalized=False)
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type == USER_DEFINED
+        ]
     )
-    named = {}
-    for word, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+    special = {}
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
-            named[f"{word}_token"] = tokens[number]
-    if fields.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
-        first = named["bos_token"]
+            special[f"{key}_token"] = tokens[number]
+    if fields.get("tokenizer.ggml.add_bos_token") and "bos_token" in special:
+        bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, tokens.index(first))]
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **named,
+        **special,
     }
     length = fields.get(f"{fields['general.architecture']}.context_length")
     if length:

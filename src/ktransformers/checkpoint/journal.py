@@ -1,8 +1,8 @@
-"""A directory that is written over hours and may be interrupted at any moment: `OUT.partial` and its journal.
+"""Crash-safe writing of a directory over hours: files go to `OUT.partial`, and a journal records the finished ones.
 
-The journal is one line of JSON for each finished file, behind a first line that says what is being made. A file is
-renamed to its name, synced, hashed, and then entered; what is not entered does not count and is written again. The
-directory gets its own name at the very end. A lock on the journal keeps a second process out; it dies with the first.
+The journal has one line of JSON per finished file after a first line with the plan. A file is renamed to its final
+name, synced, hashed, and then recorded; a file without a record is written again. The directory is renamed to its final
+name last. A lock on the journal excludes a second process; the system releases it when the process ends.
 """
 
 from __future__ import annotations
@@ -11,60 +11,59 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
-from ktransformers.checkpoint.packed import ShardRecord, wrong_checksums
+from ktransformers.checkpoint.packed import ShardRecord, find_damaged
 from ktransformers.errors import InputError
 from ktransformers.files import sync
 
-JOURNAL = "journal.jsonl"
+JOURNAL_FILE = "journal.jsonl"
 
 
 class ConversionJournal:
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
-        """Begin, or go on where a conversion with the same plan stopped."""
+        """Start a conversion, or resume an interrupted one with the same plan."""
         self.out = out
         self.directory = out.with_name(f"{out.name}.partial")
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._stream = self._locked()
+        self._stream = self._open_locked()
         self.shards: dict[str, ShardRecord] = {}
-        self.about: dict[str, dict[str, Any]] = {}  # file -> what else is known of it
+        self.details: dict[str, dict[str, Any]] = {}  # file -> what the converter records of it
         self.plan = plan
-        lines = self._lines()
+        lines = self._read_lines()
         if not lines:
-            self._restart(plan)
+            self._start(plan)
             return
-        begun = lines[0].get("plan", {})
-        if _comparable(begun) != _comparable(plan):
+        interrupted = lines[0].get("plan", {})
+        if _comparable(interrupted) != _comparable(plan):
             self.close()
             raise InputError(
                 str(self.directory),
-                f"a conversion that was begun differently ({_difference(begun, plan)})",
-                "the one that is asked for now",
+                f"a conversion that was begun differently ({_difference(interrupted, plan)})",
+                "the plan of this command",
                 "remove it, or repeat the earlier command to finish it",
             )
-        self.plan = begun  # with its number
+        self.plan = interrupted  # with the id of its conversion
         for line in lines[1:]:
             self.shards[line["file"]] = ShardRecord.model_validate(line["record"])
-            self.about[line["file"]] = line["about"]
+            self.details[line["file"]] = line["about"]
 
-    def _locked(self) -> TextIO:
-        stream = (self.directory / JOURNAL).open("a+", encoding="utf-8")
+    def _open_locked(self) -> TextIO:
+        stream = (self.directory / JOURNAL_FILE).open("a+", encoding="utf-8")
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             stream.close()
             raise InputError(
-                str(self.directory), "a conversion that is running", "no other one", "wait for it"
+                str(self.directory), "a conversion that is running", "no other conversion into it", "wait for it"
             ) from None
         return stream
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """Whole lines only: a kill may have cut the last one, and what it said does not count."""
+    def _read_lines(self) -> list[dict[str, Any]]:
+        """Complete lines only: a kill may have truncated the last one, which is then removed from the file."""
         self._stream.seek(0)
-        lines, whole = [], 0
+        lines, complete_bytes = [], 0
         for line in self._stream:
             if not line.endswith("\n"):
                 break
@@ -72,13 +71,13 @@ class ConversionJournal:
                 lines.append(json.loads(line))
             except ValueError:
                 break
-            whole += len(line.encode())
-        os.ftruncate(self._stream.fileno(), whole)
+            complete_bytes += len(line.encode())
+        os.ftruncate(self._stream.fileno(), complete_bytes)
         return lines
 
-    def _restart(self, plan: dict[str, Any]) -> None:
+    def _start(self, plan: dict[str, Any]) -> None:
         for entry in self.directory.iterdir():
-            if entry.name != JOURNAL:
+            if entry.name != JOURNAL_FILE:
                 raise InputError(
                     str(self.directory), f"{entry.name} and no journal", "a conversion that was begun", "remove it"
                 )
@@ -89,36 +88,31 @@ class ConversionJournal:
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
-    def recheck(self, threads: int = 4) -> list[str]:
-        """Drop entries of files that are gone or whose contents do not fit; the names of those dropped."""
-        wrong = wrong_checksums(self.directory, self.shards, threads)
-        for name in wrong:
-            del self.shards[name], self.about[name]
+    def drop_damaged(self, threads: int = 4) -> list[str]:
+        """Forget files that are missing or have a wrong checksum; returns their names."""
+        damaged = find_damaged(self.directory, self.shards, threads)
+        for name in damaged:
+            del self.shards[name], self.details[name]
         for entry in self.directory.glob(".*.partial"):
             entry.unlink()
-        return wrong
+        return damaged
 
-    def enter(self, file: str, record: ShardRecord, about: dict[str, Any]) -> None:
-        """The file is whole, under its name and on the disk."""
-        self._append({"file": file, "record": record.model_dump(), "about": about})
-        self.shards[file], self.about[file] = record, about
+    def record(self, file: str, record: ShardRecord, details: dict[str, Any]) -> None:
+        """Record a file that is complete, has its final name and is synced to disk."""
+        self._append({"file": file, "record": record.model_dump(), "about": details})
+        self.shards[file], self.details[file] = record, details
 
     def publish(self) -> None:
-        """Everything is there: the directory gets its name."""
+        """Sync all files and rename the directory to its final name."""
         with contextlib.suppress(FileNotFoundError):
-            self.out.rmdir()  # an empty one was allowed
+            self.out.rmdir()  # an empty directory may exist
         for entry in self.directory.iterdir():
             if entry.is_file():
                 sync(entry)
         sync(self.directory)
         self.directory.rename(self.out)
         sync(self.out.parent)
-        (self.out / JOURNAL).unlink()  # after the rename: without it what was begun could not be gone on with
-        self.close()
-
-    def discard(self) -> None:
-        """Remove what was begun."""
-        shutil.rmtree(self.directory)
+        (self.out / JOURNAL_FILE).unlink()  # after the rename: without a journal nothing could be resumed
         self.close()
 
     def close(self) -> None:
@@ -129,9 +123,9 @@ def _comparable(plan: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plan.items() if key != "conversion"}
 
 
-def _difference(begun: dict[str, Any], asked: dict[str, Any]) -> str:
-    for key in asked:
-        if key != "conversion" and begun.get(key) != asked[key]:
-            one, other = (json.dumps(words.get(key), ensure_ascii=False) for words in (begun, asked))
-            return f"{key} {one[:80]}, now {other[:80]}" if len(one) + len(other) < 200 else key
+def _difference(interrupted: dict[str, Any], current: dict[str, Any]) -> str:
+    for key in current:
+        if key != "conversion" and interrupted.get(key) != current[key]:
+            before, now = (json.dumps(plan.get(key), ensure_ascii=False) for plan in (interrupted, current))
+            return f"{key} {before[:80]}, now {now[:80]}" if len(before) + len(now) < 200 else key
     return "by another version"

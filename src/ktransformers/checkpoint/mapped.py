@@ -1,8 +1,8 @@
-"""A file in memory without reading it: pages come when they are touched, and all processes share one copy.
+"""A file as a memory-mapped tensor: pages are read on first access, and all processes share one copy.
 
-The mapping is shared and read-only, so a stray write is a fault and not a changed model. `pages` says how soon they
-come: `lazy` with the first touch, `prefault` all of them now, `lock` now and never out again. Tensors keep the mapping
-alive.
+The mapping is shared and read-only, so a stray write faults instead of changing the model. `pages` says when pages are
+read: `lazy` on first access, `prefault` all of them now, `lock` all of them now and never swapped out. Tensors keep the
+mapping alive.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.system import memory
 
-PAGES = ("lazy", "prefault", "lock")
+PAGE_MODES = ("lazy", "prefault", "lock")
 POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
 
 def check_pages(pages: str) -> None:
-    if pages not in PAGES:
-        raise InputError("pages", repr(pages), f"one of {', '.join(PAGES)}")
+    if pages not in PAGE_MODES:
+        raise InputError("pages", repr(pages), f"one of {', '.join(PAGE_MODES)}")
 
 
 def map_file(file: Path, pages: str = "lazy") -> Tensor:
@@ -48,8 +48,8 @@ def _populate(mapping: mmap.mmap) -> None:
     try:
         mapping.madvise(POPULATE_READ)
     except OSError:  # an older kernel: touch every page
-        for at in range(0, len(mapping), mmap.PAGESIZE):
-            mapping[at]
+        for offset in range(0, len(mapping), mmap.PAGESIZE):
+            mapping[offset]
 
 
 def _lock(file: Path, tensor: Tensor) -> None:
@@ -57,4 +57,5 @@ def _lock(file: Path, tensor: Tensor) -> None:
     if libc.mlock(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)) != 0:
         reason = os.strerror(ctypes.get_errno())
         given = f"{tensor.nbytes} bytes that could not be locked ({reason}); {memory().available} are available"
-        raise InputError(str(file), given, "room under `ulimit -l` and in memory", "raise it, or take pages=prefault")
+        expected = "enough memory, and a limit `ulimit -l` above it"
+        raise InputError(str(file), given, expected, "raise the limit, or use pages=prefault")

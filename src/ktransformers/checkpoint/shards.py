@@ -1,8 +1,8 @@
-"""The tensors of a safetensors checkpoint by name, in one file or in many.
+"""The tensors of a safetensors checkpoint by name, in one file or many.
 
-Names, shapes and dtypes come from the files' headers; data is mapped, not copied, so a tensor that was read costs page
-cache and no memory of the process. `release` lets go of the maps; tensors that are still in use keep theirs. Only
-safetensors is read: the older formats are pickles, which run code when opened.
+Names, shapes and dtypes come from the headers; data is memory-mapped, so a tensor that was read occupies page cache but
+no private memory. `release` drops the mappings; tensors in use keep theirs. Only safetensors is read: the older formats
+are pickles, which run code when opened.
 """
 
 from __future__ import annotations
@@ -18,87 +18,89 @@ from torch import Tensor
 from ktransformers.checkpoint.matrix import TensorRef
 from ktransformers.errors import InputError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 class Shards:
     def __init__(self, files: Iterable[str | Path]) -> None:
-        self._open: dict[Path, Any] = {}  # safe_open, whose methods are not annotated
-        self._home: dict[str, Path] = {}
-        self._parts: dict[str, TensorRef] = {}
+        self._handles: dict[Path, Any] = {}  # safe_open, whose methods are not annotated
+        self._files: dict[str, Path] = {}  # by tensor name
+        self._refs: dict[str, TensorRef] = {}
         for file in map(Path, files):
             if file.suffix != ".safetensors":
                 raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
             for name in self._handle(file).keys():  # noqa: SIM118 (not a mapping)
-                if name in self._home:
-                    raise InputError(name, f"it in {self._home[name].name} and in {file.name}", "it in one file")
-                self._home[name] = file
+                if name in self._files:
+                    raise InputError(name, f"it in {self._files[name].name} and in {file.name}", "it in one file")
+                self._files[name] = file
         self.release()
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> Shards:
         """A local Hugging Face directory: `model.safetensors.index.json` and its files, or `model.safetensors`."""
         directory = Path(directory)
-        index = directory / INDEX
+        index = directory / INDEX_FILE
         if not index.is_file():
-            if not (directory / SINGLE).is_file():
-                raise InputError(str(directory), f"a directory with neither {INDEX} nor {SINGLE}", "one of them")
-            return cls([directory / SINGLE])
+            if not (directory / SINGLE_FILE).is_file():
+                raise InputError(
+                    str(directory), f"a directory with neither {INDEX_FILE} nor {SINGLE_FILE}", "one of them"
+                )
+            return cls([directory / SINGLE_FILE])
         weight_map = _weight_map(index)
         shards = cls(directory / file for file in sorted(set(weight_map.values())))
         for name, file in weight_map.items():
-            home = shards._home.get(name)
-            if home is None or home.name != file:
+            actual = shards._files.get(name)
+            if actual is None or actual.name != file:
                 raise InputError(
-                    name, f"no such tensor in {directory / file}", f"what {INDEX} says", "download it anew"
+                    name, f"no such tensor in {directory / file}", f"what {INDEX_FILE} says", "download it again"
                 )
         return shards
 
     @property
     def names(self) -> list[str]:
-        return list(self._home)
+        return list(self._files)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._home
+        return name in self._files
 
     def file(self, name: str) -> Path:
-        return self._home[name]
+        return self._files[name]
 
-    def part(self, name: str) -> TensorRef:
-        """What the header says of it."""
-        if name not in self._parts:
-            about = self._handle(self._home[name]).get_slice(name)
-            self._parts[name] = TensorRef(name, str(about.get_dtype()), tuple(about.get_shape()))
-        return self._parts[name]
+    def ref(self, name: str) -> TensorRef:
+        """Name, dtype and shape from the header."""
+        if name not in self._refs:
+            header = self._handle(self._files[name]).get_slice(name)
+            self._refs[name] = TensorRef(name, str(header.get_dtype()), tuple(header.get_shape()))
+        return self._refs[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.part(name).shape
+        return self.ref(name).shape
 
     def dtype(self, name: str) -> str:
-        """As the file spells it: BF16, F16, F32, F8_E4M3, U8, ..."""
-        return self.part(name).dtype
+        """In the spelling of safetensors: BF16, F16, F32, F8_E4M3, U8, ..."""
+        return self.ref(name).dtype
 
     def read(self, name: str) -> Tensor:
-        """The tensor in mapped memory: read it, do not write to it."""
-        tensor: Tensor = self._handle(self._home[name]).get_tensor(name)
+        """The tensor in mapped memory, which must not be written to."""
+        tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
         return tensor
 
     def release(self) -> None:
-        """Close the files; the next question opens them again."""
-        self._open.clear()
+        """Close the files; the next access opens them again."""
+        self._handles.clear()
 
     def _handle(self, file: Path) -> Any:
-        if file not in self._open:
+        if file not in self._handles:
             try:
-                self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+                self._handles[file] = safe_open(str(file), framework="pt", device="cpu")
             except FileNotFoundError:
-                raise InputError(str(file), "no such file", "a part of the checkpoint", "download it anew") from None
+                raise InputError(str(file), "no such file", "a part of the checkpoint", "download it again") from None
             except (SafetensorError, OSError) as error:
                 raise InputError(
-                    str(file), f"a file that does not open ({error})", "safetensors", "download it anew"
+                    str(file), f"a file that does not open ({error})", "safetensors", "download it again"
                 ) from error
-        return self._open[file]
+        return self._handles[file]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

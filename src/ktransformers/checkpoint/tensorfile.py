@@ -1,8 +1,9 @@
-"""One safetensors file laid out before it is written: tensors at page boundaries, filled in any order and in pieces.
+"""A safetensors file with a layout that is planned before writing: tensors at page boundaries, filled in any order.
 
-safetensors wants its data without holes, and its own writer aligns to eight bytes. A file that is mapped and computed
-from wants more: here the header is padded with spaces, which the format allows, and tensors of bytes named `...padding`
-fill the way to the next boundary. A file has its name when it is whole and on the disk; before, it is `.NAME.partial`.
+safetensors allows no gaps between tensors, and its own writer aligns to eight bytes. A file that kernels compute from
+while it is mapped needs page alignment: the header is padded with spaces, which the format allows, and byte tensors
+named `...padding` fill the gap to the next page. A file is written as `.NAME.partial` and renamed when it is complete
+and synced.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ktransformers.checkpoint.matrix import DTYPES
 from ktransformers.errors import InputError
 from ktransformers.files import sync
 
-PAGE = 4096
-CHUNK = 16 << 20
-LIMIT = 100_000_000  # bytes of a header, the format's own
+PAGE_BYTES = 4096
+CHUNK_BYTES = 16 << 20
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a tensor lies."""
+    """Dtype, shape and offset of a tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,46 +52,47 @@ class FileLayout:
         return len(self.header) + sum(slot.bytes for slot in self.slots.values())
 
 
-def lay_out(
+def plan_layout(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, padding: str | None = None
 ) -> FileLayout:
-    """For (name, dtype, shape) in this order; with `padding`, a name, every tensor begins at a page of the file."""
-    places: list[tuple[str, TensorSlot]] = []
+    """The layout of (name, dtype, shape) in this order; with `padding`, the prefix of names of padding tensors, every
+    tensor begins at a page of the file."""
+    placed: list[tuple[str, TensorSlot]] = []
     end = 0
     for name, dtype, shape in tensors:
-        if padding is not None and end % PAGE:
-            places.append((f"{padding}.{len(places)}", TensorSlot("U8", (PAGE - end % PAGE,), end)))
-            end += PAGE - end % PAGE
+        if padding is not None and end % PAGE_BYTES:
+            placed.append((f"{padding}.{len(placed)}", TensorSlot("U8", (PAGE_BYTES - end % PAGE_BYTES,), end)))
+            end += PAGE_BYTES - end % PAGE_BYTES
         slot = TensorSlot(dtype, shape, end)
         if end % DTYPES[dtype].itemsize:
             raise ValueError(f"{name} would begin at {end}, which its dtype does not allow: give wide dtypes first")
-        places.append((name, slot))
+        placed.append((name, slot))
         end += slot.bytes
     fields: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for name, slot in places:
+    for name, slot in placed:
         offsets = [slot.offset, slot.offset + slot.bytes]
         fields[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    begin = -(-(8 + len(text)) // PAGE) * PAGE
+    begin = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
     header = (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
-    return FileLayout(header, {name: TensorSlot(slot.dtype, slot.shape, begin + slot.offset) for name, slot in places})
+    return FileLayout(header, {name: TensorSlot(slot.dtype, slot.shape, begin + slot.offset) for name, slot in placed})
 
 
 def read_layout(file: Path) -> FileLayout:
-    """From the file's own header. A file that is shorter or longer than its header says is refused."""
+    """The layout in the file's header. A file that is shorter or longer than its header says is refused."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > min(LIMIT, size - 8):
+            if len(start) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"{size} bytes, too few for its header")
             text = stream.read(length)
         fields = json.loads(text)
         fields.pop("__metadata__", None)
         slots = {
-            name: TensorSlot(word["dtype"], tuple(word["shape"]), 8 + length + word["data_offsets"][0])
-            for name, word in fields.items()
+            name: TensorSlot(field["dtype"], tuple(field["shape"]), 8 + length + field["data_offsets"][0])
+            for name, field in fields.items()
         }
         layout = FileLayout(start + text, slots)
         if layout.size != size:
@@ -103,7 +105,7 @@ def read_layout(file: Path) -> FileLayout:
 
 
 class TensorFile:
-    """The file while it is being written; `finish` gives it its name."""
+    """A file that is being written; `finish` renames it to its final name."""
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self.path = path
@@ -113,18 +115,18 @@ class TensorFile:
         self._write(layout.header, 0)
         os.ftruncate(self._handle, layout.size)  # padding reads as zeros
 
-    def write(self, name: str, data: Tensor, at: int = 0) -> None:
-        """Bytes of a tensor from its byte `at` on; `data` is contiguous, of whatever dtype."""
+    def write(self, name: str, data: Tensor, offset: int = 0) -> None:
+        """Write bytes of a tensor from its byte `offset` on; `data` is contiguous and of any dtype."""
         slot = self.layout.slots[name]
-        if at + data.nbytes > slot.bytes:
-            raise ValueError(f"{name}: {data.nbytes} bytes at {at}, and it has {slot.bytes}")
-        self._write(raw(data), slot.offset + at)
+        if offset + data.nbytes > slot.bytes:
+            raise ValueError(f"{name}: {data.nbytes} bytes at {offset}, and it has {slot.bytes}")
+        self._write(byte_view(data), slot.offset + offset)
 
-    def _write(self, data: bytes | memoryview, at: int) -> None:
-        left = memoryview(data)
-        while left:
-            count = os.pwrite(self._handle, left[:CHUNK], at)
-            left, at = left[count:], at + count
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        remaining = memoryview(data)
+        while remaining:
+            count = os.pwrite(self._handle, remaining[:CHUNK_BYTES], offset)
+            remaining, offset = remaining[count:], offset + count
 
     def finish(self) -> None:
         os.fsync(self._handle)
@@ -138,13 +140,13 @@ class TensorFile:
             self._handle = -1
 
 
-def raw(tensor: Tensor) -> memoryview:
-    """Its bytes as they lie."""
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def sha256(file: Path) -> str:
-    """Of all its bytes; other threads run meanwhile."""
+    """Hash of the file's contents; hashlib releases the GIL."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
         buffer = bytearray(1 << 20)

@@ -1,15 +1,15 @@
-"""A dense Llama-class model becomes a Mixture of Experts that computes the same function, without training.
+"""Upcycling: turns a dense Llama-class model into a Mixture of Experts that computes the same function, untrained.
 
-The I neurons of a feed-forward layer are independent of each other until down sums them, so they are cut into `top_k`
-slices, one expert each, and `copies` of that set make the experts (expert = copy * top_k + slice). All slices of a copy
-have the same router row; top-k therefore takes one whole copy, each slice with weight 1/top_k, and down is multiplied
-by top_k. Shared experts are slices that are always on; padding neurons, where the sizes do not divide, are zero and
-stay zero.
+The I neurons of a feed-forward layer are independent until down sums them, so they are divided into `top_k` slices, one
+expert each, and `copies` of that set are the experts (expert = copy * top_k + slice). All slices of a copy have the
+same router row, so top-k selects one complete copy, each slice with weight 1/top_k, and down is multiplied by top_k.
+Shared experts are slices that are always active. Where the sizes do not divide, padding neurons have zero weights.
 
-What must not happen is a tie between copies, where top-k could take one slice twice and another never. Mixtral and
-Qwen2-MoE round router logits to the model's dtype, and two independent logits meet in bf16 about once in 200 tokens. So
-copies come in pairs with rows r and -r: logits z and -z meet only at zero, where floating point is finest. With more
-than two copies, different pairs can still tie in bf16 (glm4_moe routes in float32 and has no such limit).
+A tie between the logits of two copies must not happen: top-k could then select a slice twice and another never. Mixtral
+and Qwen2-MoE round router logits to the model's dtype, and two independent logits are equal in bf16 about once in 200
+tokens. So copies come in pairs with rows r and -r: logits z and -z are equal only at zero, where floating point has its
+highest resolution. With more than two copies, different pairs can still tie in bf16 (not glm4_moe, which routes in
+float32).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktransformers.checkpoint.dense import DenseModel
-from ktransformers.checkpoint.shards import INDEX, SINGLE
+from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-COPIED = (  # words of the configuration that mean the same in all families
+COPIED_KEYS = (  # keys of config.json with the same meaning in all families
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -52,22 +52,22 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class DenseFamily:
-    """How one MoE class spells its layers."""
+class MoeFamily:
+    """Names of modules and tensors in one MoE class."""
 
     architecture: str
-    block: str  # of a layer: what stands before `.experts`
+    block: str  # name of the MoE block in a layer, the prefix of `.experts`
     matrices: dict[str, str]  # gate, up, down -> name inside an expert
     shared: str | None = None  # name of the shared expert inside the block
-    shared_gain: float = 1.0  # what the class multiplies its output with when the shared gate is zero
+    shared_gain: float = 1.0  # factor on the shared expert's output when the shared gate is zero
     may_have_bias: bool = False
 
 
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 FAMILIES = {
-    "mixtral": DenseFamily("MixtralForCausalLM", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "qwen2_moe": DenseFamily("Qwen2MoeForCausalLM", "mlp", PROJECTIONS, "shared_expert", 0.5, may_have_bias=True),
-    "glm4_moe": DenseFamily("Glm4MoeForCausalLM", "mlp", PROJECTIONS, "shared_experts"),
+    "mixtral": MoeFamily("MixtralForCausalLM", "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "qwen2_moe": MoeFamily("Qwen2MoeForCausalLM", "mlp", PROJECTIONS, "shared_expert", 0.5, may_have_bias=True),
+    "glm4_moe": MoeFamily("Glm4MoeForCausalLM", "mlp", PROJECTIONS, "shared_experts"),
 }
 
 
@@ -76,7 +76,7 @@ class Recipe:
     family: str = "mixtral"
     experts: int = 8
     top_k: int = 4
-    shared_experts: int = 0  # slices that are always on
+    shared_experts: int = 0  # slices that are always active
     noise: float = 0.0  # standard deviation of the difference between copies, relative to each matrix's own
     seed: int = 0
     dtype: str = "bfloat16"
@@ -86,12 +86,12 @@ class Recipe:
         return self.experts // self.top_k
 
     def slice_size(self, intermediate: int) -> int:
-        """Neurons of one expert: a multiple of 8, because grouped products want rows of whole 16 bytes."""
+        """Neurons of one expert: a multiple of 8, because grouped GEMM needs rows that are multiples of 16 bytes."""
         return -(-intermediate // (8 * (self.top_k + self.shared_experts))) * 8
 
 
-def check(recipe: Recipe, model: DenseModel) -> None:
-    """Refuse what cannot be made, before anything is written."""
+def check_recipe(recipe: Recipe, model: DenseModel) -> None:
+    """Refuse an impossible recipe before anything is written."""
     if recipe.family not in FAMILIES:
         raise InputError("family", repr(recipe.family), f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[recipe.family]
@@ -120,38 +120,36 @@ def check(recipe: Recipe, model: DenseModel) -> None:
         raise InputError("family", recipe.family, "qwen2_moe: the source has biases on q, k and v")
     if recipe.slice_size(model.config["intermediate_size"]) * (recipe.top_k - 1) >= model.config["intermediate_size"]:
         raise InputError(
-            "top-k", recipe.top_k, f"fewer: {model.config['intermediate_size']} neurons are to be shared out"
+            "top-k", recipe.top_k, f"fewer: {model.config['intermediate_size']} neurons are divided among the slices"
         )
     heads, hidden = model.config["num_attention_heads"], model.config["hidden_size"]
     if recipe.family == "qwen2_moe" and model.config.get("head_dim", hidden // heads) * heads != hidden:
-        raise InputError(
-            "family", "qwen2_moe", "mixtral or glm4_moe: the heads of the source have a width of their own"
-        )
+        raise InputError("family", "qwen2_moe", "mixtral or glm4_moe: the source's head_dim is not hidden_size / heads")
 
 
 def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
     """The config.json of the result."""
     source = model.config
-    words: dict[str, Any] = {
+    config: dict[str, Any] = {
         "architectures": [FAMILIES[recipe.family].architecture],
         "model_type": recipe.family,
         "dtype": recipe.dtype,
-        **{key: source[key] for key in COPIED if source.get(key) is not None},
+        **{key: source[key] for key in COPIED_KEYS if source.get(key) is not None},
         "num_experts_per_tok": recipe.top_k,
         "output_router_logits": False,
     }
-    words.setdefault("num_key_value_heads", source["num_attention_heads"])
-    words.setdefault("head_dim", source["hidden_size"] // source["num_attention_heads"])
+    config.setdefault("num_key_value_heads", source["num_attention_heads"])
+    config.setdefault("head_dim", source["hidden_size"] // source["num_attention_heads"])
     scaling = source.get("rope_parameters") or source.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", source.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    words["rope_theta"] = theta  # older readers look here
-    words["rope_parameters"] = {**scaling, "rope_type": kind, "rope_theta": theta}
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    config["rope_theta"] = theta  # for versions of transformers that do not read rope_parameters
+    config["rope_parameters"] = {**scaling, "rope_type": rope_type, "rope_theta": theta}
     size = recipe.slice_size(source["intermediate_size"])
     if recipe.family == "mixtral":
-        words |= {"num_local_experts": recipe.experts, "intermediate_size": size, "sliding_window": None}
+        config |= {"num_local_experts": recipe.experts, "intermediate_size": size, "sliding_window": None}
     elif recipe.family == "qwen2_moe":
-        words |= {
+        config |= {
             "num_experts": recipe.experts,
             "intermediate_size": source["intermediate_size"],
             "moe_intermediate_size": size,
@@ -161,8 +159,8 @@ def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
             "qkv_bias": model.biased,
         }
     else:
-        words["rope_parameters"]["partial_rotary_factor"] = 1.0
-        words |= {
+        config["rope_parameters"]["partial_rotary_factor"] = 1.0
+        config |= {
             "n_routed_experts": recipe.experts,
             "n_shared_experts": recipe.shared_experts,
             "intermediate_size": source["intermediate_size"],
@@ -176,21 +174,21 @@ def configuration(model: DenseModel, recipe: Recipe) -> dict[str, Any]:
             "use_qk_norm": False,
             "num_nextn_predict_layers": 0,
         }
-    return words
+    return config
 
 
-def router_rows(norm: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
-    """`[experts, H]` in float32: pairs of copies with opposite rows, logits of about one.
+def router_weight(norm: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
+    """`[experts, H]` in float32: pairs of copies with opposite rows, logits of magnitude one.
 
-    `norm` is the weight of the norm before the block: dividing by it makes all channels count alike.
+    `norm` is the weight of the norm before the block; dividing by it gives all channels equal influence.
     """
     hidden = norm.numel()
     pairs = -(-recipe.copies // 2)
     rows = torch.randn(pairs, hidden, generator=generator) / hidden**0.5
     scale = norm.float().abs()
     rows = rows / scale.clamp_min(scale.mean().item() * 1e-2)
-    both = torch.stack([rows, -rows], 1).flatten(0, 1)[: recipe.copies]
-    return both.repeat_interleave(recipe.top_k, 0)
+    signed = torch.stack([rows, -rows], 1).flatten(0, 1)[: recipe.copies]
+    return signed.repeat_interleave(recipe.top_k, 0)
 
 
 def layer_tensors(model: DenseModel, recipe: Recipe, layer: int) -> Iterator[tuple[str, Tensor]]:
@@ -198,18 +196,18 @@ def layer_tensors(model: DenseModel, recipe: Recipe, layer: int) -> Iterator[tup
     family = FAMILIES[recipe.family]
     dense, block = f"model.layers.{layer}.mlp", f"model.layers.{layer}.{family.block}"
     size, shared = recipe.slice_size(model.config["intermediate_size"]), recipe.shared_experts
-    whole = size * (recipe.top_k + shared)
+    padded_size = size * (recipe.top_k + shared)
     matrices = {role: model.read(f"{dense}.{name}.weight").float() for role, name in PROJECTIONS.items()}
     matrices["down"] = matrices["down"].T  # [I, H] like the others: a slice is a range of rows
     matrices = {
-        role: torch.cat([matrix, matrix.new_zeros(whole - matrix.shape[0], matrix.shape[1])])
+        role: torch.cat([matrix, matrix.new_zeros(padded_size - matrix.shape[0], matrix.shape[1])])
         for role, matrix in matrices.items()
     }
     generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + layer)
     norm = model.read(f"model.layers.{layer}.post_attention_layernorm.weight")
-    yield f"{block}.gate.weight", router_rows(norm, recipe, generator)
+    yield f"{block}.gate.weight", router_weight(norm, recipe, generator)
 
-    def turned(role: str, rows: Tensor, gain: float) -> Tensor:
+    def output_major(role: str, rows: Tensor, gain: float) -> Tensor:
         return (rows * gain).T.contiguous() if role == "down" else rows.clone()
 
     for role, matrix in matrices.items():
@@ -217,22 +215,22 @@ def layer_tensors(model: DenseModel, recipe: Recipe, layer: int) -> Iterator[tup
         if shared:
             yield (
                 f"{block}.{family.shared}.{name}.weight",
-                turned(role, matrix[: size * shared], 1 / family.shared_gain),
+                output_major(role, matrix[: size * shared], 1 / family.shared_gain),
             )
         deviation = recipe.noise * matrix.std().item()
         for expert in range(recipe.experts):
-            copy, piece = divmod(expert, recipe.top_k)
-            rows = matrix[(shared + piece) * size : (shared + piece + 1) * size]
+            copy, part = divmod(expert, recipe.top_k)
+            rows = matrix[(shared + part) * size : (shared + part + 1) * size]
             if copy and deviation:
                 rows = rows + deviation * torch.randn(rows.shape, generator=generator)
-            yield f"{block}.experts.{expert}.{name}.weight", turned(role, rows, recipe.top_k)
+            yield f"{block}.experts.{expert}.{name}.weight", output_major(role, rows, recipe.top_k)
     if recipe.family == "qwen2_moe":
         yield f"{block}.shared_expert_gate.weight", torch.zeros(1, model.config["hidden_size"])
     if recipe.family == "glm4_moe":
         yield f"{block}.gate.e_score_correction_bias", torch.zeros(recipe.experts)
 
 
-def tensors(model: DenseModel, recipe: Recipe, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
+def moe_tensors(model: DenseModel, recipe: Recipe, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the result, in the dtype of the recipe (the selection bias of glm4_moe stays float32)."""
     dtype, layers = DTYPES[recipe.dtype], model.config["num_hidden_layers"]
     attention = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
@@ -252,8 +250,8 @@ def tensors(model: DenseModel, recipe: Recipe, progress: Progress | None = None)
 
 
 def upcycle(model: DenseModel, directory: str | Path, recipe: Recipe, progress: Progress | None = None) -> int:
-    """Write the MoE as a Hugging Face directory, which appears when it is complete; return its parameter count."""
-    check(recipe, model)
+    """Write the MoE as a Hugging Face directory, atomically; returns its parameter count."""
+    check_recipe(recipe, model)
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(str(target), "something that exists", "a new or empty directory", "choose another -o")
@@ -264,7 +262,7 @@ def upcycle(model: DenseModel, directory: str | Path, recipe: Recipe, progress: 
     try:
         (staging / "config.json").write_text(json.dumps(configuration(model, recipe), indent=2) + "\n")
         model.write_tokenizer(staging)
-        parameters = _write_shards(tensors(model, recipe, progress), staging)
+        parameters = _write_shards(moe_tensors(model, recipe, progress), staging)
         (staging / "README.md").write_text(_card(model, recipe, parameters))
         for file in staging.iterdir():
             with file.open("rb") as handle:
@@ -278,29 +276,29 @@ def upcycle(model: DenseModel, directory: str | Path, recipe: Recipe, progress: 
     return parameters
 
 
-def _write_shards(pieces: Iterator[tuple[str, Tensor]], directory: Path) -> int:
-    """One file, or several with an index where they pass SHARD_BYTES; only one shard is in memory at a time."""
-    held: dict[str, Tensor] = {}
+def _write_shards(named_tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:
+    """One file, or above SHARD_BYTES several with an index; one shard is in memory at a time."""
+    shard: dict[str, Tensor] = {}
     files: list[list[str]] = []
-    total = parameters = held_bytes = 0
+    total = parameters = shard_bytes = 0
 
     def flush() -> None:
-        nonlocal held, held_bytes
-        save_file(held, directory / f"part-{len(files)}", metadata={"format": "pt"})
-        (directory / f"part-{len(files)}").chmod(0o644)  # safetensors leaves it to its owner alone
-        files.append(list(held))
-        held, held_bytes = {}, 0
+        nonlocal shard, shard_bytes
+        save_file(shard, directory / f"part-{len(files)}", metadata={"format": "pt"})
+        (directory / f"part-{len(files)}").chmod(0o644)  # safetensors makes it readable by its owner alone
+        files.append(list(shard))
+        shard, shard_bytes = {}, 0
 
-    for name, tensor in pieces:
-        if held and held_bytes + tensor.nbytes > SHARD_BYTES:
+    for name, tensor in named_tensors:
+        if shard and shard_bytes + tensor.nbytes > SHARD_BYTES:
             flush()
-        held[name] = tensor.contiguous()
-        held_bytes += tensor.nbytes
+        shard[name] = tensor.contiguous()
+        shard_bytes += tensor.nbytes
         total += tensor.nbytes
         parameters += tensor.numel()
     flush()
     if len(files) == 1:
-        (directory / "part-0").rename(directory / SINGLE)
+        (directory / "part-0").rename(directory / SINGLE_FILE)
         return parameters
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files):
@@ -308,7 +306,7 @@ def _write_shards(pieces: Iterator[tuple[str, Tensor]], directory: Path) -> int:
         (directory / f"part-{number}").rename(directory / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return parameters
 
 

@@ -112,7 +112,7 @@ def _huggingface(
     from ktransformers.checkpoint import hub
 
     endpoint = _endpoint()
-    listing = hub.select(hub.list_files(repo, revision, endpoint), include, exclude)
+    listing = hub.select_files(hub.list_files(repo, revision, endpoint), include, exclude)
     if not dry_run:
         with bar(repo, as_json) as progress:
             return hub.download(listing, target, endpoint=endpoint, workers=workers, progress=progress)

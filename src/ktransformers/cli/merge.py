@@ -61,7 +61,7 @@ def merge(
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
     from ktransformers.model_registry import resolve
-    from ktransformers.quant.plan import wanted
+    from ktransformers.quant.plan import parse_formats
 
     base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or CALIBRATION_TOKENS
     if calib is not None and not calib.is_file():
@@ -79,7 +79,7 @@ def merge(
         return
     if dtype is not None:
         raise InputError("dtype", dtype, "--dtype or --format", "a packed directory keeps what is not experts as it is")
-    formats = wanted(format_word(word or KEEP), group, None if down_format is None else format_word(down_format))
+    formats = parse_formats(format_word(word or KEEP), group, None if down_format is None else format_word(down_format))
     with progress_bar(not as_json) as progress:
         done = merge_packed(
             base,

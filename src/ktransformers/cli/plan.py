@@ -164,7 +164,7 @@ def plan(
     from ktransformers.model_registry import resolve
     from ktransformers.plan import Serving, Training, make_plan, open_shape, profiles
     from ktransformers.plan.document import plan_document
-    from ktransformers.plan.workload import POLICIES
+    from ktransformers.plan.workload import PLANNED
 
     if machine == "list":
         if as_json:
@@ -178,7 +178,7 @@ def plan(
     shape = open_shape(model)
     serving = {"serve": Serving(context, prompt, sequences)}
     target = _machine(machine, gpu, ram, calibrate)
-    policies = POLICIES if place is None else (place,)
+    policies = PLANNED if place is None else (place,)
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:

@@ -178,10 +178,10 @@ def run_quant(
     if calib is not None and not calib.is_file():
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
     from ktransformers.quant.convert import convert
-    from ktransformers.quant.plan import estimate, make_plan, wanted
-    from ktransformers.quant.receipt import TOKENS
+    from ktransformers.quant.plan import estimate, make_plan, parse_formats
+    from ktransformers.quant.receipt import MAX_TOKENS
 
-    asked = wanted(format_word(word), group, None if down is None else format_word(down))
+    asked = parse_formats(format_word(word), group, None if down is None else format_word(down))
     plan = make_plan(source, asked, threads, experts)
     for note in plan.origin.notes:
         print(f"kt: {note}", file=sys.stderr)
@@ -193,7 +193,7 @@ def run_quant(
         done = convert(plan, out, layers=chosen, hash_source=hash_source, progress=progress)
     receipt = done.receipt
     if calib is not None and done.whole:
-        receipt = calibrated(done, plan, calib, calib_tokens or TOKENS)
+        receipt = calibrated(done, plan, calib, calib_tokens or MAX_TOKENS)
     if as_json:
         words = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
         words |= {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}

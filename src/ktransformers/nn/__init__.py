@@ -1,5 +1,5 @@
-"""Expert layers as PyTorch sees them: `ExpertStore` holds the packed experts of one layer and computes them;
-`load_model` and `attach` put stores into models of transformers, which is imported with the first of these two."""
+"""Expert layers for PyTorch: an `ExpertStore` holds and computes the packed experts of one layer; `load_model` and
+`attach` put stores into models of transformers. transformers is imported on first use of these two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "set_lora_dropout",
 ]
 
-_HOME = {
+_LAZY_MODULES = {
     "load_model": "ktransformers.nn.load",
     "attach": "ktransformers.nn.quantizer",
     "KTConfig": "ktransformers.nn.quantizer",
@@ -39,6 +39,6 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module 'ktransformers.nn' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_LAZY_MODULES[name]), name)

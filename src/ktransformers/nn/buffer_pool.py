@@ -1,8 +1,8 @@
-"""Host tensors whose memory is used again.
+"""Host tensors from a buffer pool of the native core.
 
-A training step makes the same large tensors as the step before: activations kept for backward, gradients. The C library
-gives such sizes back to the system, and the system clears them page by page when they come again, which takes longer
-than writing them. These come from a store of the core that never holds more than was in use at one time.
+A training step allocates the same large tensors as the step before: saved activations, gradients. The C library returns
+blocks of such sizes to the system, and every new allocation page-faults and zeroes them again, which takes longer than
+writing them. The pool of the core reuses freed blocks and never holds more bytes than were in use at one time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch import Tensor
 
 from ktransformers import _core
 
-LEAST = 1 << 20  # bytes; smaller ones are the C library's business
+MIN_POOLED_BYTES = 1 << 20  # smaller tensors come from torch's allocator
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Like `torch.empty` on the CPU."""
-    bytes = math.prod(shape) * dtype.itemsize
-    if bytes < LEAST:
+    size = math.prod(shape) * dtype.itemsize
+    if size < MIN_POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(_core.lend(bytes)).view(dtype).view(tuple(shape))
+    return torch.from_numpy(_core.pooled_array(size)).view(dtype).view(tuple(shape))
 
 
-def result_like(hidden: Tensor) -> Tensor:
-    """Contiguous; pinned where hidden is, because then it is on its way to the same device."""
+def empty_output_like(hidden: Tensor) -> Tensor:
+    """A contiguous tensor for the experts' output; pinned if `hidden` is, because the output is then copied to the GPU
+    that `hidden` came from."""
     if torch.cuda.is_initialized() and hidden.is_pinned():  # type: ignore[no-untyped-call]
         return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
     return empty(hidden.shape, hidden.dtype)

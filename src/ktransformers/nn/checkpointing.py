@@ -1,9 +1,12 @@
-"""Experts that activation checkpointing does not compute again.
+"""Selective activation checkpointing of expert layers: their outputs are saved, so recomputation skips the experts.
 
-`retain_experts` is a `context_fn` for torch's non-reentrant checkpointing: what the experts of a checkpointed stretch
-gave in its first pass is kept, and the pass that is computed again finds it, in the order of the calls. torch's own
-selective checkpointing does the same for any operator, and pays for it with a Python call at every operator of the
-stretch, attention's included: that was a third of a training step.
+`save_expert_outputs` is a `context_fn` for torch's non-reentrant checkpointing. In the first forward pass of a
+checkpointed block every expert operator appends its outputs to a list; in the recomputation the operators take them
+from that list in call order. torch's own selective checkpointing does the same for any operator, but dispatches to
+Python at every operator of the block, attention included, which took a third of a training step.
+
+The ContextVar `_expert_outputs` carries the function that saves or replays from the `context_fn` past the stock model
+to the operators, because torch passes no argument from one to the other.
 """
 
 from __future__ import annotations
@@ -15,45 +18,47 @@ from contextvars import ContextVar
 from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
-# Gives the next outputs; its argument computes them.
-_tape: ContextVar[Callable[[Callable[[], Outputs]], Outputs] | None] = ContextVar("tape", default=None)
+Compute = Callable[[], Outputs]
+# Takes the function that computes a layer's outputs and returns them, computed or replayed; None: no checkpointing.
+_expert_outputs: ContextVar[Callable[[Compute], Outputs] | None] = ContextVar("expert_outputs", default=None)
 
 
-def computed(compute: Callable[[], Outputs]) -> Outputs:
-    """What `compute` gives, or gave in the pass that is being repeated. Called by the operators, below autograd."""
-    tape = _tape.get()
-    return compute() if tape is None else tape(compute)
+def compute_or_replay(compute: Compute) -> Outputs:
+    """The result of `compute`, or what it returned in the pass that is being recomputed. The operators call it below
+    autograd."""
+    save_or_replay = _expert_outputs.get()
+    return compute() if save_or_replay is None else save_or_replay(compute)
 
 
-def retain_experts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """For the first pass, and for the one that is computed again."""
-    kept: list[Outputs] = []
+def save_expert_outputs() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """The contexts of the first forward pass and of its recomputation."""
+    saved: list[Outputs] = []
 
-    def record(compute: Callable[[], Outputs]) -> Outputs:
+    def save(compute: Compute) -> Outputs:
         outputs = compute()
-        # Detached: what is returned will know its graph, which keeps this list.
-        kept.append(tuple(tensor.detach() for tensor in outputs))
+        # Detached: the returned tensors will refer to their graph, and the graph refers to this list.
+        saved.append(tuple(tensor.detach() for tensor in outputs))
         return outputs
 
-    return _under(lambda: record), _under(lambda: _player(kept))
+    return _with_handler(lambda: save), _with_handler(lambda: _replay(saved))
 
 
-def _player(kept: list[Outputs]) -> Callable[[Callable[[], Outputs]], Outputs]:
-    following = iter(kept)
+def _replay(saved: list[Outputs]) -> Callable[[Compute], Outputs]:
+    remaining = iter(saved)
 
-    def play(compute: Callable[[], Outputs]) -> Outputs:
-        outputs = next(following, None)
+    def replay(compute: Compute) -> Outputs:
+        outputs = next(remaining, None)
         if outputs is None:
-            raise RuntimeError("experts are called more often in recomputation than in the pass that is repeated")
+            raise RuntimeError("recomputation calls more expert layers than the forward pass did")
         return tuple(tensor.detach() for tensor in outputs)
 
-    return play
+    return replay
 
 
 @contextlib.contextmanager
-def _under(tape: Callable[[], Callable[[Callable[[], Outputs]], Outputs]]) -> Iterator[None]:
-    token = _tape.set(tape())
+def _with_handler(make_handler: Callable[[], Callable[[Compute], Outputs]]) -> Iterator[None]:
+    token = _expert_outputs.set(make_handler())
     try:
         yield
     finally:
-        _tape.reset(token)
+        _expert_outputs.reset(token)

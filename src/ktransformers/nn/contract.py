@@ -1,9 +1,9 @@
-"""What transformers promises about an experts module, read off the module.
+"""The contract of an experts module of transformers: shapes, memory layout and gate, read from the module.
 
-A module whose class carries `@use_experts_implementation` has 3-D parameters `gate_up_proj` and `down_proj` (or
-`up_proj` where there is no gate), maybe biases, flags that say how they lie, and `_apply_gate`. Older versions lack
-some flags; their absence means the default. Whatever goes beyond that is refused by name, because it would be computed
-wrongly without a sign.
+A module whose class is decorated with `@use_experts_implementation` has 3-D parameters `gate_up_proj` and `down_proj`
+(or `up_proj` without a gate), optional biases, flags for their layout, and `_apply_gate`. Older versions of
+transformers lack some flags; an absent flag has its default. Anything beyond this contract is refused by name, because
+it would silently be computed wrongly.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ktransformers.checkpoint import ExpertShape
 from ktransformers.errors import InputError
 from ktransformers.nn.gate import Gate, probe_activation, probe_gate
 
-IMPLEMENTATION = "kt"  # our name among transformers' experts implementations
+IMPLEMENTATION = "kt"  # name in transformers' registry of experts implementations
 
 
 @dataclass(frozen=True)
 class Contract:
     shape: ExpertShape
-    interleaved: bool  # rows of gate and up in turns
+    interleaved: bool  # rows of gate and up alternate
     gate: Gate
 
     def parameters(self) -> dict[str, str]:
@@ -38,7 +38,7 @@ def _parameter(role: str) -> str:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Dispatched by transformers' experts interface: the decorator leaves these marks."""
+    """Whether transformers' experts interface dispatches the module: its decorator sets these attributes."""
     return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "config")
 
 
@@ -48,37 +48,36 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def read_contract(name: str, module: nn.Module) -> Contract:
-    """`name` is for errors. The module still has its parameters; they may be on the meta device."""
-    kind = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    """`name` appears in errors. The module must still have its parameters; they may be on the meta device."""
+    label = f"{name} ({type(module).__name__})" if name else type(module).__name__
     if not is_experts(module):
-        raise InputError(kind, "a module without transformers' experts interface", "@use_experts_implementation")
+        raise InputError(label, "a module without transformers' experts interface", "@use_experts_implementation")
     if getattr(module, "has_post_expert_norm", False):
-        raise InputError(kind, "has_post_expert_norm", "experts without a norm of their own", "it cannot be computed")
+        raise InputError(label, "has_post_expert_norm", "experts without a norm of their own", "it cannot be computed")
     gated, biased = bool(getattr(module, "has_gate", True)), bool(getattr(module, "has_bias", False))
     transposed = bool(module.is_transposed)
     first = "gate_up" if gated else "up"
     expected = {_parameter(role) for role in (first, "down")}
     if biased:
         expected |= {f"{parameter}_bias" for parameter in expected}
-    found = {parameter: tuple(tensor.shape) for parameter, tensor in module.named_parameters()}
-    if set(found) != expected:
-        raise InputError(kind, f"parameters {sorted(found)}", str(sorted(expected)), "this layout is not known")
-    down = found["down_proj"]
+    shapes = {parameter: tuple(tensor.shape) for parameter, tensor in module.named_parameters()}
+    if set(shapes) != expected:
+        raise InputError(label, f"parameters {sorted(shapes)}", str(sorted(expected)), "this layout is not supported")
+    down = shapes["down_proj"]
     if len(down) != 3:
-        raise InputError(f"{kind}.down_proj", f"shape {list(down)}", "[experts, hidden, intermediate]")
+        raise InputError(f"{label}.down_proj", f"shape {list(down)}", "[experts, hidden, intermediate]")
     experts, hidden, intermediate = (down[0], down[2], down[1]) if transposed else down
     shape = ExpertShape(experts, hidden, intermediate, gated, biased, transposed)
     for role, size in shape.fused().items():
-        if found[_parameter(role)] != size:
-            raise InputError(f"{kind}.{_parameter(role)}", f"shape {list(found[_parameter(role)])}", str(list(size)))
-    asked: Any = module
+        if shapes[_parameter(role)] != size:
+            raise InputError(f"{label}.{_parameter(role)}", f"shape {list(shapes[_parameter(role)])}", str(list(size)))
+    stock: Any = module
     if not gated:
-        return Contract(shape, False, probe_activation(kind, asked.act_fn))
+        return Contract(shape, False, probe_activation(label, stock.act_fn))
     if hasattr(module, "is_concatenated"):
-        return Contract(
-            shape, not module.is_concatenated, probe_gate(kind, asked._apply_gate, not module.is_concatenated)
-        )
-    # transformers 5.6 has no such flag, and its gpt_oss interleaves all the same: the numbers tell.
+        interleaved = not module.is_concatenated
+        return Contract(shape, interleaved, probe_gate(label, stock._apply_gate, interleaved))
+    # transformers 5.6 lacks the flag although its gpt_oss interleaves: both layouts are probed.
     with contextlib.suppress(InputError):
-        return Contract(shape, True, probe_gate(kind, asked._apply_gate, True))
-    return Contract(shape, False, probe_gate(kind, asked._apply_gate, False))
+        return Contract(shape, True, probe_gate(label, stock._apply_gate, True))
+    return Contract(shape, False, probe_gate(label, stock._apply_gate, False))

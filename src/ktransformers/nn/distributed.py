@@ -1,11 +1,11 @@
-"""Expert LoRA under DistributedDataParallel: kept from its buckets, and its gradients averaged here.
+"""Expert LoRA under DistributedDataParallel: excluded from DDP's buckets, with an all-reduce of its own.
 
-DDP wants all parameters of a module on one kind of device, and expert LoRA stays in host memory. So the model carries
-the names that DDP leaves alone: those of the expert LoRA, and of the ghosts, which have nothing to broadcast. What DDP
-does for the others then happens here: the first rank's numbers are broadcast, and after each backward pass that DDP
-synchronises (not under `no_sync`) gradients are averaged in place, over gloo where DDP's own group is for GPUs only.
-The surprising decision: no call is needed. An expert layer that is computed inside DDP's forward finds the DDP around
-it, so that trainers which build their DDP themselves train expert LoRA without knowing of it.
+DDP requires all parameters of a module on one kind of device, and expert LoRA stays in host memory. So the model lists
+the names that DDP ignores: the expert LoRA and the placeholders, which have no data to broadcast. For the expert LoRA
+this module then does what DDP does: it broadcasts the values of rank 0, and after every backward pass that DDP
+synchronises (not under `no_sync`) it averages gradients in place, over gloo if DDP's own group has no CPU backend.
+No call by the trainer is needed: an expert layer that runs inside DDP's forward finds the active DDP module and
+registers the hooks, because trainers build their DDP themselves and know nothing of expert LoRA.
 """
 
 from __future__ import annotations
@@ -23,70 +23,74 @@ from torch.nn.parallel import DistributedDataParallel
 from ktransformers.nn.peft_lora import lora_parameters
 from ktransformers.nn.placeholder import Placeholder
 
-# A module's name as DDP sees it, when it wraps the model itself and when it wraps PEFT's.
-PREFIXES = ("", "base_model.model.")
-_followed: weakref.WeakKeyDictionary[nn.Module, Averaged] = weakref.WeakKeyDictionary()
+# Prefixes of parameter names that DDP sees: of the model itself, and of the model inside a PeftModel.
+DDP_NAME_PREFIXES = ("", "base_model.model.")
+_averagers: weakref.WeakKeyDictionary[nn.Module, GradientAverager] = weakref.WeakKeyDictionary()
 
 
-class HostNames:
-    """Names of what DDP is to leave alone, found when DDP asks: adapters come after the model."""
+class DdpIgnoredNames:
+    """Names of the parameters that DDP ignores, collected when DDP reads them: adapters are added after the model is
+    loaded."""
 
-    def __init__(self, model: nn.Module, others: Iterable[str] = ()) -> None:
+    def __init__(self, model: nn.Module, already_ignored: Iterable[str] = ()) -> None:
         self._model = weakref.ref(model)
-        self._others = others
+        self._already_ignored = already_ignored
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._others
+        yield from self._already_ignored
         model = self._model()
         if model is None:
             return
         parameters, lora = dict(model.named_parameters()), lora_parameters(model)
         names = [name for name, parameter in parameters.items() if isinstance(parameter, Placeholder)]
-        # DDP refuses a module of which it is to train nothing; expert LoRA alone, in a model on the CPU, is its own.
-        rest = [parameter for name, parameter in parameters.items() if name not in lora]
-        if any(parameter.requires_grad or parameter.device.type != "cpu" for parameter in rest):
+        # DDP raises if it has no trainable parameter. A CPU model that trains expert LoRA alone leaves it to DDP.
+        other_parameters = [parameter for name, parameter in parameters.items() if name not in lora]
+        if any(parameter.requires_grad or parameter.device.type != "cpu" for parameter in other_parameters):
             names += lora
-        yield from (prefix + name for name in names for prefix in PREFIXES)
+        yield from (prefix + name for name in names for prefix in DDP_NAME_PREFIXES)
 
 
-def keep_from_ddp(model: nn.Module) -> None:
-    others = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    model._ddp_params_and_buffers_to_ignore = HostNames(model, others)  # type: ignore[assignment]
+def exclude_from_ddp(model: nn.Module) -> None:
+    """Add the expert LoRA and the placeholders to the names that DDP ignores."""
+    already_ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    model._ddp_params_and_buffers_to_ignore = DdpIgnoredNames(model, already_ignored)  # type: ignore[assignment]
 
 
-class Averaged:
-    """The expert LoRA of one DDP module, averaged after its backward passes. `parameters` in the order of all ranks."""
+class GradientAverager:
+    """Averages the gradients of one DDP module's expert LoRA after its backward passes. `parameters` has the same order
+    on all ranks."""
 
     def __init__(self, parameters: list[nn.Parameter], ddp: DistributedDataParallel) -> None:
         self._parameters = parameters
         self._ddp = weakref.ref(ddp)
         self._group = _host_group(ddp.process_group)
-        self._arrived: set[int] = set()
-        first = dist.get_global_rank(self._group, 0)
+        self._with_grad: set[int] = set()  # indices of parameters that this backward pass has reached
+        rank0 = dist.get_global_rank(self._group, 0)
         for parameter in parameters:
-            dist.broadcast(parameter.data, first, group=self._group)
+            dist.broadcast(parameter.data, rank0, group=self._group)
         increment_version(parameters)
         for index, parameter in enumerate(parameters):
-            watched: Any = parameter
-            watched.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index))
+            hooked: Any = parameter
+            hooked.register_post_accumulate_grad_hook(lambda _, index=index: self._grad_accumulated(index))
 
-    def _note(self, index: int) -> None:
+    def _grad_accumulated(self, index: int) -> None:
         ddp = self._ddp()
         if ddp is None or not ddp.require_backward_grad_sync:
             return
-        if not self._arrived:
+        if not self._with_grad:
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._finish)
-        self._arrived.add(index)
+            engine.queue_callback(self._backward_done)
+        self._with_grad.add(index)
 
-    def _finish(self) -> None:
-        arrived, self._arrived = self._arrived, set()
-        _average(self._parameters, arrived, self._group)
+    def _backward_done(self) -> None:
+        with_grad, self._with_grad = self._with_grad, set()
+        _average(self._parameters, with_grad, self._group)
 
 
-def follow(ddp: DistributedDataParallel) -> None:
-    """Called where experts are computed for a backward pass; the first time, every rank is here at the same moment."""
-    if ddp in _followed:
+def attach_to_ddp(ddp: DistributedDataParallel) -> None:
+    """Average this DDP module's expert LoRA from now on. Expert layers call it in every training forward pass; the
+    first call is collective (a broadcast), and all ranks reach it in the same forward pass."""
+    if ddp in _averagers:
         return
     trained = [
         parameter
@@ -94,46 +98,46 @@ def follow(ddp: DistributedDataParallel) -> None:
         if parameter.requires_grad and name in ddp.parameters_to_ignore
     ]
     if trained:
-        _followed[ddp] = Averaged(trained, ddp)
+        _averagers[ddp] = GradientAverager(trained, ddp)
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DDP whose forward pass this is."""
+    """The DDP module whose forward pass is running."""
     ddp: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
     return ddp
 
 
 def average_expert_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """For training loops without DDP: average the expert LoRA's gradients over all ranks, each of which calls this."""
+    """For training loops without DDP: average the expert LoRA's gradients over all ranks. A collective call."""
     parameters = [parameter for parameter in lora_parameters(model).values() if parameter.requires_grad]
-    arrived = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
-    _average(parameters, arrived, _host_group(group or dist.group.WORLD))
+    with_grad = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
+    _average(parameters, with_grad, _host_group(group or dist.group.WORLD))
 
 
-def _average(parameters: list[nn.Parameter], arrived: set[int], group: dist.ProcessGroup) -> None:
-    """Gradients that some rank has; a rank that lacks one counts as zero."""
+def _average(parameters: list[nn.Parameter], with_grad: set[int], group: dist.ProcessGroup) -> None:
+    """All-reduce the gradients that at least one rank has; a rank without one contributes zeros."""
     size = dist.get_world_size(group)
     if size == 1:
         return
-    wanted = torch.zeros(len(parameters), dtype=torch.uint8)
-    wanted[list(arrived)] = 1
-    dist.all_reduce(wanted, dist.ReduceOp.MAX, group=group)
-    work = []
-    for index in wanted.nonzero().flatten().tolist():
+    on_any_rank = torch.zeros(len(parameters), dtype=torch.uint8)
+    on_any_rank[list(with_grad)] = 1
+    dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=group)
+    reductions = []
+    for index in on_any_rank.nonzero().flatten().tolist():
         parameter = parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        work.append((parameter.grad, dist.all_reduce(parameter.grad, group=group, async_op=True)))
-    for gradient, done in work:
-        done.wait()
+        reductions.append((parameter.grad, dist.all_reduce(parameter.grad, group=group, async_op=True)))
+    for gradient, reduction in reductions:
+        reduction.wait()
         gradient.div_(size)
 
 
 def _host_group(group: Any) -> dist.ProcessGroup:
-    """The group itself if it can pass tensors in host memory, otherwise a gloo group of the same ranks."""
+    """The group itself if it has a CPU backend, otherwise a gloo group of the same ranks."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        made: Any = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-        return made  # type: ignore[no-any-return]
+        gloo: Any = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        return gloo  # type: ignore[no-any-return]
     return group  # type: ignore[no-any-return]

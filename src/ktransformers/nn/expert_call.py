@@ -1,4 +1,4 @@
-"""A batch through one layer of experts that is started and awaited, again and again."""
+"""An asynchronous call of one expert layer: bound to its tensors once, submitted and awaited any number of times."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from ktransformers import _core
 
 
 class ExpertCall:
-    """A call bound to its tensors, which may be submitted again and again; the routing is read anew each time."""
+    """Returned by `ExpertStore.prepare`. Every `submit` reads hidden states and routing from the bound tensors."""
 
     def __init__(self, call: _core.Call, out: Tensor) -> None:
         self._call = call
         self.out = out
 
     def submit(self) -> None:
-        """Start; returns at once. `wait` may come from another thread."""
+        """Start the computation and return at once. Another thread may `wait`."""
         self._call.submit()
 
     def wait(self) -> Tensor:
-        """The result of what was last submitted."""
+        """The output of the last submission."""
         self._call.wait()
         return self.out
 
     @property
     def done(self) -> bool:
-        """Nothing is under way."""
+        """Whether no submission is running."""
         return self._call.done
 
     @property
     def address(self) -> int:
-        """What `_core.host_callbacks()` take as their argument."""
+        """The argument of `_core.host_callbacks()`."""
         return self._call.address

@@ -1,10 +1,11 @@
-"""Experts implementation "kt" of stock transformers: the function, and stores for the modules that it serves.
+"""The experts implementation "kt" of stock transformers: its forward function, and the stores of its modules.
 
 transformers calls `experts_forward(module, hidden, ids, weights)` for every layer whose config says "kt". The module's
-`kt_store` holds its packed experts; a module that still has its own parameters is packed when first called. Packed
-parameters are frozen: the store is a copy, and no gradient reaches them. Where the copy is to be the only one, ghosts
-take the place of the matrices, so that PEFT finds them. Hidden states on a GPU come down, are computed here and go up
-again (`nn/transfer.py`), or are left to the placement engine where a model was given one (`place/`).
+`kt_store` holds its packed experts; a module that still has its own parameters is packed at its first call. Packed
+parameters are frozen: the store is a copy, and no gradient reaches them. If the copy is to be the only one,
+placeholders replace the matrices, because PEFT looks up its targets among a module's parameters. Hidden states on a
+GPU are copied to the host, computed there and copied back (`nn/transfer.py`), unless the placement engine (`place/`)
+has taken over the store.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ktransformers.checkpoint import Encoded, ExpertChunk
 from ktransformers.checkpoint.sources import LayerSource
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
-from ktransformers.nn.distributed import active_ddp, follow
-from ktransformers.nn.mixed_lora import mixed_lora
+from ktransformers.nn.distributed import active_ddp, attach_to_ddp
+from ktransformers.nn.mixed_lora import current_mixed_lora
 from ktransformers.nn.operator import apply_experts, placed_for
-from ktransformers.nn.padding import without_padding
+from ktransformers.nn.padding import mask_padding
 from ktransformers.nn.peft_lora import read_lora
-from ktransformers.nn.placeholder import frozen_ghost
+from ktransformers.nn.placeholder import frozen_placeholder
 from ktransformers.nn.store import ExpertStore
 
 
@@ -40,21 +41,21 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
         if parameter.requires_grad:
             given = f"requires_grad on {name}"
             raise InputError(type(module).__name__, given, "packed experts to be frozen", "train LoRA on them instead")
-    top_k_index = without_padding(top_k_index)
+    top_k_index = mask_padding(top_k_index)
     lora = read_lora(module, module.kt_contract)
     if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
-        follow(ddp)
-    if (served := mixed_lora(module)) is not None:
+        attach_to_ddp(ddp)
+    if (mixed := current_mixed_lora(module)) is not None:
         placed = placed_for(store, hidden_states.device)
-        if placed is not None and served.factors:
-            return placed.several(hidden_states, top_k_index, top_k_weights, served)
+        if placed is not None and mixed.factors:
+            return placed.forward_mixed(hidden_states, top_k_index, top_k_weights, mixed)
         inputs = (hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu())
-        return store.forward(*inputs, adapter=served.rows, adapters=served.adapters).to(hidden_states.device)
+        return store.forward(*inputs, adapter=mixed.rows, adapters=mixed.adapters).to(hidden_states.device)
     return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora, training=module.training)
 
 
 def register() -> None:
-    """Make "kt" known to transformers; importing this module has done it already."""
+    """Register "kt" with transformers; importing this module does it."""
     ExpertsInterface.register(IMPLEMENTATION, experts_forward)
 
 
@@ -66,7 +67,7 @@ def new_store(
     precision: str = "bf16",
     formats: str | Mapping[str, str] = "bf16",
 ) -> ExpertStore:
-    """An empty store for experts of this kind."""
+    """An empty store for experts of this shape and gate."""
     shape, gate = contract.shape, contract.gate
     return ExpertStore(
         shape.num_experts,
@@ -91,19 +92,19 @@ def pack_layer(
     isa: str | None = None,
     precision: str = "bf16",
 ) -> ExpertStore:
-    """A store with the layer's experts in the formats that its files have."""
+    """A store with the layer's experts, in the formats of its files."""
     store = new_store(contract, pool=pool, isa=isa, precision=precision, formats=experts.formats)
-    for piece in experts.pieces():
-        pack_piece(store, contract, piece)
+    for chunk in experts.chunks():
+        pack_chunk(store, contract, chunk)
     return store
 
 
-def pack_piece(store: ExpertStore, contract: Contract, piece: ExpertChunk) -> None:
+def pack_chunk(store: ExpertStore, contract: Contract, chunk: ExpertChunk) -> None:
     store.pack(
-        **piece.tensors,  # type: ignore[arg-type]  # roles are the names of pack's arguments
-        transposed=piece.fused and contract.shape.transposed,
-        interleaved=piece.fused and contract.interleaved,
-        first_expert=piece.first_expert,
+        **chunk.tensors,  # type: ignore[arg-type]  # roles are the names of pack's arguments
+        transposed=chunk.fused and contract.shape.transposed,
+        interleaved=chunk.fused and contract.interleaved,
+        first_expert=chunk.first_expert,
     )
 
 
@@ -116,7 +117,7 @@ def pack_module(
     isa: str | None = None,
     precision: str = "bf16",
 ) -> ExpertStore:
-    """Pack the module's own parameters into `module.kt_store`; `free` lets go of them, otherwise they are frozen."""
+    """Pack the module's own parameters into `module.kt_store`. With `free` they are removed, otherwise frozen."""
     contract = read_contract(name, module)
     store = new_store(contract, pool=pool, isa=isa, precision=precision)
     parameters = {role: module.get_parameter(parameter) for role, parameter in contract.parameters().items()}
@@ -124,18 +125,18 @@ def pack_module(
         tensors: dict[str, Tensor | Encoded] = {
             role: tensor[expert].detach().cpu() for role, tensor in parameters.items()
         }
-        pack_piece(store, contract, ExpertChunk(expert, True, tensors))
+        pack_chunk(store, contract, ExpertChunk(expert, True, tensors))
     if free:
-        settle(module, contract, store, strip(module, contract))
+        attach_store(module, contract, store, remove_parameters(module, contract))
     else:
         for parameter in parameters.values():
             parameter.requires_grad_(False)
-        settle(module, contract, store, {})
+        attach_store(module, contract, store, {})
     return store
 
 
-def strip(module: nn.Module, contract: Contract) -> dict[str, torch.dtype]:
-    """Take the experts' parameters away; the dtypes of their matrices by name, for `settle`."""
+def remove_parameters(module: nn.Module, contract: Contract) -> dict[str, torch.dtype]:
+    """Remove the experts' parameters. Returns name -> dtype of the matrices, the argument of `attach_store`."""
     dtypes = {}
     for role, parameter in contract.parameters().items():
         if not role.endswith("_bias"):
@@ -144,18 +145,18 @@ def strip(module: nn.Module, contract: Contract) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def settle(module: nn.Module, contract: Contract, store: ExpertStore, ghosts: dict[str, torch.dtype]) -> None:
-    """Give the module its packed experts, and ghosts in place of the matrices that were stripped."""
+def attach_store(module: nn.Module, contract: Contract, store: ExpertStore, removed: dict[str, torch.dtype]) -> None:
+    """Give the module its packed experts, and placeholders for the matrices that `remove_parameters` removed."""
     shapes = contract.shape.fused()
     for role, parameter in contract.parameters().items():
-        if parameter in ghosts:
-            module.register_parameter(parameter, frozen_ghost(shapes[role], ghosts[parameter]))
+        if parameter in removed:
+            module.register_parameter(parameter, frozen_placeholder(shapes[role], removed[parameter]))
     module.kt_store, module.kt_contract = store, contract  # type: ignore[assignment]
 
 
-def select(model: PreTrainedModel) -> None:
-    """Let every expert layer of the model be computed by "kt"."""
-    with contextlib.suppress(ValueError):  # transformers 5.6 and older know their own names only
+def select_implementation(model: PreTrainedModel) -> None:
+    """Dispatch every expert layer of the model to "kt"."""
+    with contextlib.suppress(ValueError):  # transformers 5.6 and older accept only built-in names
         model.set_experts_implementation(IMPLEMENTATION)
     for module in expert_modules(model).values():
         config: Any = module.config

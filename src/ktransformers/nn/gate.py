@@ -1,9 +1,9 @@
-"""Which activation an experts module applies, found by asking it.
+"""Identifies the activation of an experts module by calling it.
 
-A module of transformers computes its gate in `_apply_gate` (or `act_fn` where there is no gate), and class names say
-nothing about it. So it is called with numbers in float64: f(g, u) for a gate g and an up u. The answers at a few points
-give the clamp and the slope, then the whole formula must agree on a grid; a module that fits no formula of ours is
-refused with what was seen.
+A module of transformers computes its gate in `_apply_gate` (or `act_fn` without a gate), and its class name does not
+say which formula that is. So the function is evaluated in float64: f(g, u) for a gate g and an up u. A few points give
+the clamp and the slope, then the candidate formula must agree on a grid. A module that matches no formula of the
+kernels is refused with sample values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.nn.reference import ACTIVATIONS
 
-HUGE = 1e30  # far beyond any clamp, and still a float32: some modules compute their gate in it
-TINY = 1e-3
-# Kernels of activations that modules bring along may compute in float32.
-TOLERANCE = 1e-5
-# Always said: while transformers builds a model, tensors are on the meta device and in the model's dtype by default.
+BEYOND_CLAMP = 1e30  # within the range of float32, in which some modules compute their gate
+SLOPE_STEP = 1e-3
+TOLERANCE = 1e-5  # activation kernels of some modules compute in float32
+# Always explicit: while transformers builds a model, tensors default to the meta device and to the model's dtype.
 EXACT: Any = {"dtype": torch.float64, "device": "cpu"}
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +35,7 @@ class Gate:
     alpha: float = 0.0
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What the kernels compute."""
+        """The formula of the kernels."""
         if self.limit > 0:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.activation == "swiglu_oai":
@@ -45,7 +44,7 @@ class Gate:
 
 
 def probe_gate(name: str, apply_gate: Callable[[Tensor], Tensor], interleaved: bool) -> Gate:
-    """The gate of `[rows, 2n]` columns, halves side by side or in turns."""
+    """The gate of a function on `[rows, 2n]`: n columns of gate and n of up, concatenated or interleaved."""
 
     def function(gate: Tensor, up: Tensor) -> Tensor:
         columns = torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
@@ -55,46 +54,47 @@ def probe_gate(name: str, apply_gate: Callable[[Tensor], Tensor], interleaved: b
     gate, up = (axis.contiguous() for axis in torch.meshgrid(grid, grid, indexing="ij"))
     try:
         candidates = _candidates(function)
-        seen = function(gate, up)
+        values = function(gate, up)
     except Exception as error:
-        raise InputError(name, f"a gate that cannot be asked ({error})", _known()) from error
+        raise InputError(name, f"a gate that cannot be evaluated ({error})", _supported()) from error
     for candidate in candidates:
-        if seen.shape == gate.shape and torch.allclose(seen, candidate(gate, up), rtol=TOLERANCE, atol=TOLERANCE):
+        if values.shape == gate.shape and torch.allclose(values, candidate(gate, up), rtol=TOLERANCE, atol=TOLERANCE):
             return candidate
-    samples = ", ".join(f"f({g:g}, {u:g}) = {_at(function, g, u):.6g}" for g, u in ((1, 1), (-1, 1), (1, 0), (9, 9)))
-    raise InputError(name, f"an unknown gate with {samples}", _known())
+    points = ((1, 1), (-1, 1), (1, 0), (9, 9))
+    samples = ", ".join(f"f({g:g}, {u:g}) = {_evaluate(function, g, u):.6g}" for g, u in points)
+    raise InputError(name, f"an unknown gate with {samples}", _supported())
 
 
 def probe_activation(name: str, act_fn: Callable[[Tensor], Tensor]) -> Gate:
     """The activation of experts without a gate."""
     grid = torch.linspace(-12, 12, 241, **EXACT)[None]
     try:
-        seen = act_fn(grid).double()
+        values = act_fn(grid).double()
     except Exception as error:
-        raise InputError(name, f"an activation that cannot be asked ({error})", _known()) from error
+        raise InputError(name, f"an activation that cannot be evaluated ({error})", _supported()) from error
     for activation, function in ACTIVATIONS.items():
-        if torch.allclose(seen, function(grid), rtol=TOLERANCE, atol=TOLERANCE):
+        if torch.allclose(values, function(grid), rtol=TOLERANCE, atol=TOLERANCE):
             return Gate(activation)
     samples = ", ".join(f"f({x:g}) = {float(act_fn(torch.tensor([[x]], **EXACT))):.6g}" for x in (-1.0, 0.5, 1.0))
-    raise InputError(name, f"an unknown activation with {samples}", _known())
+    raise InputError(name, f"an unknown activation with {samples}", _supported())
 
 
-def _known() -> str:
+def _supported() -> str:
     return "one of " + ", ".join([*ACTIVATIONS, "swiglu_oai"])
 
 
-def _at(function: Function, gate: float, up: float) -> float:
+def _evaluate(function: Function, gate: float, up: float) -> float:
     return float(function(torch.tensor([[gate]], **EXACT), torch.tensor([[up]], **EXACT)))
 
 
 def _candidates(function: Function) -> list[Gate]:
-    """What the module may be, by its values at g = 1: linear in u up to a clamp, through zero or through u = -1."""
-    at_zero = _at(function, 1.0, 0.0)
-    slope = (_at(function, 1.0, TINY) - at_zero) / TINY
+    """Formulas that fit the values at g = 1, where f is linear in u up to a clamp: zero at u = 0, or at u = -1."""
+    at_zero = _evaluate(function, 1.0, 0.0)
+    slope = (_evaluate(function, 1.0, SLOPE_STEP) - at_zero) / SLOPE_STEP
     if not slope > 0 or not math.isfinite(slope):
         return []
-    reach = (_at(function, 1.0, HUGE) - at_zero) / slope
-    limit = float(f"{reach:.9g}") if reach < HUGE / 2 else 0.0
+    clamp = (_evaluate(function, 1.0, BEYOND_CLAMP) - at_zero) / slope
+    limit = float(f"{clamp:.9g}") if clamp < BEYOND_CLAMP / 2 else 0.0
     if abs(at_zero) < TOLERANCE * slope:
         return [Gate(activation, limit) for activation in ACTIVATIONS]
     inner = min(1.0, limit) if limit else 1.0

@@ -1,14 +1,14 @@
-"""Linear layers of a model on the CPU for the few rows that decoding has: weights are read once, as they lie.
+"""Small-batch matrix products (GEMV) for the bf16 linear layers of a model on the CPU: weights are read once, unpacked.
 
-torch hands a product of one row to a library that sorts the whole weight into blocks first, and memory is all that
-decoding waits for. `hasten` gives the large bf16 layers of a model another `forward`: without gradients and for as many
-rows as the core takes at once (8 to 32, by CPU) it is the core's own product, otherwise torch's as before. A row's
-result does not depend on the rows beside it; where torch takes over it changes by a rounding.
+For a product of one row torch calls a library that first repacks the whole weight into blocks, although decoding is
+bound by memory bandwidth. `patch_linears` replaces the `forward` of large bf16 layers: without gradients and for up to
+as many rows as the core's kernel takes (8 to 32, by CPU) it calls that kernel, otherwise torch. A row's result does not
+depend on the other rows of its batch; between the kernel and torch it differs by rounding.
 
-Layers of one module that are given the same rows, as q, k and v are, become one call of the core (`Siblings`).
+Layers of one module with the same input, such as q, k and v, become one call of the core (`SharedInputLinears`).
 
-Routers and their like are no `nn.Linear`: they call `F.linear` with a parameter of their own. Their parameter becomes a
-`Weight`, which is asked by torch itself whenever it takes part in something, and answers for that one function.
+Routers are not an `nn.Linear`: they call `F.linear` with a parameter of their own. That parameter becomes a
+`GemvParameter`, a subclass that intercepts `F.linear` through `__torch_function__`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.nn.pool import default_pool
 
-LEAST = 1 << 15  # weights: a smaller layer is not worth waking threads for
-COLUMNS = 32  # K is a multiple of
+MIN_WEIGHTS = 1 << 15  # elements; a smaller product takes less time than waking the threads
+COLUMN_MULTIPLE = 32  # K must be a multiple of it
 
 
-class Weight(nn.Parameter):
-    """To everything but `F.linear` a parameter like any other."""
+class GemvParameter(nn.Parameter):
+    """An ordinary parameter except in `F.linear`."""
 
     pool: _core.Pool | None = None
 
@@ -43,78 +43,82 @@ class Weight(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.linear and not kwargs and isinstance(args[1], cls) and _takes(args[0]):
+            if func is F.linear and not kwargs and isinstance(args[1], cls) and _is_small_batch(args[0]):
                 x, weight, *bias = args
                 return _products(weight.pool, x, [weight], bias or [None])[0]
             return func(*args, **(kwargs or {}))
 
 
-class Siblings:
-    """Linear layers of one module. Which of them are given the same tensor, one after the other, is seen at the first
-    time; from then on the first one's call computes all of them, and the others find their share. Who is not asked the
-    next time is left out again. The tensor must not be changed in between, which inference mode could not tell; a
-    family that does so differs from the stock model when a server compares the two."""
+class SharedInputLinears:
+    """Linear layers of one module. The first pass records which of them are called with the same tensor in sequence;
+    from then on the call of the first one computes all of them, and the others return their cached output. A layer
+    whose cached output is not used is removed from its group. The tensor must not be modified between the calls, which
+    inference mode cannot detect; a model family that does so shows a difference when a server compares it with the
+    stock model."""
 
     def __init__(self, pool: _core.Pool | None) -> None:
         self._pool = pool
-        self._x: Tensor | None = None  # what was multiplied last; held, so that no other tensor can be taken for it
-        self._first: nn.Linear | None = None  # by whom
+        self._input: Tensor | None = None  # of the last product; referenced, so that its id is not reused
+        self._leader: nn.Linear | None = None  # the layer that multiplied it first
         self._followers: dict[nn.Linear | None, list[nn.Linear]] = {}
-        self._ready: dict[nn.Linear, Tensor] = {}
+        self._outputs: dict[nn.Linear, Tensor] = {}  # computed with the leader's, not yet returned
 
     def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
-        if not _takes(x):
+        if not _is_small_batch(x):
             return F.linear(x, module.weight, module.bias)
-        if x is self._x and module is not self._first:
-            found = self._ready.pop(module, None)
-            if found is not None:
-                return found
-            if module not in self._followers[self._first]:
-                self._followers[self._first].append(module)
+        if x is self._input and module is not self._leader:
+            output = self._outputs.pop(module, None)
+            if output is not None:
+                return output
+            if module not in self._followers[self._leader]:
+                self._followers[self._leader].append(module)
             return _products(self._pool, x, [module.weight], [module.bias])[0]
-        for unasked in self._ready:
-            self._followers[self._first].remove(unasked)
-        self._x, self._first = x, module
-        asked = [module, *self._followers.setdefault(module, [])]
-        out, *rest = _products(self._pool, x, [one.weight for one in asked], [one.bias for one in asked])
-        self._ready = dict(zip(asked[1:], rest, strict=True))
-        return out
+        for unused in self._outputs:
+            self._followers[self._leader].remove(unused)
+        self._input, self._leader = x, module
+        group = [module, *self._followers.setdefault(module, [])]
+        first, *others = _products(
+            self._pool, x, [linear.weight for linear in group], [linear.bias for linear in group]
+        )
+        self._outputs = dict(zip(group[1:], others, strict=True))
+        return first
 
 
-def hasten(model: nn.Module, pool: _core.Pool | None = None) -> int:
-    """Of how many layers; those of other types, dtypes or devices stay as they are."""
-    found = 0
-    owners = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+def patch_linears(model: nn.Module, pool: _core.Pool | None = None) -> int:
+    """Replace the forward of every suitable layer; returns how many. Layers of other types, dtypes or devices are
+    unchanged."""
+    patched = 0
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
-        siblings = Siblings(pool)
+        siblings = SharedInputLinears(pool)
         for child in module.children():
             if type(child) is nn.Linear and not isinstance(child.forward, functools.partial) and _fits(child.weight):
                 child.forward = functools.partial(siblings.forward, child)  # type: ignore[method-assign]
-                found += 1
+                patched += 1
         if type(module).__module__.startswith("torch."):
             continue
-        for name, one in list(module.named_parameters(recurse=False)):
-            if type(one) is nn.Parameter and owners[id(one)] == 1 and _fits(one):
-                weight = Weight(one.data, one.requires_grad)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if type(parameter) is nn.Parameter and owners[id(parameter)] == 1 and _fits(parameter):
+                weight = GemvParameter(parameter.data, parameter.requires_grad)
                 weight.pool = pool
                 module.register_parameter(name, weight)
-                found += 1
-    return found
+                patched += 1
+    return patched
 
 
 def _fits(weight: Tensor) -> bool:
     plain = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous()
-    return plain and weight.dim() == 2 and weight.numel() >= LEAST and weight.shape[1] % COLUMNS == 0
+    return plain and weight.dim() == 2 and weight.numel() >= MIN_WEIGHTS and weight.shape[1] % COLUMN_MULTIPLE == 0
 
 
-def _takes(x: Tensor) -> bool:
+def _is_small_batch(x: Tensor) -> bool:
     if x.dtype != torch.bfloat16 or torch.is_grad_enabled() or not x.is_cpu:
         return False
-    return 0 < x.numel() <= _core_rows() * x.shape[-1]
+    return 0 < x.numel() <= _max_gemv_rows() * x.shape[-1]
 
 
 @functools.cache
-def _core_rows() -> int:
+def _max_gemv_rows() -> int:
     return _core.linear_rows()
 
 

@@ -1,10 +1,9 @@
-"""`load_model`: a stock transformers model from a local directory, its experts in stores instead of parameters.
+"""`load_model`: a stock transformers model from a local directory, with its experts in stores instead of parameters.
 
-Everything but the experts is the business of stock `from_pretrained`: the class, conversion of names, dtypes, tied
-weights, buffers that are computed rather than loaded. `nn/quantizer.py` takes the experts out of it. A release whose
-other weights are quantised too, or that is no safetensors at all, reaches `from_pretrained` as a dictionary of tensors
-that are decoded to bf16 one by one, when each is asked for. What stock only warns about, a tensor that is missing and
-would be left random, is an error here.
+Stock `from_pretrained` loads everything but the experts: it chooses the class, renames tensors, casts dtypes, ties
+weights and computes buffers. `nn/quantizer.py` removes the experts from it. If the other weights are quantised too, or
+the checkpoint is not safetensors, `from_pretrained` gets a dictionary of lazy tensors, each dequantised to bf16 when
+transformers indexes it. A missing tensor, which stock transformers initialises randomly with a warning, is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
-from ktransformers.nn.prepare import METHOD, config_file, in_stock_terms, read_config, take_quantisation
+from ktransformers.nn.prepare import QUANT_METHOD, config_file, read_config, split_quantisation, to_stock_config
 from ktransformers.nn.quantizer import KTConfig, Progress
 
 
@@ -49,34 +48,34 @@ def load_model(
     pages: str = "lazy",
     verify: bool = False,
 ) -> PreTrainedModel:
-    """The model in `path`, ready to run: experts in host memory, the rest in `dtype` on `device` (None: the CPU).
+    """The model in `path`, ready to run: experts in host memory, other weights in `dtype` on `device` (None: the CPU).
 
-    `path` is a model's directory or a GGUF file; `experts` names another place that the experts are to come from: a
-    GGUF file, a packed directory, what kt-kernel's converter has written, another release of the same model.
-    `precision` is that of the experts: "bf16", or "f32" and "f64", which compute with the numbers of the files
-    unrounded. `progress(done, layers)` is called after each layer of experts. Of a packed directory, `pages` says when
-    its pages come ("lazy", "prefault" or "lock"), and `verify` computes its checksums first.
+    `path` is a model's directory or a GGUF file. `experts` names another source of the experts: a GGUF file, a packed
+    directory, the output of kt-kernel's converter, another release of the same model. `precision` is that of the
+    experts: "bf16", or "f32" and "f64", which compute with the unrounded values of the files. `progress(done, layers)`
+    is called after each expert layer. For a packed directory `pages` says when its pages are read ("lazy", "prefault"
+    or "lock"), and `verify` checks its checksums first.
     """
     path = Path(path)
-    told = read_told(path)
-    source = open_source(path, told.rest)  # a broken download is said before anything is built
-    given = None if experts is None else Path(experts)
-    packed = given is not None and is_packed(given)
-    weights = _experts(told, None if packed else given)
-    asked = KTConfig(isa=isa, pool=pool, progress=progress, precision=precision, source=told.rest, weights=weights)
-    asked.pages, asked.verify, asked.packed_at = pages, verify, given if packed else None
+    facts = read_checkpoint_facts(path)
+    source = open_source(path, facts.rest)  # reports a broken download before anything is built
+    experts_path = None if experts is None else Path(experts)
+    packed = experts_path is not None and is_packed(experts_path)
+    weights = open_expert_source(facts, None if packed else experts_path)
+    quantizer = KTConfig(isa=isa, pool=pool, progress=progress, precision=precision, source=facts.rest, weights=weights)
+    quantizer.pages, quantizer.verify, quantizer.packed_directory = pages, verify, experts_path if packed else None
     options: dict[str, Any] = {
-        "config": _config(path),
+        "config": load_config(path),
         "dtype": dtype,
         "device_map": None if device is None else {"": torch.device(device)},
         "output_loading_info": True,
     }
     if source.quantised:
-        asked.weights = weights or source
-        model, info = _from_tensors(path, source, asked, options)
+        quantizer.weights = weights or source
+        model, info = _from_tensors(path, source, quantizer, options)
     else:
         auto: Any = AutoModelForCausalLM if _is_causal(options["config"]) else AutoModelForImageTextToText
-        model, info = auto.from_pretrained(path, quantization_config=asked, **options)
+        model, info = auto.from_pretrained(path, quantization_config=quantizer, **options)
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")
@@ -86,56 +85,58 @@ def load_model(
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What config.json says of the weights: how those in its directory are quantised, and where the experts are if not
-    there."""
+    """How config.json describes the weights."""
 
-    rest: dict[str, Any] | None = None
-    experts: Path | None = None
-    experts_quantised: dict[str, Any] | None = None
+    rest: dict[str, Any] | None = None  # quantisation of the weights in its directory
+    experts: Path | None = None  # path of the experts, if they are elsewhere
+    experts_quantised: dict[str, Any] | None = None  # quantisation of those
 
 
-def read_told(path: Path) -> CheckpointFacts:
+def read_checkpoint_facts(path: Path) -> CheckpointFacts:
+    """From config.json; empty if there is none. A quantisation method that cannot be read is refused."""
     file = config_file(path)
     if file is None:
         return CheckpointFacts()
-    _, words = take_quantisation(read_config(file.parent))
-    if words is None or words.get("quant_method") != METHOD:
-        accept(str(file), words)
-        return CheckpointFacts(words)
-    if words.get("experts") is None:  # what is prepared without copies, or packed
-        accept(str(file), words.get("source"))
-        return CheckpointFacts(words.get("source"))
-    return CheckpointFacts(None, Path(words["experts"]), words.get("source"))
+    _, quantisation = split_quantisation(read_config(file.parent))
+    if quantisation is None or quantisation.get("quant_method") != QUANT_METHOD:
+        accept(str(file), quantisation)
+        return CheckpointFacts(quantisation)
+    if quantisation.get("experts") is None:  # a directory that was prepared without copies, or a packed one
+        accept(str(file), quantisation.get("source"))
+        return CheckpointFacts(quantisation.get("source"))
+    return CheckpointFacts(None, Path(quantisation["experts"]), quantisation.get("source"))
 
 
-def _experts(told: CheckpointFacts, given: Path | None) -> Source | None:
-    """Opened, where they are not beside the rest; what the caller names counts."""
-    if given is not None:
-        there = read_told(given)
-        return _experts(there, None) or open_source(given, there.rest)
-    return None if told.experts is None else open_source(told.experts, told.experts_quantised)
+def open_expert_source(facts: CheckpointFacts, experts: Path | None) -> Source | None:
+    """The source of the experts: `experts` if the caller names one, else the path in config.json; None: they are in the
+    model's own directory."""
+    if experts is not None:
+        expert_facts = read_checkpoint_facts(experts)
+        return open_expert_source(expert_facts, None) or open_source(experts, expert_facts.rest)
+    return None if facts.experts is None else open_source(facts.experts, facts.experts_quantised)
 
 
-def _config(path: Path) -> PreTrainedConfig:
+def load_config(path: Path) -> PreTrainedConfig:
+    """The model's configuration as stock transformers reads it, without quantisation."""
     file = config_file(path)
     if file is None:
-        carried = open_source(path).config()
-        if carried is None:
+        embedded = open_source(path).config()
+        if embedded is None:
             raise InputError(
                 str(path), "experts alone", "a model", "pass them as `experts` beside the model's directory"
             )
-        made: PreTrainedConfig = AutoConfig.for_model(carried.pop("model_type"), **carried)
-        return made
-    read_told(path)
-    left, _ = take_quantisation(read_config(file.parent))
-    words = in_stock_terms(left)
-    if words.get("model_type") != left.get("model_type"):
-        same: PreTrainedConfig = AutoConfig.for_model(words.pop("model_type"), **words)
-        return same
+        from_weights: PreTrainedConfig = AutoConfig.for_model(embedded.pop("model_type"), **embedded)
+        return from_weights
+    read_checkpoint_facts(path)
+    released, _ = split_quantisation(read_config(file.parent))
+    stock = to_stock_config(released)
+    if stock.get("model_type") != released.get("model_type"):
+        equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
+        return equivalent
     config: PreTrainedConfig = AutoConfig.from_pretrained(file.parent)
-    for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "quantization_config", None) is not None:
-            del part.quantization_config
+    for section in (config, config.get_text_config(decoder=True)):
+        if getattr(section, "quantization_config", None) is not None:
+            del section.quantization_config
     return config
 
 
@@ -145,7 +146,7 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor as transformers takes it from a file: decoded when it is indexed."""
+    """A tensor with the interface of a safetensors slice, dequantised when transformers indexes it."""
 
     tensor: PlainTensor
 
@@ -159,12 +160,16 @@ class LazyTensor:
         return self.tensor.read()
 
 
-def _from_tensors(path: Path, source: Source, asked: KTConfig, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """`from_pretrained` of a dictionary; what it then does not find beside the weights is read here."""
+def _from_tensors(
+    path: Path, source: Source, quantizer: KTConfig, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """`from_pretrained` with a state dict. It has no directory then, so generation_config.json is read here."""
     config = options["config"]
-    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING if _is_causal(config) else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING if _is_causal(config) else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     tensors = {tensor.name: LazyTensor(tensor) for tensor in source.rest()}
-    model, info = kinds[type(config)].from_pretrained(None, state_dict=tensors, quantization_config=asked, **options)
+    model, info = classes[type(config)].from_pretrained(
+        None, state_dict=tensors, quantization_config=quantizer, **options
+    )
     directory = path if path.is_dir() else path.parent
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)

@@ -1,10 +1,10 @@
-"""What the operator needs to know of the LoRA of one layer of experts: up to four low-rank factors, each for all of its
-experts at once (`a` [E, r, in], `b` [E, out, r]), any strides, in host memory.
+"""The LoRA of one expert layer as the operator takes it: up to four low-rank factors, each for all experts at once
+(`a` [E, r, in], `b` [E, out, r]), with any strides, in host memory.
 
-The surprising decision: nothing here is a parameter or a module. The factors are views of whatever holds the trained
-tensors, so that gradients flow to them and no adapter framework needs to know of the operator. Whether they changed
-since they were packed is told by the tensors' version, which torch's fused optimisers forget to count; so it is counted
-for them, after every step of any optimiser.
+Nothing here is a parameter or a module: the factors are views of the tensors that an adapter framework trains, so
+gradients flow to those and the framework needs no knowledge of the operator. Factors are packed again when the version
+counter of a tensor has changed. torch's fused optimisers do not increment it, so an optimiser hook does, after every
+step of any optimiser.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Factor:
 
 @dataclass(frozen=True)
 class ExpertLora:
-    """The LoRA of one layer of experts; each factor may be None.
+    """The LoRA of one expert layer; each factor may be None.
 
-    `gate_up` holds gate's rows first, then up's, as one factor with a shared A (b [E, 2I, r]); or `gate` and `up` stand
-    apart (b [E, I, r]), where the same tensor object as `a` in both is a shared A too. Experts without a gate use `up`.
-    `down` has b [E, H, r]. `dropout` is the share of the LoRA input's elements that training drops.
+    `gate_up` is one factor with a shared A whose B has gate's rows before up's (b [E, 2I, r]). Alternatively `gate` and
+    `up` are separate (b [E, I, r]); the same tensor object as `a` in both is a shared A too. Experts without a gate use
+    `up`. `down` has b [E, H, r]. `dropout` is the probability with which training drops an element of LoRA's input.
     """
 
     gate_up: Factor | None = None
@@ -42,9 +42,9 @@ class ExpertLora:
     dropout: float = 0.0
 
 
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
+def _increment_versions(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         increment_version([parameter for parameter in group["params"] if parameter.device.type == "cpu"])
 
 
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(_increment_versions)

@@ -1,9 +1,9 @@
-"""LoRA factors on their way into the core: named tensors, packed for one store, packed again when they have changed.
+"""LoRA factors packed for the native core: tensors by role, cached per store, packed again when they have changed.
 
-Roles: `gate_a`, `up_a`, `down_a` [E, r, in]; `gate_b`, `up_b`, `down_b` [E, out, r]; `gate_up_b` [E, 2I, r] is gate's
-rows before up's. Where `up_a` is absent, up shares gate's A. The surprising decision: what was packed is known by the
-memory, strides and version of its tensors, and the tensors are kept, so that an address cannot come to mean another
-tensor. Whoever writes through `.data` escapes the version count, as he escapes autograd's.
+Roles: `gate_a`, `up_a`, `down_a` [E, r, in]; `gate_b`, `up_b`, `down_b` [E, out, r]; `gate_up_b` [E, 2I, r] has gate's
+rows before up's. If `up_a` is absent, up shares gate's A. The cache key is the address, shape, strides and dtype of the
+tensors, and an entry holds references to them, because a freed address could be reused by another tensor. A changed
+version counter invalidates the packed copy; a write through `.data` does not increment it, as in autograd.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ktransformers.nn import buffer_pool
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.store import ExpertStore
 
-KEPT = 4  # packed adapters that a store remembers: those of one step, and a few that alternate
+MAX_PACKED_ADAPTERS = 4  # cached per store: the adapter of a training step, and a few that alternate
 
 
 @dataclass(frozen=True)
@@ -36,40 +36,40 @@ class LoraFactors:
     tensors: tuple[Tensor, ...]
     scales: tuple[float, float, float]
 
-    def halves(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Tensors in the places of `self.tensors` by the core's roles: `gate_up_b` is cut into views."""
-        found = dict(zip(self.roles, tensors, strict=True))
-        fused = found.pop("gate_up_b", None)
+    def by_core_role(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Role of the core -> tensor, for tensors in the order of `self.tensors`; `gate_up_b` is split into views."""
+        by_role = dict(zip(self.roles, tensors, strict=True))
+        fused = by_role.pop("gate_up_b", None)
         if fused is not None:
             half = fused.shape[1] // 2
-            found |= {"gate_b": fused[:, :half], "up_b": fused[:, half:]}
-        return found
+            by_role |= {"gate_b": fused[:, :half], "up_b": fused[:, half:]}
+        return by_role
 
 
 CORE_ROLES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 
 
 def factors_of(lora: ExpertLora) -> LoraFactors:
-    """By role. A shared A appears once."""
-    found: dict[str, Tensor] = {}
+    """The factors' tensors by role. A shared A appears once."""
+    by_role: dict[str, Tensor] = {}
     gate, up, down, fused = lora.gate, lora.up, lora.down, lora.gate_up
     if fused is not None:
         if gate is not None or up is not None:
             raise InputError("lora", "gate_up beside gate or up", "gate_up, or gate and up")
-        found |= {"gate_a": fused.a, "gate_up_b": fused.b}
+        by_role |= {"gate_a": fused.a, "gate_up_b": fused.b}
         gate = up = fused
     else:
         if gate is not None:
-            found |= {"gate_a": gate.a, "gate_b": gate.b}
+            by_role |= {"gate_a": gate.a, "gate_b": gate.b}
         if up is not None:
             if gate is None or up.a is not gate.a:
-                found["up_a"] = up.a
-            found["up_b"] = up.b
+                by_role["up_a"] = up.a
+            by_role["up_b"] = up.b
     if down is not None:
-        found |= {"down_a": down.a, "down_b": down.b}
-    if not found:
+        by_role |= {"down_a": down.a, "down_b": down.b}
+    if not by_role:
         raise InputError("lora", "no factor", "at least one of gate_up, gate, up and down")
-    return LoraFactors(tuple(found), tuple(found.values()), (_scale(gate), _scale(up), _scale(down)))
+    return LoraFactors(tuple(by_role), tuple(by_role.values()), (_scale(gate), _scale(up), _scale(down)))
 
 
 def _scale(factor: Factor | None) -> float:
@@ -81,17 +81,17 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @dataclass
-class _Packed:
+class _PackedAdapter:
     adapter: _core.Adapter
-    factors: LoraFactors  # detached; they keep the memory from being given to others
-    versions: tuple[int, ...] | None = None  # None: not packed yet, or not known
+    factors: LoraFactors  # detached; these references keep their memory from being reused
+    versions: tuple[int, ...] | None = None  # None: not packed yet, or inference tensors
 
-    def renew(self) -> None:
-        """Packs, if there is something new. Versions are read first: a change meanwhile is found the next time."""
+    def pack_if_changed(self) -> None:
+        """Versions are read before packing, so a write during packing is detected by the next call."""
         versions = _versions(self.factors)
         if versions is not None and self.versions == versions:
             return
-        views = self.factors.halves(self.factors.tensors)
+        views = self.factors.by_core_role(self.factors.tensors)
         gate, up, down = self.factors.scales
         self.adapter.pack(
             views.get("gate_a"),
@@ -108,46 +108,47 @@ class _Packed:
 
 
 class _PackedCache:
-    """What a store has packed, the last used last; one thread at a time packs."""
+    """LRU cache of a store's packed adapters, least recently used first. The lock is held while packing."""
 
     def __init__(self) -> None:
-        self.known: OrderedDict[tuple[Any, ...], _Packed] = OrderedDict()
+        self.entries: OrderedDict[tuple[Any, ...], _PackedAdapter] = OrderedDict()
         self.lock = threading.Lock()
 
 
-_shelves: weakref.WeakKeyDictionary[ExpertStore, _PackedCache] = weakref.WeakKeyDictionary()
+_caches: weakref.WeakKeyDictionary[ExpertStore, _PackedCache] = weakref.WeakKeyDictionary()
 
 
-def packed(store: ExpertStore, factors: LoraFactors) -> _core.Adapter:
-    """The factors as the core reads them; packed only if they are new or have changed."""
-    shelf = _shelves.setdefault(store, _PackedCache())
+def packed_adapter(store: ExpertStore, factors: LoraFactors) -> _core.Adapter:
+    """The factors in the core's layout; packed only if they are not cached or have changed."""
+    cache = _caches.setdefault(store, _PackedCache())
     key = _key(factors)
-    with shelf.lock:
-        entry = shelf.known.get(key)
+    with cache.lock:
+        entry = cache.entries.get(key)
         if entry is None:
-            mine = replace(factors, tensors=tuple(tensor.detach() for tensor in factors.tensors))
-            entry = shelf.known[key] = _Packed(_new_adapter(store, mine.halves(mine.tensors)), mine)
-            while len(shelf.known) > KEPT:
-                shelf.known.popitem(last=False)
-        shelf.known.move_to_end(key)
-        entry.renew()
+            detached = replace(factors, tensors=tuple(tensor.detach() for tensor in factors.tensors))
+            adapter = _new_adapter(store, detached.by_core_role(detached.tensors))
+            entry = cache.entries[key] = _PackedAdapter(adapter, detached)
+            while len(cache.entries) > MAX_PACKED_ADAPTERS:
+                cache.entries.popitem(last=False)
+        cache.entries.move_to_end(key)
+        entry.pack_if_changed()
     return entry.adapter
 
 
-def pack_again(store: ExpertStore) -> None:
-    """What was last asked for, if it has changed since then; of inference tensors nobody knows."""
-    shelf = _shelves.get(store)
-    if shelf is not None:
-        with shelf.lock:
-            last = next(reversed(shelf.known.values()), None)
+def repack_last(store: ExpertStore) -> None:
+    """Pack the most recently used adapter if it has changed. Inference tensors have no version and are skipped."""
+    cache = _caches.get(store)
+    if cache is not None:
+        with cache.lock:
+            last = next(reversed(cache.entries.values()), None)
             if last is not None and _versions(last.factors) is not None:
-                last.renew()
+                last.pack_if_changed()
 
 
-def is_packed(store: ExpertStore, factors: LoraFactors) -> bool:
-    """Whether `packed` would have nothing to do."""
-    shelf = _shelves.get(store)
-    entry = None if shelf is None else shelf.known.get(_key(factors))
+def is_adapter_packed(store: ExpertStore, factors: LoraFactors) -> bool:
+    """Whether `packed_adapter` would return a cached adapter without packing."""
+    cache = _caches.get(store)
+    entry = None if cache is None else cache.entries.get(_key(factors))
     return entry is not None and entry.versions is not None and entry.versions == _versions(factors)
 
 
@@ -156,7 +157,7 @@ def _key(factors: LoraFactors) -> tuple[Any, ...]:
 
 
 def _versions(factors: LoraFactors) -> tuple[int, ...] | None:
-    """None: inference tensors count none, so they are packed every time."""
+    """None for inference tensors, which have no version counter and are packed at every call."""
     if any(tensor.is_inference() for tensor in factors.tensors):
         return None
     return tuple(tensor._version for tensor in factors.tensors)
@@ -175,28 +176,29 @@ def _new_adapter(store: ExpertStore, views: dict[str, Tensor]) -> _core.Adapter:
     return store.new_adapter(rank("gate_b"), rank("up_b"), rank("down_b"), shared=shared)
 
 
-def gradients_like(factors: LoraFactors, pinned: bool = False) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-    """New tensors for the gradients, in the places of `factors.tensors`, and the same memory in the core's order."""
+def empty_gradients(factors: LoraFactors, pinned: bool = False) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+    """Uninitialised tensors for the gradients, in the order of `factors.tensors`, and views of them in the order of
+    `CORE_ROLES`."""
     empty = functools.partial(torch.empty, pin_memory=True) if pinned else buffer_pool.empty
-    made = [empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
-    views = factors.halves(made)
-    return made, tuple(views.get(role) for role in CORE_ROLES)
+    grads = [empty(tensor.shape, dtype=tensor.dtype) for tensor in factors.tensors]
+    views = factors.by_core_role(grads)
+    return grads, tuple(views.get(role) for role in CORE_ROLES)
 
 
 def experts_innermost(tensor: Tensor) -> bool:
-    """`[E, out, r]` that lies as `[out, r, E]`."""
+    """Whether a tensor `[E, out, r]` is stored as `[out, r, E]`."""
     return tensor.shape[0] > 1 and tensor[0].numel() > 1 and tensor.permute(1, 2, 0).is_contiguous()
 
 
-def turned(store: ExpertStore, factors: LoraFactors, grads: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients with the strides of their factors. PEFT's B has the experts innermost, and autograd would turn its
-    gradient by one thread, in the worst order for a cache."""
-    found = []
+def match_factor_strides(store: ExpertStore, factors: LoraFactors, grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients with the strides of their factors. PEFT's B has the experts innermost, and autograd would transpose
+    its gradient in one thread with strided, cache-missing accesses."""
+    strided = []
     for tensor, grad in zip(factors.tensors, grads, strict=True):
         if experts_innermost(tensor):
             experts = tensor.shape[0]
-            laid = buffer_pool.empty((*tensor.shape[1:], experts), tensor.dtype)
-            store.transpose(grad.view(experts, -1), laid.view(-1, experts))
-            grad = laid.permute(2, 0, 1)
-        found.append(grad)
-    return found
+            transposed = buffer_pool.empty((*tensor.shape[1:], experts), tensor.dtype)
+            store.transpose(grad.view(experts, -1), transposed.view(-1, experts))
+            grad = transposed.permute(2, 0, 1)
+        strided.append(grad)
+    return strided

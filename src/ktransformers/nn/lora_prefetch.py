@@ -1,8 +1,9 @@
-"""LoRA factors packed before they are asked for: those of the layer that came next the last time.
+"""Prefetch of LoRA packing: after a layer has run, a background thread packs the factors of the layer that follows.
 
-An optimiser changes every layer's factors, so a step packs each layer's anew, milliseconds that its experts would wait
-for. Where attention is on a GPU the CPU has nothing to do between two layers, and a thread of its own packs then. Who
-asks while it does waits for the end of it and packs nothing twice (`nn/lora_factors.py`).
+An optimiser step changes every layer's factors, so every training step packs each layer's factors again, milliseconds
+for which its experts would wait. With attention on a GPU the CPU is idle between two layers, and packing then costs no
+time. The following layer is the one that followed in the previous pass. A forward pass that needs factors which are
+being packed waits on the cache's lock and does not pack them twice (`nn/lora_factors.py`).
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from ktransformers.nn.lora_factors import pack_again
-from ktransformers.nn.pool import beside_the_pool
+from ktransformers.nn.lora_factors import repack_last
+from ktransformers.nn.pool import avoid_pool_cpus
 from ktransformers.nn.store import ExpertStore
 
 
 class LoraPrefetch:
-    """One walk over layers, again and again. Without a `worker` of somebody's it has one of its own."""
+    """Learns the order of layers from the forward passes. Without a `worker` it starts a thread of its own."""
 
     def __init__(self, worker: Executor | None = None) -> None:
         self._worker = worker
-        self._before: weakref.ReferenceType[ExpertStore] | None = None
-        self._after: weakref.WeakKeyDictionary[ExpertStore, weakref.ReferenceType[ExpertStore]]
-        self._after = weakref.WeakKeyDictionary()
+        self._previous: weakref.ReferenceType[ExpertStore] | None = None
+        self._successors: weakref.WeakKeyDictionary[ExpertStore, weakref.ReferenceType[ExpertStore]]
+        self._successors = weakref.WeakKeyDictionary()
 
-    def passed(self, store: ExpertStore) -> None:
-        """A layer with factors has been computed. What is computed again in a backward pass tells nothing: it finds its
-        factors packed, and comes in another order."""
+    def layer_done(self, store: ExpertStore) -> None:
+        """A layer with LoRA has been computed. Recomputation inside a backward pass is ignored: its factors are packed
+        already, and its layers run in another order."""
         if torch._C._current_graph_task_id() != -1:
             return
-        before = None if self._before is None else self._before()
-        if before is not None and before is not store:
-            self._after[before] = weakref.ref(store)
-        self._before = weakref.ref(store)
-        following = self._after.get(store)
-        if following is not None and (target := following()) is not None:
-            self._start().submit(pack_again, target)
+        previous = None if self._previous is None else self._previous()
+        if previous is not None and previous is not store:
+            self._successors[previous] = weakref.ref(store)
+        self._previous = weakref.ref(store)
+        successor = self._successors.get(store)
+        if successor is not None and (target := successor()) is not None:
+            self._executor().submit(repack_last, target)
 
-    def _start(self) -> Executor:
+    def _executor(self) -> Executor:
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "kt-pack", initializer=beside_the_pool)
+            self._worker = ThreadPoolExecutor(1, "kt-pack", initializer=avoid_pool_cpus)
         return self._worker

@@ -1,12 +1,10 @@
-"""Several LoRA adapters, and none, in one forward pass without gradients: who runs the model says for every layer of
-experts which packed adapters there are and which one each row of the batch wants.
+"""Multi-LoRA inference: one forward pass without gradients in which every row of the batch has its own adapter or none.
 
-`with mixed({module: MixedLora(rows, adapters)}):` holds for the calling thread while the model is called. Rows are
-int32 `[T]`, the place in `adapters` or -1, in the order of the hidden states that the experts get. A module that is not
-named computes its experts alone. Rows are in host memory, but for a pass that is captured in a CUDA graph: there they
-are on the device, read anew at every replay (`place/host_callback.py`). Training knows nothing of this: PEFT's factors
-go their own way (`nn/peft_lora.py`). `factors` has the same adapters as tensors, for a device that computes experts
-itself; without them the CPU does."""
+The ContextVar `_mixed_lora` carries, past the stock model to each expert layer, the packed adapters of the layer and
+the adapter index of every row. It holds for the calling thread while the model is called:
+`with use_mixed_lora({module: MixedLora(rows, adapters)}):`. A module that is not listed computes its experts without
+LoRA. Training does not use it: PEFT's factors take another path (`nn/peft_lora.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,24 +21,28 @@ from ktransformers.nn.lora_factors import LoraFactors
 
 @dataclass(frozen=True)
 class MixedLora:
-    rows: Tensor
+    """`rows` is in host memory, except in a pass that is captured as a CUDA graph: there it is on the device, and every
+    replay reads it (`place/host_callback.py`). `factors` has the adapters as tensors, for a device that computes
+    experts itself; without them the CPU computes all experts."""
+
+    rows: Tensor  # int32 [T], in the order of the hidden states: index into `adapters`, or -1
     adapters: Sequence[_core.Adapter]
     factors: Sequence[LoraFactors] = ()
 
 
-_active: ContextVar[Mapping[nn.Module, MixedLora] | None] = ContextVar("mixed", default=None)
+_mixed_lora: ContextVar[Mapping[nn.Module, MixedLora] | None] = ContextVar("mixed_lora", default=None)
 
 
 @contextmanager
-def mixed(layers: Mapping[nn.Module, MixedLora]) -> Iterator[None]:
-    token = _active.set(layers)
+def use_mixed_lora(layers: Mapping[nn.Module, MixedLora]) -> Iterator[None]:
+    token = _mixed_lora.set(layers)
     try:
         yield
     finally:
-        _active.reset(token)
+        _mixed_lora.reset(token)
 
 
-def mixed_lora(module: nn.Module) -> MixedLora | None:
-    """What the pass under way wants of this layer; None: the experts alone, or there is no such pass."""
-    layers = _active.get()
+def current_mixed_lora(module: nn.Module) -> MixedLora | None:
+    """The adapters of this layer in the running pass; None: experts without LoRA, or no multi-LoRA pass."""
+    layers = _mixed_lora.get()
     return None if layers is None else layers.get(module)

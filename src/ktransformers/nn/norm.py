@@ -1,9 +1,9 @@
-"""The norms of a model on the CPU for the few rows that decoding has: seven operators of torch are one of the core's.
+"""RMS norms of a model on the CPU for small batches: one fused kernel of the core replaces seven operators of torch.
 
-A decoder layer has two to four of them, and while one token is computed they are most of what Python does. A module is
-known by what it computes, not by its class: its own `forward` is asked with random numbers once, and modules whose
-answer is x over its root mean square, rounded to x's type, times the weight get another `forward`. It is taken without
-gradients and for up to `MOST` numbers, otherwise the module's own as before.
+A decoder layer has two to four norms, and while one token is decoded they cause most of the Python overhead. A module
+is recognised by what it computes, not by its class: its `forward` is called once with random numbers, and a module that
+returns x / rms(x), rounded to x's dtype, times the weight gets a new `forward`. The fused kernel runs without gradients
+and for up to `MAX_ELEMENTS` elements; otherwise the module's own `forward` runs.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 
-MOST = 1 << 16  # numbers: one thread has them
-TYPES = (torch.bfloat16, torch.float32)
-NAMES = ("variance_epsilon", "eps", "epsilon")
+MAX_ELEMENTS = 1 << 16  # of the input; the kernel runs in one thread
+DTYPES = (torch.bfloat16, torch.float32)
+EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
-def hasten_norms(model: nn.Module) -> int:
-    """Of how many modules."""
-    found = 0
+def patch_norms(model: nn.Module) -> int:
+    """Replace the forward of every RMS norm; returns how many."""
+    patched = 0
     for module in model.modules():
-        epsilon = next((value for name in NAMES if isinstance(value := getattr(module, name, None), float)), None)
-        if epsilon is not None and _fits(module) and _is_plain(module, epsilon):
+        epsilons = (getattr(module, name, None) for name in EPSILON_NAMES)
+        epsilon = next((value for value in epsilons if isinstance(value, float)), None)
+        if epsilon is not None and _fits(module) and _is_rms_norm(module, epsilon):
             module.forward = functools.partial(_forward, module, module.forward, epsilon)
-            found += 1
-    return found
+            patched += 1
+    return patched
 
 
 def _fits(module: Any) -> bool:
@@ -39,31 +40,30 @@ def _fits(module: Any) -> bool:
     weight = parameters.get("weight")
     if list(parameters) != ["weight"] or list(module.children()) or isinstance(module.forward, functools.partial):
         return False
-    if len(inspect.signature(module.forward).parameters) != 1:  # the norms of some states take a gate as well
+    if len(inspect.signature(module.forward).parameters) != 1:  # gated norms of linear attention take a second tensor
         return False
-    return weight is not None and weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in TYPES
+    return weight is not None and weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
-def _is_plain(module: nn.Module, epsilon: float) -> bool:
+def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
     weight = module.get_parameter("weight")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, weight.shape[0], generator=generator).to(weight.dtype)
-    other = torch.rand(weight.shape[0], generator=generator).to(weight.dtype) + 0.5
-    before = weight.detach().clone()
+    probe = torch.rand(weight.shape[0], generator=generator).to(weight.dtype) + 0.5
+    original = weight.detach().clone()
     with torch.no_grad():
-        weight.copy_(other)  # all ones would not tell w from 1 + w
+        weight.copy_(probe)  # a weight of ones would not distinguish w from 1 + w
         try:
-            wanted = module(x)
-            found = _norm(x, other, epsilon)
+            expected = module(x)
+            fused = _norm(x, probe, epsilon)
         except (TypeError, ValueError, RuntimeError):
             return False
         finally:
-            weight.copy_(before)
-    if not isinstance(wanted, Tensor) or wanted.dtype != x.dtype or wanted.shape != x.shape:
+            weight.copy_(original)
+    if not isinstance(expected, Tensor) or expected.dtype != x.dtype or expected.shape != x.shape:
         return False
-    return bool(
-        (found.float() - wanted.float()).norm() <= (1e-2 if x.dtype == torch.bfloat16 else 1e-5) * wanted.float().norm()
-    )
+    tolerance = 1e-2 if x.dtype == torch.bfloat16 else 1e-5
+    return bool((fused.float() - expected.float()).norm() <= tolerance * expected.float().norm())
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -73,8 +73,8 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return out.view(x.shape)
 
 
-def _forward(module: nn.Module, own: Callable[[Tensor], Tensor], epsilon: float, x: Tensor) -> Tensor:
+def _forward(module: nn.Module, stock_forward: Callable[[Tensor], Tensor], epsilon: float, x: Tensor) -> Tensor:
     weight: Any = module.weight
-    if x.numel() > MOST or torch.is_grad_enabled() or x.dtype != weight.dtype or x.device.type != "cpu":
-        return own(x)
+    if x.numel() > MAX_ELEMENTS or torch.is_grad_enabled() or x.dtype != weight.dtype or x.device.type != "cpu":
+        return stock_forward(x)
     return _norm(x, weight.detach(), epsilon)

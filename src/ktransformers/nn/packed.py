@@ -1,8 +1,8 @@
-"""Experts from a packed directory: mapped, not read, and handed to stores as they lie.
+"""Experts of a packed directory: files are memory-mapped, and stores compute from the mapping without a copy.
 
-Opening costs the headers and the manifest; pages come when a token asks for its experts, and every process that opens
-the directory shares them. On several NUMA nodes a store copies its slices instead. A directory whose layout is not that
-of these kernels, or that does not fit the model, is refused before transformers loads anything.
+Opening reads the headers and the manifest. Pages are read when a token is routed to their expert, and all processes
+share them. With more than one NUMA node a store copies its slices instead. A directory with another layout version than
+these kernels, or of another model, is refused before transformers loads anything.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ktransformers import _core
 from ktransformers.checkpoint.mapped import check_pages, map_file
 from ktransformers.checkpoint.matrix import DTYPES
 from ktransformers.checkpoint.packed import (
-    AGAIN,
-    MANIFEST,
+    MANIFEST_FILE,
+    REPACK_HINT,
     PackedLayer,
     check_shards,
     is_packed,
-    packed_words,
     read_manifest,
+    read_packed_section,
     verify_packed,
 )
 from ktransformers.errors import InputError
@@ -39,28 +39,28 @@ class PackedExperts:
         self._manifest = verify_packed(directory) if verify else read_manifest(directory)
         if self._manifest.layout != LAYOUT_VERSION:
             raise InputError(
-                str(directory / MANIFEST),
+                str(directory / MANIFEST_FILE),
                 f"experts packed in layout {self._manifest.layout}",
                 f"layout {LAYOUT_VERSION}, which this version of ktransformers computes with",
-                AGAIN,
+                REPACK_HINT,
             )
         self._layouts = check_shards(directory, self._manifest)
 
     @property
     def tensors(self) -> list[str]:
-        """Names of what lies in the packed files."""
+        """Names of the tensors in the packed files."""
         return [name for layer in self._manifest.layers for name in self._layouts[layer.file].slots]
 
     def check(self, name: str, contract: Contract) -> PackedLayer:
-        """The packed experts of the model's module `name`, of its shape."""
-        found, shape = self._manifest.locate(name), contract.shape
-        given = (found.experts, found.hidden, found.intermediate, found.gated, found.biased)
-        wanted = (shape.num_experts, shape.hidden, shape.intermediate, shape.gated, shape.biased)
-        if given != wanted:
-            words = "{} experts, hidden {}, intermediate {}, gated {}, biased {}"
-            where = str(self.directory / found.file)
-            raise InputError(where, words.format(*given), f"{words.format(*wanted)}, as config.json says", AGAIN)
-        return found
+        """The manifest's entry for the module `name` of the model; its shape must be that of the module."""
+        layer, shape = self._manifest.locate(name), contract.shape
+        given = (layer.experts, layer.hidden, layer.intermediate, layer.gated, layer.biased)
+        expected = (shape.num_experts, shape.hidden, shape.intermediate, shape.gated, shape.biased)
+        if given != expected:
+            text = "{} experts, hidden {}, intermediate {}, gated {}, biased {}"
+            file = str(self.directory / layer.file)
+            raise InputError(file, text.format(*given), f"{text.format(*expected)}, as config.json says", REPACK_HINT)
+        return layer
 
     def store(
         self,
@@ -71,10 +71,11 @@ class PackedExperts:
         isa: str | None = None,
         precision: str = "bf16",
     ) -> ExpertStore:
+        """A store over the mapped experts of the module `name`."""
         layer = self.check(name, contract)
         if precision != "bf16" and "bf16" in layer.formats.values():
             raise InputError(
-                "precision", precision, "bf16: these experts are packed in it", "open what they were made from"
+                "precision", precision, "bf16: these experts are packed in it", "open the checkpoint they come from"
             )
         store = new_store(contract, pool=pool, isa=isa, precision=precision, formats=layer.formats)
         file = map_file(self.directory / layer.file, self._pages)
@@ -89,8 +90,8 @@ class PackedExperts:
 
 
 def open_packed(files: Sequence[str | Path], *, pages: str = "lazy", verify: bool = False) -> PackedExperts | None:
-    """The packed experts beside a checkpoint's files; None where it is an ordinary checkpoint."""
+    """The packed experts in the directory of these files; None for an ordinary checkpoint."""
     directory = Path(files[0]).parent
-    if not is_packed(directory) and not packed_words(directory):
+    if not is_packed(directory) and not read_packed_section(directory):
         return None
     return PackedExperts(directory, pages=pages, verify=verify)

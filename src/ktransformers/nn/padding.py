@@ -1,10 +1,11 @@
-"""Rows of a batch that nobody asked for: a step of fixed size computes them beside the others, and no expert is to be
-read for their sake.
+"""Padding rows of a batch with a fixed size: they are routed to no expert.
 
-`with padded(asked):` holds for the calling thread while the model is called; `asked` is bool `[T]` on the device of the
-hidden states, in their order. Routers choose for padding too, so its ids `[T, k]` become -1 at the door of the experts,
-which everybody behind it leaves out. The surprising decision: a tensor says it, not a count, so that a CUDA graph that
-holds the step serves any number of rows up to its own.
+A decoding step that runs as a CUDA graph has a fixed number of rows, of which some are padding. Routers choose experts
+for padding too, so its ids `[T, k]` become -1 where the experts are called, and every kernel skips -1. The mask is a
+tensor rather than a count, because a captured graph then serves any number of real rows up to its size.
+
+The ContextVar `_real_rows` carries that mask, bool `[T]` on the device of the hidden states and in their order, from
+the code that runs the model past the stock model to the experts. It holds for the calling thread.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-_asked: ContextVar[Tensor | None] = ContextVar("asked", default=None)
+_real_rows: ContextVar[Tensor | None] = ContextVar("real_rows", default=None)
 
 
 @contextmanager
-def padded(asked: Tensor) -> Iterator[None]:
-    token = _asked.set(asked)
+def use_padding_mask(real_rows: Tensor) -> Iterator[None]:
+    """While the model is called: rows with `real_rows[t]` False are padding."""
+    token = _real_rows.set(real_rows)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _real_rows.reset(token)
 
 
-def without_padding(ids: Tensor) -> Tensor:
-    """The ids of the experts, -1 in rows that nobody asked for; as they are outside of `padded`."""
-    asked = _asked.get()
-    return ids if asked is None else ids.masked_fill(~asked[:, None], -1)
+def mask_padding(ids: Tensor) -> Tensor:
+    """Expert ids `[T, k]` with -1 in padding rows; unchanged outside of `use_padding_mask`."""
+    real_rows = _real_rows.get()
+    return ids if real_rows is None else ids.masked_fill(~real_rows[:, None], -1)

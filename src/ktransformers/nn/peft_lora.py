@@ -1,13 +1,16 @@
-"""Expert LoRA as PEFT keeps it, handed to the operator as factors.
+"""PEFT's expert LoRA, passed to the operator as low-rank factors.
 
-PEFT puts a `ParamWrapper` around an experts module for each parameter that it adapts, with lora_A [E * r, in] and
-lora_B [out, r * E] (the expert index fastest) per adapter. For a forward pass it registers a parametrization that adds
-B A to the whole weight: up to 0.20 a dense difference, from 0.21 a folded product for a single adapter and a dense
-difference for several. Here, in every version, experts that "kt" computes get the factors instead, so nothing of the
-size of the weights is ever built. That is the surprising decision: four methods of PEFT's classes are replaced when
-this module is imported, and go on to PEFT's own for everything that is not ours. The others keep expert LoRA in host
-memory when a model is moved to a GPU (with its optimiser state it would fill one), pin it there at the latest when
-hidden states come from a GPU, and refuse a merge into weights that are packed before it begins.
+PEFT wraps an experts module in a `ParamWrapper` for each adapted parameter, with lora_A [E * r, in] and lora_B
+[out, r * E] (the expert index fastest) per adapter. In a forward pass it registers a parametrization that adds B A to
+the full weight: a dense difference up to version 0.20; from 0.21 a folded product for one adapter and a dense
+difference for more. For experts that "kt" computes the factors go to the operator instead, in every version, because
+the dense difference has the size of the weights. Importing this module therefore replaces four methods of PEFT's
+classes; for all other layers they call PEFT's own. `_activate_lora` passes the factors, `_apply` keeps expert LoRA in
+host memory when a model is moved to a GPU (with its optimiser state it would fill the GPU), `forward` pins that memory
+if hidden states are on a GPU, and `_check_merge_allowed` refuses a merge into packed weights.
+
+The ContextVar `_active_factors` carries (experts module, parameter name, factor) of every adapted parameter from PEFT's
+wrappers past the stock model to `experts_forward`. It is per thread, so that two threads may run one model.
 """
 
 from __future__ import annotations
@@ -27,15 +30,13 @@ from ktransformers.errors import InputError
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, is_experts
 from ktransformers.nn.lora import ExpertLora, Factor
 
-# Factors of the layers that are being computed right now, by module and parameter; per thread, so that two threads may
-# run one model.
-_lent: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = ContextVar("lent", default=())
+_active_factors: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = ContextVar("active_factors", default=())
 
 
 def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
-    """What PEFT has active on these experts, in the middle of their forward pass; None: nothing."""
-    found = {name: factor for owner, name, factor in _lent.get() if owner is module}
-    if not found:
+    """The LoRA that PEFT has active on these experts in the running forward pass; None: none."""
+    factors = {name: factor for owner, name, factor in _active_factors.get() if owner is module}
+    if not factors:
         return None
     shape = contract.shape
     sizes = {
@@ -43,21 +44,22 @@ def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
         "up_proj": (shape.hidden, shape.intermediate),
         "down_proj": (shape.intermediate, shape.hidden),
     }
-    for name, factor in found.items():
+    for name, factor in factors.items():
         given, expected = (factor.a.shape[2], factor.b.shape[1]), sizes.get(name)
         if given != expected:
             raise InputError(f"LoRA on {name}", f"{given} inputs and outputs", f"{expected}")
-    gate_up, gate, up = found.get("gate_up_proj"), None, found.get("up_proj")
+    gate_up, gate, up = factors.get("gate_up_proj"), None, factors.get("up_proj")
     if gate_up is not None and contract.interleaved:
         gate = Factor(gate_up.a, gate_up.b[:, 0::2], gate_up.scale)
         up = Factor(gate_up.a, gate_up.b[:, 1::2], gate_up.scale)
         gate_up = None
     dropout = getattr(module, "kt_lora_dropout", 0.0) if module.training and torch.is_grad_enabled() else 0.0
-    return ExpertLora(gate_up=gate_up, gate=gate, up=up, down=found.get("down_proj"), dropout=dropout)
+    return ExpertLora(gate_up=gate_up, gate=gate, up=up, down=factors.get("down_proj"), dropout=dropout)
 
 
 def set_lora_dropout(model: nn.Module, share: float) -> None:
-    """Drop this share of the expert LoRA's inputs in training. PEFT itself refuses `lora_dropout` on parameters."""
+    """Drop elements of the expert LoRA's inputs with probability `share` in training. PEFT itself refuses
+    `lora_dropout` on parameters."""
     if not 0 <= share < 1 or not math.isfinite(share):
         raise InputError("dropout", share, "at least 0 and less than 1")
     for module in expert_modules(model).values():
@@ -66,26 +68,27 @@ def set_lora_dropout(model: nn.Module, share: float) -> None:
 
 def expert_adapters(model: nn.Module) -> dict[str, ParamWrapper]:
     """Name -> PEFT's module of every adapted parameter of experts that "kt" computes."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, ParamWrapper) and _ours(layer)}
+    wrappers = {name: layer for name, layer in model.named_modules() if isinstance(layer, ParamWrapper)}
+    return {name: layer for name, layer in wrappers.items() if _wraps_kt_experts(layer)}
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter of the expert LoRA of all adapters: what stays in host memory."""
-    found: dict[str, nn.Parameter] = {}
+    """Name -> parameter of the expert LoRA of all adapters; these stay in host memory."""
+    parameters: dict[str, nn.Parameter] = {}
     for name, layer in expert_adapters(model).items():
         for part in ("lora_A", "lora_B"):
             for inner, parameter in getattr(layer, part).named_parameters():
-                found[".".join(word for word in (name, part, inner) if word)] = parameter
-    return found
+                parameters[".".join(word for word in (name, part, inner) if word)] = parameter
+    return parameters
 
 
-def _ours(layer: Any) -> bool:
+def _wraps_kt_experts(layer: Any) -> bool:
     module = layer.get_base_layer()
     return is_experts(module) and module.config._experts_implementation == IMPLEMENTATION
 
 
 def _factor(layer: Any, adapters: list[str]) -> Factor | None:
-    """The active adapters of one parameter as one factor: ranks side by side, scales relative to the first."""
+    """The active adapters of one parameter as one factor: ranks concatenated, scales relative to the first."""
     parts = [
         Factor(_host(layer.lora_A[name].weight), _host(layer.lora_B[name].weight), float(layer.scaling[name]))
         for name in adapters
@@ -114,7 +117,7 @@ def _host(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
 
-def _staying(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _without_device_move(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """`move` without its change of device; a cast remains."""
 
     def apply(tensor: Tensor) -> Tensor:
@@ -130,9 +133,9 @@ def _staying(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _pin(layer: Any) -> None:
-    """Adapters that were never moved: made for, or read into, a model that was loaded to a GPU. PEFT makes, casts and
-    fills them in several places; the first forward pass comes after all of these. An optimiser that has a parameter
-    keeps it, only its memory is another."""
+    """Pin adapters that `_apply` has not seen: created for, or loaded into, a model that was already on a GPU. PEFT
+    creates, casts and fills them in several places, all before the first forward pass. The parameter objects stay the
+    same, so an optimiser keeps them; only their memory changes."""
     for part in (layer.lora_A, layer.lora_B):
         for parameter in part.parameters():
             if parameter.device.type == "cpu" and not parameter.is_pinned():
@@ -141,45 +144,45 @@ def _pin(layer: Any) -> None:
 
 
 def _install() -> None:
-    stock: Any = ParamWrapper
+    wrapper: Any = ParamWrapper
     tuner: Any = LoraModel
-    activate, move, allow = stock._activate_lora, stock._apply, tuner._check_merge_allowed
-    compute = stock.forward
+    stock_activate, stock_apply, stock_forward = wrapper._activate_lora, wrapper._apply, wrapper.forward
+    stock_check_merge = tuner._check_merge_allowed
 
     @contextmanager
-    def lend(self: Any, active_adapters: list[str]) -> Iterator[None]:
-        if not _ours(self):
-            with activate(self, active_adapters):
+    def activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        if not _wraps_kt_experts(self):
+            with stock_activate(self, active_adapters):
                 yield
             return
         factor = _factor(self, active_adapters)
-        token = _lent.set(
-            _lent.get() + (() if factor is None else ((self.get_base_layer(), self.parameter_name, factor),))
-        )
+        entries = () if factor is None else ((self.get_base_layer(), self.parameter_name, factor),)
+        token = _active_factors.set(_active_factors.get() + entries)
         try:
             yield
         finally:
-            _lent.reset(token)
+            _active_factors.reset(token)
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.is_cuda and _ours(self):
+        if x.is_cuda and _wraps_kt_experts(self):
             _pin(self)
-        result: Tensor = compute(self, x, *args, **kwargs)
+        result: Tensor = stock_forward(self, x, *args, **kwargs)
         return result
 
-    def stay(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if not _ours(self) or not recurse:
-            return move(self, fn, recurse)
+    def apply_on_host(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if not _wraps_kt_experts(self) or not recurse:
+            return stock_apply(self, fn, recurse)
         for child in self.children():
-            child._apply(fn if child is self.base_layer else _staying(fn))
+            child._apply(fn if child is self.base_layer else _without_device_move(fn))
         return self
 
-    def refuse(self: Any) -> None:
+    def check_merge(self: Any) -> None:
         for name in expert_adapters(self):
             raise InputError(f"merge of {name}", "packed experts", "a stock model", "load it without ktransformers")
-        allow(self)
+        stock_check_merge(self)
 
-    stock._activate_lora, stock._apply, stock.forward, tuner._check_merge_allowed = lend, stay, forward, refuse
+    wrapper._activate_lora, wrapper._apply, wrapper.forward = activate_lora, apply_on_host, forward
+    tuner._check_merge_allowed = check_merge
 
 
 _install()

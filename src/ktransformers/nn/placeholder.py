@@ -1,9 +1,9 @@
-"""`Placeholder`: a frozen weight with shape and dtype and without bytes, in the place of experts that live in a store.
+"""`Placeholder`: a frozen parameter with shape and dtype but no storage, in place of experts that are in a store.
 
-Adapter frameworks find what they adapt among a module's parameters, by name and shape; `gate_up_proj` [E, 2I, H] must
-therefore be there although its numbers are packed elsewhere. A ghost can be renamed, cast, copied and moved like any
-parameter, at no cost. It says "cpu" whatever device it is moved to, because that is where its numbers are and where an
-adapter on them belongs. Whoever wants to compute with it is told where the experts are.
+Adapter frameworks look up what they adapt among a module's parameters, by name and shape, so `gate_up_proj` [E, 2I, H]
+must exist although its values are packed elsewhere. A placeholder can be renamed, cast, copied and moved like any
+parameter, at no cost. Its device is "cpu" even after a move to a GPU, because its values are in host memory and an
+adapter on them belongs there. Computing with it is an error that names the experts implementation.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from ktransformers.errors import InputError
 
-# What leaves a tensor as it is but for its dtype.
-_SAME = {"detach", "alias", "clone", "_to_copy", "lift_fresh", "view_as", "empty_like"}
+# Operators whose result differs from their input at most in dtype.
+_ALLOWED_OPERATORS = {"detach", "alias", "clone", "_to_copy", "lift_fresh", "view_as", "empty_like"}
 
 
 class Placeholder(Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> Placeholder:
-        ghost: Placeholder = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
-        return ghost
+        tensor: Placeholder = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -33,23 +33,23 @@ class Placeholder(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Placeholder:
         name = func.overloadpacket.__name__
-        ghost = next((value for value in args if isinstance(value, Placeholder)), None)
-        if ghost is None or name not in _SAME:
+        source = next((value for value in args if isinstance(value, Placeholder)), None)
+        if source is None or name not in _ALLOWED_OPERATORS:
             raise InputError(
                 "packed experts",
                 f"{name} on a parameter of theirs",
                 "computation by the experts implementation 'kt'",
                 'model.set_experts_implementation("kt"); merging, editing or saving needs the stock model',
             )
-        return cls(ghost.shape, (kwargs or {}).get("dtype") or ghost.dtype)
+        return cls(source.shape, (kwargs or {}).get("dtype") or source.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return frozen_ghost(self.shape, self.dtype)
+        return frozen_placeholder(self.shape, self.dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Ghost({list(self.shape)}, {self.dtype}, packed)"
+        return f"Placeholder({list(self.shape)}, {self.dtype}, packed)"
 
 
-def frozen_ghost(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
-    """As a parameter; it is a `Placeholder` as well."""
+def frozen_placeholder(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """A placeholder as a parameter; it is an instance of both classes."""
     return nn.Parameter(Placeholder(shape, dtype), requires_grad=False)

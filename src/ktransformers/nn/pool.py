@@ -1,7 +1,7 @@
-"""The threads of all stores that were given none, and of what is computed beside experts.
+"""The default thread pool of the process, shared by all stores and by the kernels for linear layers and attention.
 
-There is one pool, or threads of two would stand in each other's way: whoever wants it otherwise than it makes itself
-chooses before anyone has asked for it.
+There is one pool, because the threads of two would compete for the same CPUs. A program that needs other settings calls
+`set_default_pool` before the first store is created.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ import os
 import threading
 
 from ktransformers import _core, env
-from ktransformers.nn.rank_cores import share_cores
+from ktransformers.nn.rank_cores import bind_rank_cores
 
 _lock = threading.Lock()
 _default: list[_core.Pool] = []  # at most one
 
-# Threads stay with the parent: a child that uses experts gets a pool of its own.
+# Threads do not survive a fork: a child that uses experts creates its own pool.
 os.register_at_fork(after_in_child=_default.clear)
 atexit.register(_default.clear)
 
 
 def default_pool() -> _core.Pool:
-    """Made when first asked for. Ranks on one machine share its cores."""
+    """Created on first use. Ranks on one machine divide its cores (`nn/rank_cores.py`)."""
     with _lock:
         if not _default:
-            _default.append(_made(0, 0, env.text("KT_PLACE") not in ("", "cpu")))
+            _default.append(_new_pool(0, 0, env.text("KT_PLACE") not in ("", "cpu")))
         return _default[0]
 
 
-def choose_pool(threads: int = 0, groups: int = 0, spare: bool = False) -> _core.Pool:
-    """The default from now on, with so many threads (0: as many as are fastest). With `spare` one CPU is left to the
-    thread that launches a GPU's work, unless their number was given."""
+def set_default_pool(threads: int = 0, groups: int = 0, spare: bool = False) -> _core.Pool:
+    """Replace the default pool by one with `threads` threads (0: the core chooses). `spare` leaves one CPU to the
+    thread that launches GPU work, unless the number of threads was given."""
     with _lock:
-        _default[:] = [_made(threads, groups, spare)]
+        _default[:] = [_new_pool(threads, groups, spare)]
         return _default[0]
 
 
-def _made(threads: int, groups: int, spare: bool) -> _core.Pool:
-    share_cores()
+def _new_pool(threads: int, groups: int, spare: bool) -> _core.Pool:
+    bind_rank_cores()
     pool = _core.Pool(threads, groups)
     if spare and not threads and not env.text("KT_THREADS") and pool.threads > 2:
         return _core.Pool(pool.threads - 1, groups)
     return pool
 
 
-def beside_the_pool() -> None:
-    """This thread, from now on, on a CPU that the pool's pinned threads leave free, where there is one: it works along
-    with them, and beside one of them it would wait for its turn, milliseconds."""
+def avoid_pool_cpus() -> None:
+    """Bind this thread to the CPUs that the pool's pinned threads leave free, if any. It runs concurrently with them,
+    and on a CPU of theirs it would wait milliseconds for a time slice."""
     free = os.sched_getaffinity(0) - set(default_pool().cpus)
     if free:
         os.sched_setaffinity(0, free)

@@ -1,11 +1,11 @@
-"""`prepare`: a directory beside a checkpoint, through which any program's `from_pretrained` finds packed experts.
+"""`prepare`: writes a directory from which any program's `from_pretrained` loads a checkpoint with the "kt" method.
 
-Frontends that are not ours name a directory and pass no options. Transformers learns from config.json how a checkpoint
-is quantised and refuses a second method, so the new directory holds links to the files and a config.json of its own
-whose method is ours, with the source's recorded inside. Where everything but the experts is plain no weight is read or
-copied; otherwise (fp8 attention, GGUF) those tensors are written anew in bf16, and the experts stay where they are, at
-a path that config.json names. The type of a model that stock transformers does not know is replaced by the one that
-computes the same. The source itself is not touched.
+Third-party frontends pass a directory and no options. transformers reads the quantisation method from config.json and
+accepts only one, so the new directory has symbolic links to the checkpoint's files and its own config.json with the
+method "kt", which records the checkpoint's own quantisation. If everything but the experts is unquantised, no weight is
+read or copied. Otherwise (fp8 attention, GGUF) those tensors are written in bf16, and config.json names the path of the
+experts, which are not copied. A model type that stock transformers lacks is replaced by an equivalent one. The
+checkpoint itself is not changed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from typing import Any
 import torch
 
 from ktransformers.checkpoint.quantisation import describe
-from ktransformers.checkpoint.rest import WEIGHTS, divide
-from ktransformers.checkpoint.shards import INDEX
+from ktransformers.checkpoint.rest import WEIGHT_SUFFIXES, split_into_shards
+from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
 from ktransformers.errors import InputError
 from ktransformers.files import sync, write_json
 
-METHOD = "kt"
-# Checkpoints whose own type stock transformers lacks: the type that computes the same, and its class.
-SAME_AS = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM")}
-# A vision model around one of those. A transformers that lacks it loads the text part alone.
-AROUND = {"kimi_k25"}
-KEYS = ("quantization_config", "compression_config")  # the second is what older compressed-tensors files say
+QUANT_METHOD = "kt"
+# Model types that stock transformers lacks -> equivalent type and its class.
+EQUIVALENT_TYPES = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM")}
+# Vision models around one of those. A transformers version that lacks them loads the text model alone.
+VISION_WRAPPERS = {"kimi_k25"}
+QUANTISATION_KEYS = (
+    "quantization_config",
+    "compression_config",
+)  # the second is what older compressed-tensors files say
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class PreparedDirectory:
     directory: str
     source: str
     model_type: str
-    quantised: str | None  # the source's own method, in words
+    quantised: str | None  # description of the checkpoint's own quantisation
     links: int
 
 
@@ -56,82 +59,83 @@ def read_config(directory: Path) -> dict[str, Any]:
             "`hf download` makes one",
         )
     try:
-        words = json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except ValueError as error:
         raise InputError(str(file), str(error), "a JSON object") from error
-    if not isinstance(words, dict):
-        raise InputError(str(file), f"a JSON {type(words).__name__}", "a JSON object")
-    return words
+    if not isinstance(config, dict):
+        raise InputError(str(file), f"a JSON {type(config).__name__}", "a JSON object")
+    return config
 
 
 def config_file(path: Path) -> Path | None:
-    """Of a directory, or beside a GGUF file; None where the weights have to say themselves what they are."""
+    """The config.json of a directory or next to a GGUF file; None if the weights carry the configuration themselves."""
     folder = path.parent if path.is_file() else path
     if (folder / "config.json").is_file():
         return folder / "config.json"
     if not gguf_files(path) and not any(folder.glob("_layer_*")):
-        read_config(folder)  # says what is missing
+        read_config(folder)  # raises and names the missing file
     return None
 
 
-def in_stock_terms(words: dict[str, Any]) -> dict[str, Any]:
-    """The configuration under the names that stock transformers knows, nested text model included."""
-    found = dict(words)
-    if found.get("model_type") in AROUND and not _known(found["model_type"]) and "text_config" in found:
-        return in_stock_terms(found["text_config"])
-    if isinstance(found.get("text_config"), dict):
-        found["text_config"] = in_stock_terms(found["text_config"])
-    if found.get("model_type") in SAME_AS:
-        found["model_type"], kind = SAME_AS[found["model_type"]]
-        if "architectures" in found:
-            found["architectures"] = [kind]
-        found.pop("auto_map", None)
-    return found
+def to_stock_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with model types of stock transformers, in a nested text model too."""
+    stock = dict(config)
+    if stock.get("model_type") in VISION_WRAPPERS and not _is_stock(stock["model_type"]) and "text_config" in stock:
+        return to_stock_config(stock["text_config"])
+    if isinstance(stock.get("text_config"), dict):
+        stock["text_config"] = to_stock_config(stock["text_config"])
+    if stock.get("model_type") in EQUIVALENT_TYPES:
+        stock["model_type"], architecture = EQUIVALENT_TYPES[stock["model_type"]]
+        if "architectures" in stock:
+            stock["architectures"] = [architecture]
+        stock.pop("auto_map", None)
+    return stock
 
 
-def _known(model_type: str) -> bool:
+def _is_stock(model_type: str) -> bool:
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
 
 
-def take_quantisation(words: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The configuration without its quantisation, and what that was, wherever it stood."""
-    left, taken = dict(words), None
-    if isinstance(left.get("text_config"), dict):
-        left["text_config"], taken = take_quantisation(left["text_config"])
-    for key in KEYS:
-        taken = left.pop(key, None) or taken
-    return left, taken
+def split_quantisation(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The configuration without its quantisation, and the quantisation, at the top level or in the text model."""
+    unquantised, quantisation = dict(config), None
+    if isinstance(unquantised.get("text_config"), dict):
+        unquantised["text_config"], quantisation = split_quantisation(unquantised["text_config"])
+    for key in QUANTISATION_KEYS:
+        quantisation = unquantised.pop(key, None) or quantisation
+    return unquantised, quantisation
 
 
-def is_ours(directory: Path) -> bool:
-    """Prepared or packed: its experts are read by ktransformers alone."""
-    _, taken = take_quantisation(read_config(directory))
-    return taken is not None and taken.get("quant_method") == METHOD
+def uses_kt_method(directory: Path) -> bool:
+    """Whether the directory is prepared or packed: only ktransformers can read its experts."""
+    _, quantisation = split_quantisation(read_config(directory))
+    return quantisation is not None and quantisation.get("quant_method") == QUANT_METHOD
 
 
 def prepare(source: str | Path, directory: str | Path, experts: str | Path | None = None) -> PreparedDirectory:
-    """Write `directory`, which must not exist; whole or not at all. `experts` as in `load_model`."""
-    origin, target = Path(source).absolute(), Path(directory).absolute()
+    """Write `directory`, which must not exist, atomically. `experts` as in `load_model`."""
+    checkpoint, target = Path(source).absolute(), Path(directory).absolute()
     if target.exists() or target.is_symlink():
         raise InputError(str(target), "something that exists", "a new directory", "remove it or name another")
-    words, quantised, weights = _open(origin)
-    method = {"quant_method": METHOD} | ({} if quantised is None else {"source": quantised})
+    config, quantisation, weights = _open(checkpoint)
+    method = {"quant_method": QUANT_METHOD} | ({} if quantisation is None else {"source": quantisation})
     if experts is not None:
-        place = Path(experts).absolute()
-        there = None if config_file(place) is None else _open(place)[1]
-        method = {"quant_method": METHOD, "experts": str(place)} | ({} if there is None else {"source": there})
+        path = Path(experts).absolute()
+        of_experts = None if config_file(path) is None else _open(path)[1]
+        method = {"quant_method": QUANT_METHOD, "experts": str(path)}
+        method |= {} if of_experts is None else {"source": of_experts}
     elif weights.quantised:
-        method["experts"] = str(origin)
-    stock = in_stock_terms(words) | {"quantization_config": method}
+        method["experts"] = str(checkpoint)
+    stock = to_stock_config(config) | {"quantization_config": method}
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         draft.mkdir()
         if weights.quantised:
             _write_rest(weights, draft)
-        links = _link(origin, draft, weights=not weights.quantised)
+        links = _link(checkpoint, draft, weights=not weights.quantised)
         write_json(draft / "config.json", stock)
         draft.rename(target)
         sync(target.parent)
@@ -139,49 +143,53 @@ def prepare(source: str | Path, directory: str | Path, experts: str | Path | Non
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(draft)
         raise
-    kind = None if quantised is None else describe(quantised)
-    return PreparedDirectory(str(target), str(origin), str(stock.get("model_type")), kind, links)
+    description = None if quantisation is None else describe(quantisation)
+    return PreparedDirectory(str(target), str(checkpoint), str(stock.get("model_type")), description, links)
 
 
-def _open(origin: Path) -> tuple[dict[str, Any], dict[str, Any] | None, Source]:
-    """Configuration without its quantisation, that, and the weights."""
-    file = config_file(origin)
+def _open(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None, Source]:
+    """The configuration without its quantisation, the quantisation, and the weights."""
+    file = config_file(checkpoint)
     if file is None:
-        weights = open_source(origin)
-        words = weights.config()
-        if words is None:
+        weights = open_source(checkpoint)
+        embedded = weights.config()
+        if embedded is None:
             raise InputError(
-                str(origin), "experts alone", "a model", "pass them as `experts`, beside a model's directory"
+                str(checkpoint), "experts alone", "a model", "pass them as `experts`, beside a model's directory"
             )
-        return words, None, weights
-    words, quantised = take_quantisation(read_config(file.parent))
-    if quantised is not None and quantised.get("quant_method") == METHOD:
-        raise InputError(str(origin), "a directory that is prepared already", "the checkpoint itself")
-    return words, quantised, open_source(origin, quantised)
+        return embedded, None, weights
+    config, quantisation = split_quantisation(read_config(file.parent))
+    if quantisation is not None and quantisation.get("quant_method") == QUANT_METHOD:
+        raise InputError(str(checkpoint), "a directory that is prepared already", "the checkpoint itself")
+    return config, quantisation, open_source(checkpoint, quantisation)
 
 
-def _link(origin: Path, draft: Path, *, weights: bool) -> int:
-    """What the draft has not of its own: everything, or all but the weights."""
-    if not origin.is_dir():
+def _link(checkpoint: Path, draft: Path, *, weights: bool) -> int:
+    """Link the checkpoint's files except config.json, with or without its weights; returns how many."""
+    if not checkpoint.is_dir():
         return 0
-    entries = [entry for entry in sorted(origin.iterdir()) if entry.name != "config.json" and entry.name[0] != "."]
+    entries = [entry for entry in sorted(checkpoint.iterdir()) if entry.name != "config.json" and entry.name[0] != "."]
     if not weights:
-        entries = [entry for entry in entries if not entry.name.endswith(WEIGHTS) and entry.name[:7] != "_layer_"]
+        entries = [
+            entry for entry in entries if not entry.name.endswith(WEIGHT_SUFFIXES) and entry.name[:7] != "_layer_"
+        ]
     for entry in entries:
         (draft / entry.name).symlink_to(entry.resolve())
     return len(entries)
 
 
 def _write_rest(weights: Source, draft: Path) -> None:
-    """Plain shards. Where the experts would be lies one number under the name of their matrix: a program that does not
-    know the method stops at its shape instead of leaving them random."""
-    marks = [
+    """Write the non-expert tensors as safetensors shards. Each expert layer gets a one-element tensor under the name of
+    its matrix: a program without the "kt" method fails at its shape instead of initialising the experts randomly."""
+    markers = [
         PlainTensor(f"{root}.experts.down_proj", torch.uint8, (1,), lambda: torch.zeros(1, dtype=torch.uint8))
         for root in weights.expert_roots
     ]
-    shards = divide([*weights.rest(), *marks], {"format": "pt"})
+    shards = split_into_shards([*weights.rest(), *markers], {"format": "pt"})
     for shard in shards:
         shard.write(draft, lambda _: None)
         weights.release()
     names = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
-    write_json(draft / INDEX, {"metadata": {"total_size": sum(shard.bytes for shard in shards)}, "weight_map": names})
+    write_json(
+        draft / INDEX_FILE, {"metadata": {"total_size": sum(shard.bytes for shard in shards)}, "weight_map": names}
+    )

@@ -1,10 +1,10 @@
-"""How stock `from_pretrained` is told to leave the experts to us: as a quantisation method named "kt".
+"""The quantisation method "kt" of transformers: `from_pretrained` loads everything but the experts, this the experts.
 
-transformers asks an out-of-tree quantizer twice. Before weights are loaded the model is a skeleton on the meta device:
-the experts are found, checked against the checkpoint's headers, and their parameters removed, so that transformers
-reads everything else and never the experts. Afterwards they go from the files into stores, in the formats of the files
-and a layer at a time. Nothing is quantised: the name is that of the door. With a quantizer transformers no longer
-compares shapes, so that is done here, too.
+transformers calls an out-of-tree quantizer twice. Before weights are loaded the model is on the meta device: the expert
+layers are found, checked against the checkpoint's headers, and their parameters removed, so that transformers never
+reads the experts. After loading they go from the files into stores, layer by layer, in the formats of the files.
+Nothing is quantised: the quantizer interface is used because it is the hook that `from_pretrained` offers. With a
+quantizer transformers does not compare shapes, so this module does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
-from ktransformers.nn.distributed import keep_from_ddp
-from ktransformers.nn.experts import pack_layer, pack_module, select, settle, strip
+from ktransformers.nn.distributed import exclude_from_ddp
+from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
 from ktransformers.nn.packed import PackedExperts, open_packed
 from ktransformers.nn.store import ExpertStore
 
@@ -40,11 +40,12 @@ log = logger(__name__)
 
 @register_quantization_config(IMPLEMENTATION)
 class KTConfig(QuantizationConfigMixin):
-    """Pass it as `quantization_config`. Of what it holds `isa`, `precision` and `source` are written to files.
+    """Passed as `quantization_config`; `to_dict` gives the fields that are written to config.json.
 
-    `source` is the quantisation that the files themselves have and `experts` the place of the experts where that is
-    another than the rest's, as `prepare` records them; `weights` is either, opened. `packed` is what `kt quant`
-    says of a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums) belong.
+    `source` is the quantisation of the files themselves, and `experts` the path of the experts if they are not with the
+    other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that
+    `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums)
+    apply.
     """
 
     def __init__(
@@ -70,33 +71,32 @@ class KTConfig(QuantizationConfigMixin):
         self.packed = packed
         self.pages = pages
         self.verify = verify
-        self.packed_at: Path | None = None  # where that is not beside the rest
+        self.packed_directory: Path | None = None  # of packed experts that are not with the other weights
         self.pool = pool
         self.progress = progress
 
     def to_dict(self) -> dict[str, Any]:
-        words = ("quant_method", "isa", "source", "experts", "packed")
-        found = {word: getattr(self, word) for word in words}
+        fields = {name: getattr(self, name) for name in ("quant_method", "isa", "source", "experts", "packed")}
         if self.precision != "bf16":
-            found["precision"] = self.precision
-        return {key: value for key, value in found.items() if value is not None}
+            fields["precision"] = self.precision
+        return {name: value for name, value in fields.items() if value is not None}
 
     def __iter__(self) -> Any:
         yield from self.to_dict().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KTConfig:
-        return self  # a pool of threads has no copy; nothing in here changes
+        return self  # a thread pool cannot be copied, and the fields do not change
 
 
 @dataclass(frozen=True)
 class PendingLayer:
-    """One layer of experts on its way from the files into a store."""
+    """An expert layer between the two calls of transformers: parameters removed, experts not yet in a store."""
 
     name: str
     module: nn.Module
     contract: Contract
     experts: LayerSource | None  # None: packed
-    dtypes: dict[str, torch.dtype]  # of the parameters that were there
+    dtypes: dict[str, torch.dtype]  # of the removed parameters
 
 
 @register_quantizer(IMPLEMENTATION)
@@ -110,10 +110,10 @@ class KTQuantizer(HfQuantizer):
         self._shapes: dict[str, torch.Size] = {}
         self._source: Source | None = None
         self._packed: PackedExperts | None = None
-        self._inside = False
+        self._text_only = False  # a text model is loaded from the files of the vision model around it
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Asked before anything is built."""
+        """Called before the model is built; refuses a quantisation that cannot be read."""
         if self._config.packed is None:
             accept("quantization_config", self._config.source)
 
@@ -130,14 +130,14 @@ class KTQuantizer(HfQuantizer):
                 self._packed.check(name, contract)
             experts = None if self._packed else source.layer(name, contract.shape, contract.interleaved)
             if experts is not None:
-                refuse_uncomputable(name, experts.formats, self._config)
-            self._layers.append(PendingLayer(name, module, contract, experts, strip(module, contract)))
+                check_computable(name, experts.formats, self._config)
+            self._layers.append(PendingLayer(name, module, contract, experts, remove_parameters(module, contract)))
             module._is_hf_initialized = True  # type: ignore[assignment]
         names = [tensor.name for tensor in source.rest()]
-        self._inside = not hasattr(model, "language_model") and any(
+        self._text_only = not hasattr(model, "language_model") and any(
             name.startswith("language_model.") for name in names
         )
-        if self._inside:
+        if self._text_only:
             _ignore_unexpected(model, r"^(vision_tower|mm_projector)\.")
         _ignore_unexpected(model, r"\.experts\.")
         _ignore_unexpected(model, r"\.block_sparse_moe\.(input|output)_linear")
@@ -145,10 +145,10 @@ class KTQuantizer(HfQuantizer):
         source.release()
 
     def _open(self, files: list[str] | None) -> Source:
-        """Where the experts are: beside the rest, or elsewhere."""
+        """Open the source of the experts: the loaded files, or the path that the configuration names."""
         config = self._config
-        if config.packed_at is not None:
-            self._packed = PackedExperts(config.packed_at, pages=config.pages, verify=config.verify)
+        if config.packed_directory is not None:
+            self._packed = PackedExperts(config.packed_directory, pages=config.pages, verify=config.verify)
         if config.weights is not None:
             self._source = config.weights
         elif config.experts is not None:
@@ -161,11 +161,11 @@ class KTQuantizer(HfQuantizer):
         return self._source
 
     def get_weight_conversions(self) -> list[Any]:
-        """A text model from the files of the vision model around it: their names have one word more."""
-        found = list(super().get_weight_conversions())  # type: ignore[no-untyped-call]
-        if self._inside:
-            found.append(WeightRenaming(source_patterns=r"^language_model\.", target_patterns=""))
-        return found
+        """Strips the prefix `language_model.` if a text model is loaded from a vision model's files."""
+        conversions = list(super().get_weight_conversions())  # type: ignore[no-untyped-call]
+        if self._text_only:
+            conversions.append(WeightRenaming(source_patterns=r"^language_model\.", target_patterns=""))
+        return conversions
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, tensor in model.state_dict().items():
@@ -182,27 +182,27 @@ class KTQuantizer(HfQuantizer):
             else:
                 store = pack_layer(layer.contract, layer.experts, **options)
             source.release()
-            settle(layer.module, layer.contract, store, layer.dtypes)
+            attach_store(layer.module, layer.contract, store, layer.dtypes)
             log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
         self._layers, self._shapes, self._source, config.weights = [], {}, None, None
-        select(model)
-        keep_from_ddp(model)
+        select_implementation(model)
+        exclude_from_ddp(model)
         return model
 
     def is_serializable(self) -> bool:
-        """`save_pretrained` would write a checkpoint without experts; transformers refuses it."""
+        """False: `save_pretrained` would write a checkpoint without experts, and transformers refuses it."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters are: gradients pass through the experts, which are frozen themselves."""
+        """True for adapters: gradients pass through the frozen experts."""
         return True
 
 
-def refuse_uncomputable(name: str, formats: dict[str, str], config: KTConfig) -> None:
-    """Before anything is loaded, a format that no kernel has; the smallest store of the kind tells."""
+def check_computable(name: str, formats: dict[str, str], config: KTConfig) -> None:
+    """Refuse, before anything is loaded, a format without a kernel: a one-expert store of these formats is created."""
     if set(formats.values()) == {"bf16"}:
         return
     try:
@@ -210,9 +210,9 @@ def refuse_uncomputable(name: str, formats: dict[str, str], config: KTConfig) ->
         options: Any = {"pool": config.pool, "isa": config.isa, "precision": config.precision, "gated": gated}
         ExpertStore(1, 256, 256, formats=formats, **options)
     except ValueError as error:
-        words = ", ".join(f"{role} in {word}" for role, word in formats.items())
+        given = ", ".join(f"{role} in {format}" for role, format in formats.items())
         remedy = "`kt quant` writes the model in a format that can be"
-        raise InputError(name, words, f"what can be computed ({error})", remedy) from error
+        raise InputError(name, given, f"what can be computed ({error})", remedy) from error
 
 
 def attach(
@@ -223,11 +223,11 @@ def attach(
     isa: str | None = None,
     precision: str = "bf16",
 ) -> None:
-    """Pack the experts of a model that was loaded the stock way; `model.set_experts_implementation("kt")` then uses
-    them.
+    """Pack the experts of a model that stock transformers has loaded; `model.set_experts_implementation("kt")` then
+    uses them.
 
-    Their parameters are frozen. With `free` they are removed, each layer as soon as it is packed: the model can then
-    be computed by "kt" only, and not be saved. `precision` as in `load_model`.
+    Their parameters are frozen. With `free` they are removed, each layer's as soon as it is packed: the model then runs
+    with "kt" only and cannot be saved. `precision` as in `load_model`.
     """
     modules = expert_modules(model)
     if not modules:
@@ -236,10 +236,10 @@ def attach(
         read_contract(name, module)
     for name, module in modules.items():
         pack_module(module, name=name, free=free, pool=pool, isa=isa, precision=precision)
-    keep_from_ddp(model)
+    exclude_from_ddp(model)
     if free:
         model.hf_quantizer = KTQuantizer(KTConfig(isa=isa, precision=precision))  # type: ignore[assignment]
-        select(model)
+        select_implementation(model)
 
 
 def _no_experts(model: PreTrainedModel) -> InputError:
@@ -248,8 +248,8 @@ def _no_experts(model: PreTrainedModel) -> InputError:
 
 
 def _ignore_unexpected(model: PreTrainedModel, pattern: str) -> None:
-    """Experts that the files have and the model lacks are as they should be. Older versions keep a list here."""
-    known = model._keys_to_ignore_on_load_unexpected
+    """Do not warn about tensors that the files have and the model lacks. Older versions of transformers keep a list."""
+    patterns = model._keys_to_ignore_on_load_unexpected
     model._keys_to_ignore_on_load_unexpected = (
-        known | {pattern} if isinstance(known, set) else [*(known or ()), pattern]
+        patterns | {pattern} if isinstance(patterns, set) else [*(patterns or ()), pattern]
     )

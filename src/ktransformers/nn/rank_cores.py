@@ -1,9 +1,9 @@
-"""The CPUs of one rank among several on a machine: launchers start a process for each GPU, and each would use them all.
+"""CPU affinity of the ranks on one machine: launchers start a process per GPU, and each would use all CPUs.
 
-`share_cores` keeps a process that `torchrun` or `accelerate launch` has started to its part: whole cores, in the order
-of their numbers, so that ranks keep to NUMA nodes where there is one for each. Every pool of threads that is made later
-is as large as that part. The surprising decision: a launcher that has bound its ranks itself is recognised by their
-mask, which then is not its own, and nothing is changed.
+`bind_rank_cores` binds a process that `torchrun` or `accelerate launch` has started to its share of the machine: whole
+cores, contiguous in core numbers, so that each rank stays on a NUMA node if there is one per rank. Thread pools that
+are created later have one thread per core of that share. If the launcher has already bound its ranks, the affinity mask
+of the process differs from that of its parent, and it is left unchanged.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ from ktransformers.errors import InputError
 CPUS = Path("/sys/devices/system/cpu")
 
 
-def _number(name: str, default: int) -> int:
-    word = os.environ.get(name, "").strip()
-    if not word:
+def _int_variable(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if not text:
         return default
-    if not word.isdigit():
-        raise InputError(name, word, "a number", "a launcher such as torchrun sets it")
-    return int(word)
+    if not text.isdigit():
+        raise InputError(name, text, "a number", "a launcher such as torchrun sets it")
+    return int(text)
 
 
 def first_sibling(cpu: int) -> int:
-    """The number of a core: that of its first CPU."""
+    """The first CPU (hyperthread) of the CPU's core; it identifies the core."""
     try:
-        words = (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
-        return int(words.replace("-", ",").split(",")[0])
+        siblings = (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+        return int(siblings.replace("-", ",").split(",")[0])
     except (OSError, ValueError):
         return cpu
 
 
-def part(cpus: Collection[int], rank: int, ranks: int) -> frozenset[int]:
-    """Of one rank: a run of cores, one at least."""
+def rank_cpus(cpus: Collection[int], rank: int, ranks: int) -> frozenset[int]:
+    """The CPUs of one rank: a contiguous range of cores, at least one."""
     cores: dict[int, set[int]] = {}
     for cpu in cpus:
         cores.setdefault(first_sibling(cpu), set()).add(cpu)
     order = [cores[core] for core in sorted(cores)]
     if len(order) < ranks:
         return frozenset(order[rank % len(order)])
-    mine = order[len(order) * rank // ranks : len(order) * (rank + 1) // ranks]
-    return frozenset().union(*mine)
+    own = order[len(order) * rank // ranks : len(order) * (rank + 1) // ranks]
+    return frozenset().union(*own)
 
 
-def share_cores() -> None:
-    """Keep to this rank's part from now on, with all threads; once is enough, and more often does no harm."""
-    rank, ranks = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
-    if ranks < 2 or multiprocessing.parent_process() is not None:  # a rank's own children have its part
+def bind_rank_cores() -> None:
+    """Bind all threads of this process to the rank's CPUs. Further calls change nothing."""
+    rank, ranks = _int_variable("LOCAL_RANK", 0), _int_variable("LOCAL_WORLD_SIZE", 1)
+    if ranks < 2 or multiprocessing.parent_process() is not None:  # children of a rank inherit its mask
         return
-    here = os.sched_getaffinity(os.getpid())
+    affinity = os.sched_getaffinity(os.getpid())
     try:
-        bound = here != os.sched_getaffinity(os.getppid())
-    except OSError:  # the launcher is gone
+        bound = affinity != os.sched_getaffinity(os.getppid())
+    except OSError:  # the launcher has exited
         bound = True
     if bound:
         return
-    chosen = part(here, rank, ranks)
+    cpus = rank_cpus(affinity, rank, ranks)
     for thread in os.listdir("/proc/self/task"):
         try:
-            os.sched_setaffinity(int(thread), chosen)
+            os.sched_setaffinity(int(thread), cpus)
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended

@@ -1,8 +1,8 @@
-"""An expert layer in plain torch and float64: what the kernels are measured against.
+"""Reference implementation of an expert layer in plain torch and float64; tests compare the kernels with it.
 
-One loop over experts, no tricks, nothing shared with the native core. Weights count as the store keeps them, rounded to
-`packed` (bf16 unless a layer says otherwise); biases, hidden states and routing weights as they are. `gate` is None for
-experts without a gate.
+One loop over experts, nothing shared with the native core. Weights are rounded to the dtype `packed` in which a store
+holds them (bf16 by default); biases, hidden states and routing weights are not rounded. `gate` is None for experts
+without a gate.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ def _linear(layer: ReferenceLayer, x: Tensor, matrix: Tensor, bias: Tensor | Non
     return y if bias is None else y + bias.double()
 
 
-def _of(stacked: Tensor | None, expert: int) -> Tensor | None:
+def _select(stacked: Tensor | None, expert: int) -> Tensor | None:
     return None if stacked is None else stacked[expert]
 
 
 def expert(layer: ReferenceLayer, index: int, x: Tensor) -> Tensor:
     """One expert for rows `[n, H]` in float64."""
-    up = _linear(layer, x, layer.up[index], _of(layer.up_bias, index))
+    up = _linear(layer, x, layer.up[index], _select(layer.up_bias, index))
     if layer.gate is None:
-        return _linear(layer, ACTIVATIONS[layer.activation](up), layer.down[index], _of(layer.down_bias, index))
-    gate = _linear(layer, x, layer.gate[index], _of(layer.gate_bias, index))
+        return _linear(layer, ACTIVATIONS[layer.activation](up), layer.down[index], _select(layer.down_bias, index))
+    gate = _linear(layer, x, layer.gate[index], _select(layer.gate_bias, index))
     if layer.limit > 0:
         gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
     if layer.activation == "swiglu_oai":
         inner = gate * torch.sigmoid(layer.alpha * gate) * (up + 1)
     else:
         inner = ACTIVATIONS[layer.activation](gate) * up
-    return _linear(layer, inner, layer.down[index], _of(layer.down_bias, index))
+    return _linear(layer, inner, layer.down[index], _select(layer.down_bias, index))
 
 
 def forward(layer: ReferenceLayer, hidden: Tensor, ids: Tensor, weights: Tensor, skip: Tensor | None = None) -> Tensor:

@@ -1,10 +1,10 @@
-"""The experts of one layer: packed once, computed for any batch.
+"""`ExpertStore`: the experts of one layer, packed once for the CPU kernels and computed for any batch.
 
 Shapes: E experts, H hidden, I intermediate, T tokens, k experts per token. Sources are gate and up `[E, I, H]` and down
-`[E, H, I]`, or `gate_up` that holds both as transformers' experts do; `transposed` and `interleaved` are the contract's
-`is_transposed` and `not is_concatenated`. All of these become strided views of what was given: the core reads any
-strides, so nothing is copied but into the packed tiles. A matrix may instead come as it was released, an `Encoded` in
-one of the formats of docs/formats.md: its bits are sorted, never expanded. Gradients do not pass through here.
+`[E, H, I]`, or `gate_up` with both, as in transformers; `transposed` and `interleaved` are the contract's
+`is_transposed` and `not is_concatenated`. All of these become strided views of the caller's tensors: the core reads any
+strides, so the only copy is the one into packed tiles. A matrix may also be an `Encoded` in one of the formats of
+docs/formats.md: its codes are rearranged, never dequantised. A store is below autograd (`nn/operator.py`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from ktransformers.errors import InputError
 from ktransformers.nn import buffer_pool
 from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.pack_inputs import (
-    formats_of,
-    halves_of_encoded,
-    halves_of_tensor,
-    matrices_of,
-    refuse,
-    vectors_of,
+    as_matrices,
+    as_vectors,
+    formats_by_matrix,
+    require_none,
+    split_encoded,
+    split_fused,
 )
 from ktransformers.nn.pool import default_pool
 
-# Of the order of bytes in `ExpertStore.memory`; docs/formats.md describes it.
+# Version of the byte layout of `ExpertStore.memory`, which docs/formats.md describes.
 LAYOUT_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which share of LoRA's inputs is dropped; the seed says which, the same in forward and backward."""
+    """Dropout of LoRA's inputs: each element is dropped with probability `share`; forward and backward with the same
+    `seed` drop the same elements."""
 
     share: float = 0.0
     seed: int = 0
@@ -62,17 +63,17 @@ class ExpertStore:
         precision: str = "bf16",
         formats: str | Mapping[str, str] = "bf16",
     ) -> None:
-        """`limit` > 0 clamps gate from above and up to +-limit; `alpha` belongs to activation "swiglu_oai".
+        """`limit` > 0 clamps gate to at most limit and up to +-limit; `alpha` belongs to activation "swiglu_oai".
 
-        `precision` is what weights are packed in: "bf16", or one of the exact kinds "f32" and "f64", in which
-        activations and sums are kept too. Without `isa` the best variant that has it is taken. Sources, hidden states,
-        results, LoRA and gradients may be of any float dtype, float64 among them, with any precision.
+        `precision` is the type of packed weights: "bf16", or "f32" and "f64", in which activations and sums are kept
+        too. Without `isa` the best CPU variant that supports it is used. Sources, hidden states, outputs, LoRA and
+        gradients may have any float dtype, float64 included, with any precision.
 
-        `formats` says what "gate", "up" and "down" are stored in, one word for all or one each; what is not "bf16"
-        stays in its released bits and is decoded to `precision` where it is used.
+        `formats` is the storage format of "gate", "up" and "down", one for all or one each. A format other than "bf16"
+        keeps its codes and is dequantised to `precision` inside the kernels.
         """
         self.gated = gated
-        self.formats = formats_of(formats, gated)
+        self.formats = formats_by_matrix(formats, gated)
         self._w8a8 = False
         self._experts = _core.Experts(
             pool if pool is not None else default_pool(),
@@ -91,8 +92,8 @@ class ExpertStore:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStore:
-        # Packed experts are frozen, so a copy of a model (a reference, an average of weights) may share them; a second
-        # set of bytes is what nobody has the memory for.
+        # Packed experts are frozen, so a copy of a model (a reference model, an average of weights) shares them: a
+        # second set would not fit into memory.
         return self
 
     @property
@@ -118,7 +119,7 @@ class ExpertStore:
 
     @property
     def precision(self) -> str:
-        """What the weights are packed in."""
+        """The type of packed weights."""
         return self._experts.precision
 
     @property
@@ -127,22 +128,22 @@ class ExpertStore:
 
     @property
     def w8a8(self) -> bool:
-        """What `forward` and `prepare` do where they are not told: an approximation, off by default.
+        """Default of `forward` and `prepare` for 8-bit activations: an approximation, off by default.
 
-        Rows of hidden and activated states are rounded to 8 bits, each with a scale of its own, and multiplied with the
-        int8 weights as they are, exactly; int4 weights become integers of 8 bits with one scale for each output, too,
-        but for experts with four rows of a batch or fewer, which keep theirs. LoRA is computed as ever.
+        Rows of hidden and activated states are rounded to 8 bits with one scale per row and multiplied exactly with
+        the int8 weights. int4 weights are requantised to 8 bits with one scale per output, except for experts with at
+        most four rows of the batch, which use the int4 weights. LoRA is computed in full precision.
         """
         return self._w8a8
 
     @w8a8.setter
     def w8a8(self, on: bool) -> None:
-        self._w8a8 = self._asked(on)
+        self._w8a8 = self._resolve_w8a8(on)
 
     @property
-    def against_w8a8(self) -> str:
-        """What stands against it; empty: nothing."""
-        return self._experts.against_w8a8
+    def w8a8_unsupported(self) -> str:
+        """Why this store cannot compute with 8-bit activations; empty: it can."""
+        return self._experts.w8a8_unsupported
 
     def pack(
         self,
@@ -159,60 +160,60 @@ class ExpertStore:
         interleaved: bool = False,
         first_expert: int = 0,
     ) -> None:
-        """Experts from `first_expert` on: matrices of one expert, or of several with a dimension in front.
+        """Pack experts from `first_expert` on: matrices of one expert, or of a range with an expert dimension in front.
 
-        Give `gate` and `up`, or `gate_up` with the rows of gate before those of up (`interleaved`: in turns). With
-        `transposed` every matrix lies input-major: gate_up `[E, H, 2I]`, down `[E, I, H]`. An `Encoded` lies
-        output-major always, and is of the format that this store has for the matrix.
+        Pass `gate` and `up`, or `gate_up` with the rows of gate before those of up (`interleaved`: alternating). With
+        `transposed` every matrix is input-major: gate_up `[E, H, 2I]`, down `[E, I, H]`. An `Encoded` is always
+        output-major and has the store's format for that matrix.
         """
-        wide, narrow = self.intermediate_size, self.hidden_size
+        intermediate, hidden = self.intermediate_size, self.hidden_size
         if gate_up is not None:
-            refuse("gate", gate, "None beside gate_up")
-            refuse("up", up, "None beside gate_up")
+            require_none("gate", gate, "None beside gate_up")
+            require_none("up", up, "None beside gate_up")
             if isinstance(gate_up, Encoded):
-                gate, up = halves_of_encoded(gate_up, interleaved)
+                gate, up = split_encoded(gate_up, interleaved)
             else:
-                fused = matrices_of("gate_up", gate_up, 2 * wide, narrow, transposed)
-                gate, up = halves_of_tensor(fused, interleaved)
+                fused = as_matrices("gate_up", gate_up, 2 * intermediate, hidden, transposed)
+                gate, up = split_fused(fused, interleaved)
         if gate_up_bias is not None:
-            refuse("gate_bias", gate_bias, "None beside gate_up_bias")
-            refuse("up_bias", up_bias, "None beside gate_up_bias")
-            gate_bias, up_bias = halves_of_tensor(vectors_of("gate_up_bias", gate_up_bias, 2 * wide), interleaved)
+            require_none("gate_bias", gate_bias, "None beside gate_up_bias")
+            require_none("up_bias", up_bias, "None beside gate_up_bias")
+            gate_bias, up_bias = split_fused(as_vectors("gate_up_bias", gate_up_bias, 2 * intermediate), interleaved)
         else:
-            gate_bias = None if gate_bias is None else vectors_of("gate_bias", gate_bias, wide)
-            up_bias = None if up_bias is None else vectors_of("up_bias", up_bias, wide)
+            gate_bias = None if gate_bias is None else as_vectors("gate_bias", gate_bias, intermediate)
+            up_bias = None if up_bias is None else as_vectors("up_bias", up_bias, intermediate)
         if up is None:
             raise InputError("up", None, "a tensor", "give gate and up, or gate_up" if self.gated else "")
         if self.gated and gate is None:
             raise InputError("gate", None, "a tensor: these experts are gated", "give gate and up, or gate_up")
         if not self.gated:
-            word = "gate" if gate_up is None else "gate_up"
-            refuse(word, gate, "None: these experts have no gate")
+            require_none("gate" if gate_up is None else "gate_up", gate, "None: these experts have no gate")
+        transposed_halves = transposed and gate_up is None
         self._experts.pack(
             first_expert,
-            None if gate is None else self._given("gate", gate, wide, narrow, transposed and gate_up is None),
-            self._given("up", up, wide, narrow, transposed and gate_up is None),
-            self._given("down", down, narrow, wide, transposed),
+            None if gate is None else self._core_matrix("gate", gate, intermediate, hidden, transposed_halves),
+            self._core_matrix("up", up, intermediate, hidden, transposed_halves),
+            self._core_matrix("down", down, hidden, intermediate, transposed),
             gate_bias,
             up_bias,
-            None if down_bias is None else vectors_of("down_bias", down_bias, narrow),
+            None if down_bias is None else as_vectors("down_bias", down_bias, hidden),
         )
 
-    def _given(self, name: str, matrix: Tensor | Encoded, rows: int, columns: int, transposed: bool) -> Any:
-        """What the core takes for a matrix: a view of the tensor, or the three parts of an encoded one."""
+    def _core_matrix(self, name: str, matrix: Tensor | Encoded, rows: int, columns: int, transposed: bool) -> Any:
+        """The core's argument for a matrix: a view of the tensor, or codes, scales and tensor scale."""
         stored = self.formats[name]
         if isinstance(matrix, Encoded):
             if matrix.format != stored:
-                raise InputError(name, f"format {matrix.format}", stored, "make the store with these formats")
+                raise InputError(name, f"format {matrix.format}", stored, "create the store with these formats")
             if (matrix.rows, matrix.columns) != (rows, columns):
                 raise InputError(name, f"{matrix.rows} rows of {matrix.columns}", f"{rows} rows of {columns}")
             return matrix.codes, matrix.scales, matrix.tensor_scale
         if stored != "bf16":
             raise InputError(name, "a tensor", f"an Encoded of format {stored}", "see checkpoint.encoded.encode")
-        return matrices_of(name, matrix, rows, columns, transposed)
+        return as_matrices(name, matrix, rows, columns, transposed)
 
     def decode(self, matrix: str, expert: int) -> Tensor:
-        """`[N, K]` of "gate", "up" or "down" as it is multiplied: in bfloat16, or in the precision's own dtype."""
+        """One matrix ("gate", "up" or "down") of an expert, `[N, K]`, dequantised to the dtype of `precision`."""
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}[self.precision]
         shape = (self.hidden_size, self.intermediate_size)
         out = torch.empty(shape if matrix == "down" else shape[::-1], dtype=dtype)
@@ -220,13 +221,13 @@ class ExpertStore:
         return out
 
     def transpose(self, source: Tensor, target: Tensor) -> None:
-        """`[n, m]` into `[m, n]`, both dense and of one dtype, by the threads of these experts."""
+        """`source` `[n, m]` into `target` `[m, n]`, both dense and of one dtype, on the store's thread pool."""
         self._experts.transpose(source, target)
 
     def memory(self) -> dict[str, Tensor]:
-        """The packed bytes, "gate_up" and "down", and the biases where there are any ("gate_up_bias", "down_bias").
+        """The packed bytes "gate_up" and "down", and the biases if any ("gate_up_bias", "down_bias").
 
-        They are views that keep the store alive; on several NUMA nodes, copies in the order of a single one.
+        They are views that keep the store alive; with more than one NUMA node, copies in the layout of one node.
         """
         return {name: torch.from_numpy(array) for name, array in self._experts.memory().items()}
 
@@ -238,14 +239,14 @@ class ExpertStore:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> None:
-        """Instead of `pack`: what `memory` gave for a store of the same shape, formats and `LAYOUT_VERSION`.
+        """Instead of `pack`: use what `memory` returned for a store of the same shape, formats and `LAYOUT_VERSION`.
 
-        On one NUMA node the tensors are used where they lie, a mapped file among them, and kept alive.
+        On one NUMA node the tensors, e.g. of a mapped file, are used without a copy and kept alive.
         """
         self._experts.adopt(gate_up, down, gate_up_bias, down_bias)
 
     def layout(self) -> dict[str, Any]:
-        """Where things are in `memory()`: blocks, their bytes, and the strips of encoded ones."""
+        """The layout of `memory()`: sizes of blocks, and of the strips of encoded ones."""
         return self._experts.layout()
 
     def forward(
@@ -261,16 +262,17 @@ class ExpertStore:
         adapters: Sequence[_core.Adapter] = (),
         dropout: Dropout = NO_DROPOUT,
         w8a8: bool | None = None,
-        learns: bool = False,
+        needs_grad: bool = False,
     ) -> Tensor:
         """Sum over k of weight * expert(hidden), in hidden's shape; `[..., H]`, `[..., k]`, `[..., k]`.
 
-        Ids outside [0, E), -1 among them, and experts with `skip[e]` add nothing. `out` may be of another dtype.
-        `keep`, from `new_keep`, takes gate and up for a backward of the same batch. `adapter[t]` is the place in
-        `adapters` of token t's LoRA, or -1; a single adapter without `adapter` is every token's. `w8a8`: see there.
-        `learns`, implied by `keep` and dropout: weights are rounded as in backward, for few rows too (docs/formats.md).
+        Ids outside [0, E), such as -1, and experts with `skip[e]` contribute nothing. `out` may have another dtype.
+        `keep`, from `new_keep`, receives gate and up for a backward of the same batch. `adapter[t]` is the index in
+        `adapters` of token t's LoRA, or -1; a single adapter without `adapter` applies to every token. `w8a8` overrides
+        the property. `needs_grad`, implied by `keep` and dropout: weights are rounded as in backward for small batches
+        too (docs/formats.md).
         """
-        w8a8 = self._asked(w8a8)
+        w8a8 = self._resolve_w8a8(w8a8)
         if w8a8 and (keep is not None or dropout.share):
             self.refuse_gradients()
         rows, out, target = self._rows(hidden, out)
@@ -286,28 +288,28 @@ class ExpertStore:
             dropout.share,
             dropout.seed,
             w8a8,
-            learns,
+            needs_grad,
         )
         return out
 
-    def _asked(self, w8a8: bool | None) -> bool:
-        if w8a8 and (why := self.against_w8a8):
+    def _resolve_w8a8(self, w8a8: bool | None) -> bool:
+        if w8a8 and (reason := self.w8a8_unsupported):
             given = f"on, with {', '.join(sorted(set(self.formats.values())))} in precision {self.precision}"
-            raise InputError("w8a8", given, "experts in int8 or int4 and precision bf16", why)
+            raise InputError("w8a8", given, "experts in int8 or int4 and precision bf16", reason)
         return self._w8a8 if w8a8 is None else w8a8
 
     def refuse_gradients(self) -> None:
-        """Where they are asked for beside W8A8."""
+        """Raise because W8A8 has no backward pass."""
         raise InputError("w8a8", "on", "off where gradients are wanted", "training computes with all bits")
 
     def new_adapter(
         self, gate_rank: int = 0, up_rank: int = 0, down_rank: int = 0, *, shared: bool = False
     ) -> _core.Adapter:
-        """Room for LoRA factors of these ranks (0: none on that matrix); `shared`: gate and up have one A."""
+        """An empty adapter for LoRA factors of these ranks (0: none for that matrix); `shared`: gate and up share A."""
         return _core.Adapter(self._experts, gate_rank, up_rank, down_rank, shared)
 
     def new_keep(self, tokens: int, top_k: int) -> Tensor:
-        """Memory for gate and up of every (token, slot); its contents belong to the core."""
+        """A buffer for gate and up of every (token, slot); its layout is private to the core."""
         return buffer_pool.empty((self.keep_bytes(tokens, top_k),), torch.uint8)
 
     def keep_bytes(self, tokens: int, top_k: int) -> int:
@@ -327,11 +329,11 @@ class ExpertStore:
         factors: Sequence[Sequence[Tensor | None]] | None = None,
         dropout: Dropout = NO_DROPOUT,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden (in its dtype) and of the routing weights (float32, or float64 where they are); the
+        """Gradients of hidden (in its dtype) and of the routing weights (float64 if they are, else float32); the
         experts are frozen.
 
-        With what `forward` kept, gate and up are not computed again. `factors` takes the gradients of LoRA: for every
-        adapter tensors for gate_a, gate_b, up_a, up_b, down_a and down_b, or None in their places.
+        With `keep` from `forward`, gate and up are not recomputed. `factors` receives the gradients of LoRA: for every
+        adapter the tensors for gate_a, gate_b, up_a, up_b, down_a and down_b, each a tensor or None.
         """
         if self._w8a8:
             self.refuse_gradients()
@@ -366,21 +368,20 @@ class ExpertStore:
         adapters: Sequence[_core.Adapter] = (),
         w8a8: bool | None = None,
     ) -> ExpertCall:
-        """A call to submit and wait for; it reads the tensors as they are when it is submitted, so they must be
-        viewable as rows."""
+        """An asynchronous call. It reads the tensors when it is submitted, so they must be viewable as rows."""
         for name, tensor in (("hidden", hidden), ("ids", ids), ("weights", weights), ("adapter", adapter)):
             if tensor is not None and tensor.dim() > 2 and not tensor.is_contiguous():
                 raise InputError(name, f"strides {list(tensor.stride())}", "a contiguous tensor", "copy it first")
         rows, out, target = self._rows(hidden, out)
-        given = (rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, adapters)
-        return ExpertCall(self._experts.prepare(*given, self._asked(w8a8)), out)
+        inputs = (rows, _flat(ids), _flat(weights), target, _flat_adapter(adapter), skip, adapters)
+        return ExpertCall(self._experts.prepare(*inputs, self._resolve_w8a8(w8a8)), out)
 
     def _rows(self, hidden: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden as rows, the result in hidden's shape, and the result as rows of the same memory."""
+        """Hidden as rows, the output in hidden's shape, and a view of the output as rows."""
         if not isinstance(hidden, Tensor):
             raise TypeError(f"hidden: given a {type(hidden).__name__}, expected a torch tensor")
         if out is None:
-            out = buffer_pool.result_like(hidden)
+            out = buffer_pool.empty_output_like(hidden)
         elif out.shape != hidden.shape:
             raise InputError("out", f"shape {list(out.shape)}", f"the shape of hidden, {list(hidden.shape)}")
         if hidden.dim() == 2:
@@ -394,7 +395,7 @@ class ExpertStore:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """`[..., n]` as `[T, n]`. What is no tensor, or has no dimensions, is left for the core to refuse."""
+    """`[..., n]` as `[T, n]`. Non-tensors and 0-D tensors pass unchanged; the core refuses them."""
     if not isinstance(tensor, Tensor) or not tensor.dim():
         return tensor
     if tensor.requires_grad:

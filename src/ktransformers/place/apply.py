@@ -1,38 +1,41 @@
-"""A `PlacementOptions` made true on a loaded model, in the order in which a server and a trainer can: layers to their
-devices, then the engine, and residents at last, when it is known what else wants memory.
+"""Placement options carried out on a loaded model, for `kt serve` and `kt train` alike: layers to their devices, then
+the engine, then residents, when it is known what else needs GPU memory, then the modes of the batch sizes to come.
 
-Without a GPU nothing is done and it is said once (`attach`); what was wished for then has no effect, and experts are
-computed by the CPU as ever.
+Without a GPU nothing is done and one line says so (`attach`); the options then have no effect, and the CPU computes all
+experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ktransformers.errors import InputError
-from ktransformers.place.device_map import DeviceMap, find_stack, spread, visible
+from ktransformers.place.device_map import DeviceMap, find_stack, scatter, spread, visible
 from ktransformers.place.free_memory import free_bytes, resident_bytes
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.placement import Placement, attach
-from ktransformers.place.rules import Rule, devices_of, homes_by, read_rules
+from ktransformers.place.routing_counts import RoutingCounter
+from ktransformers.place.rule_devices import devices_by_rules
+from ktransformers.place.rules import Rule, devices_of, read_rules
+from ktransformers.plan.modes import CPU, RESIDENT
 
 WITH_RESIDENTS = ("auto", "resident")  # policies for which free memory is filled by itself
 
 
-def rules_of(wish: PlacementOptions) -> tuple[Rule, ...]:
+def rules_of(options: PlacementOptions) -> tuple[Rule, ...]:
     """Those of the file; a name without a file has none."""
-    path = wish.kt_optimize_rule
+    path = options.kt_optimize_rule
     return read_rules(path) if path is not None and Path(path).is_file() else ()
 
 
-def needs_spreading(wish: PlacementOptions, gpus: int) -> bool:
+def needs_spreading(options: PlacementOptions, gpus: int) -> bool:
     """Whether a model has to be loaded into host memory first, to be moved from there; GPUs that a rule names and that
     are not here are refused now."""
-    rules = rules_of(wish)
+    rules = rules_of(options)
     visible(_wanted(rules, gpus))
     return gpus > 1 or bool(rules)
 
@@ -42,44 +45,44 @@ def _wanted(rules: tuple[Rule, ...], gpus: int) -> int:
     return max(gpus, *named, 1)
 
 
-def find_homes(model: nn.Module, wish: PlacementOptions, gpus: int) -> DeviceMap:
+def find_device_map(model: nn.Module, options: PlacementOptions, gpus: int) -> DeviceMap:
     """By rules, else by plan: layers in equal runs over so many GPUs."""
-    rules = rules_of(wish)
+    rules = rules_of(options)
     devices = visible(_wanted(rules, gpus))[: max(gpus, 1)]
     if rules:
-        return homes_by(model, rules, devices)
+        return devices_by_rules(model, rules, devices)
     return DeviceMap(tuple(spread(find_stack(model).count, devices)), devices[0], devices[0], {})
 
 
-def place(
+def attach_engine(
     model: nn.Module,
-    wish: PlacementOptions,
-    homes: DeviceMap | None = None,
+    options: PlacementOptions,
+    device_map: DeviceMap | None = None,
     *,
     device: torch.device | str | None = None,
-    learns: bool = False,
+    training: bool = False,
 ) -> Placement | None:
-    """The engine with everything but residents; None: the CPU has all experts. In training (`learns`) residents are
-    renewed by whoever counts the steps, not after a batch."""
-    policy = wish.policy
-    if policy == "cpu" and homes is not None and homes.whole:
+    """The engine with everything but residents; None: the CPU computes all experts. In training residents are updated
+    after a number of steps (`train/placement.py`), not after a batch."""
+    policy = options.policy
+    if policy == "cpu" and device_map is not None and device_map.whole:
         policy = "resident"  # a rule wants experts on a GPU
-    if wish.kt_enable_dynamic_expert_update and not learns and not wish.kt_gpu_prefill_token_threshold:
+    if options.kt_enable_dynamic_expert_update and not training and not options.kt_gpu_prefill_token_threshold:
         given = "on, without kt_gpu_prefill_token_threshold"
         raise InputError(
             "kt_enable_dynamic_expert_update", given, "a threshold beside it", "batches above it are counted"
         )
-    placement = attach(model, policy=policy, device=device, homes=None if homes is None else homes.experts)
+    placement = attach(model, policy=policy, device=device, homes=None if device_map is None else device_map.experts)
     if placement is None or not placement.layers:  # or a model that is on the CPU, beside a GPU
         return None
-    placement.stream_from(wish.kt_gpu_prefill_token_threshold or 0)
-    placement.follow_routing(wish.kt_enable_dynamic_expert_update and not learns)
-    if wish.kt_max_deferred_experts_per_token:
-        placement.defer(wish.kt_max_deferred_experts_per_token)
+    placement.stream_from(options.kt_gpu_prefill_token_threshold or 0)
+    placement.follow_routing(options.kt_enable_dynamic_expert_update and not training)
+    if options.kt_max_deferred_experts_per_token:
+        placement.defer(options.kt_max_deferred_experts_per_token)
     return placement
 
 
-def room_for_residents(placement: Placement, later: Mapping[torch.device, int]) -> dict[torch.device, int]:
+def resident_budget(placement: Placement, later: Mapping[torch.device, int]) -> dict[torch.device, int]:
     """Bytes by device: what is free, less what is still to come there and what the engines themselves will take."""
     return {
         device: resident_bytes(free_bytes(device), later.get(device, 0) + placement.working_bytes(device))
@@ -88,26 +91,26 @@ def room_for_residents(placement: Placement, later: Mapping[torch.device, int]) 
     }
 
 
-def settle_residents(
-    placement: Placement, wish: PlacementOptions, homes: DeviceMap | None, room: Mapping[torch.device, int]
+def place_residents(
+    placement: Placement, options: PlacementOptions, device_map: DeviceMap | None, room: Mapping[torch.device, int]
 ) -> list[tuple[int, ...]]:
     """Residents of each layer as the wish has them: a count, a share, or as many bytes as there is room for."""
-    whole = homes.whole if homes is not None else []
-    size: Mapping[torch.device, int] = room if wish.by_bytes and placement.policy in WITH_RESIDENTS else {}
-    if homes is not None and whole and wish.policy == "cpu":
+    whole = device_map.whole if device_map is not None else []
+    size: Mapping[torch.device, int] = room if options.by_bytes and placement.policy in WITH_RESIDENTS else {}
+    if device_map is not None and whole and options.policy == "cpu":
         size = {}  # nothing but what the rule says
     return placement.place_residents(
-        count=wish.kt_num_gpu_experts or 0,
-        ratio=wish.kt_gpu_experts_ratio or 0.0,
+        count=options.kt_num_gpu_experts or 0,
+        ratio=options.kt_gpu_experts_ratio or 0.0,
         size=size,
-        strategy=wish.strategy,
-        statistics=wish.init_expert_location,
+        strategy=options.strategy,
+        statistics=options.init_expert_location,
         whole=whole,
     )
 
 
-def in_words(placement: Placement, wish: PlacementOptions, residents: list[tuple[int, ...]]) -> str:
-    """What became of the wish, for a log line."""
+def describe(placement: Placement, options: PlacementOptions, residents: list[tuple[int, ...]]) -> str:
+    """What became of the options, for a log line."""
     counts = [len(row) for row in residents]
     taken = sum(
         layer.packed.geometry.expert_bytes * count for layer, count in zip(placement.layers, counts, strict=True)
@@ -115,12 +118,63 @@ def in_words(placement: Placement, wish: PlacementOptions, residents: list[tuple
     span = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     where = ", ".join(str(device) for device in placement.devices())
     parts = [f"policy {placement.policy}", f"{span} residents in each of {len(counts)} layers ({taken / 1e9:.2f} GB)"]
-    if wish.kt_gpu_prefill_token_threshold:
-        parts.append(f"batches from {wish.kt_gpu_prefill_token_threshold} tokens on streamed whole")
-    if wish.kt_enable_dynamic_expert_update:
+    if options.kt_gpu_prefill_token_threshold:
+        parts.append(f"batches from {options.kt_gpu_prefill_token_threshold} tokens on streamed whole")
+    if options.kt_enable_dynamic_expert_update:
         parts.append("residents follow the routing")
-    if wish.kt_max_deferred_experts_per_token:
-        parts.append(f"up to {wish.kt_max_deferred_experts_per_token} experts of a token deferred: an approximation")
+    if options.kt_max_deferred_experts_per_token:
+        parts.append(f"up to {options.kt_max_deferred_experts_per_token} experts of a token deferred: an approximation")
     if placement.left:
         parts.append(f"{len(placement.left)} layers left to the CPU")
     return f"experts on {where}: " + "; ".join(parts)
+
+
+class ModelPlacement:
+    """The placement of one model, from its options to its statistics: `move_layers`, `attach`, `fill`, `save_counts`,
+    in this order. `cpu_only`: the CPU computes all experts, and the engine is there because CUDA graphs go through
+    it."""
+
+    def __init__(self, options: PlacementOptions, *, training: bool = False) -> None:
+        self.options, self._training = options, training
+        self.device_map: DeviceMap | None = None
+        self.placement: Placement | None = None
+        self.cpu_only = False
+        self._counter: RoutingCounter | None = None
+
+    def move_layers(self, model: nn.Module, gpus: int) -> str:
+        """From host memory to the devices; a line that says where they are."""
+        self.device_map = find_device_map(model, self.options, gpus)
+        scatter(model, self.device_map)
+        devices = list(dict.fromkeys(self.device_map.layers))
+        return "layers: " + ", ".join(f"{self.device_map.layers.count(device)} on {device}" for device in devices)
+
+    def attach(self, model: nn.Module, *, graphs: bool = False) -> None:
+        """`graphs`: decode steps are to be captured in CUDA graphs, for which even the CPU alone needs an engine."""
+        self.placement = attach_engine(model, self.options, self.device_map, training=self._training)
+        if self.placement is None and graphs and self.options.policy == CPU and self.device_map is None:
+            bare = attach(model, policy=RESIDENT, streams=False)
+            if bare is not None and bare.left and self.options.kt_record_experts is not None:
+                bare.detach()  # layers without an engine have to be counted too
+            else:
+                self.placement, self.cpu_only = bare, True
+        if self.placement is None and not self.cpu_only and self.options.kt_record_experts is not None:
+            self._counter = RoutingCounter(model)
+
+    def fill(self, bytes_to_come: Callable[[int, torch.device], int], sizes: Collection[int]) -> list[str]:
+        """Residents in what GPU memory is left beside `bytes_to_come` of each device, by its place and itself; then the
+        modes of batches of these `sizes`. Lines that say what was done."""
+        if self.placement is None or self.cpu_only:
+            return []
+        later = {device: bytes_to_come(place, device) for place, device in enumerate(self.placement.devices())}
+        budget = resident_budget(self.placement, later)
+        residents = place_residents(self.placement, self.options, self.device_map, budget)
+        modes = self.placement.tune(sizes, training=self._training)
+        return [describe(self.placement, self.options, residents), *(f"experts, {line}" for line in modes)]
+
+    def save_counts(self) -> str | None:
+        """Write counts of routed tokens where the options name a file; a line that says so."""
+        path, source = self.options.kt_record_experts, self.placement or self._counter
+        if path is None or source is None:
+            return None
+        source.save_statistics(Path(path))
+        return f"counts of routed tokens are in {path}"

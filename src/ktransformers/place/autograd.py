@@ -1,12 +1,13 @@
-"""The engine as autograd sees it: an operator whose inputs are on the device and whose LoRA factors are in host memory.
+"""The placement engine as an operator of autograd: inputs on the device, LoRA factors in host memory.
 
-Everything that backward needs besides the inputs is an output: a host copy of the ids, the CPU's kept rows, and which
-experts the CPU had. So checkpointing may keep them all and never compute a layer again
-(`nn/checkpointing.py`), or let go of all of them. What computes is a handle, as the store is for the operator without
-an engine (`nn/operator.py`). The surprising decision: gradients of the factors are returned while the device still
-computes them. Factors pass through a function of their own, `Arrival`, which does nothing forward. Its tensors are in
-host memory, so autograd calls it back in another thread than the device's, and there it waits for the copies; the
-device's thread goes on to the layer before.
+Everything that backward needs besides the inputs is an output: a host copy of the ids, the rows that the CPU kept, and
+which experts the CPU computed. So activation checkpointing may keep all of them and never recompute a layer
+(`nn/checkpointing.py`), or drop all of them. The placed layer is passed as a handle, as the store is in the operator
+without an engine (`nn/operator.py`).
+
+Gradients of the factors are returned while the device still computes them. Factors pass through `WaitForGradients`,
+which does nothing forward; its tensors are in host memory, so autograd calls its backward in another thread than the
+device's, and that thread waits for the copies while the device's thread launches the layer before.
 """
 
 from __future__ import annotations
@@ -14,30 +15,46 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktransformers.nn.checkpointing import computed
+from ktransformers.nn.checkpointing import compute_or_replay
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.store import Dropout
-from ktransformers.place.choose import PlacedLayer
-from ktransformers.place.engine import ExpertEngine, Kept
+from ktransformers.place.dispatch import PlacedLayer
+from ktransformers.place.engine import ExpertEngine, SavedForBackward
 from ktransformers.place.gpu.device_lora import PendingCopies
 from ktransformers.place.gpu.executor import ExpertBatch
 
-_count = itertools.count(1)
-_known: weakref.WeakValueDictionary[int, PlacedStore] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
 
 
-class Awaited:
-    """Gradients of one pass's factors that are on their way."""
+class Placed(Protocol):
+    """A layer with the engine that computes it."""
+
+    engine: ExpertEngine
+    layer: PlacedLayer
+
+
+_placed_layers: weakref.WeakValueDictionary[int, Placed] = weakref.WeakValueDictionary()
+
+
+def register(placed: Placed) -> int:
+    """A handle by which the operator finds it as long as it lives."""
+    handle = next(_handles)
+    _placed_layers[handle] = placed
+    return handle
+
+
+class PendingFactorGradients:
+    """Copies of one pass's factor gradients to host memory that are under way."""
 
     def __init__(self) -> None:
         self.leaving: list[PendingCopies] = []
-        self.handle = next(_count)
+        self.handle = next(_handles)
         _awaited[self.handle] = self
 
     def finish(self) -> None:
@@ -45,14 +62,14 @@ class Awaited:
             self.leaving.pop().finish()
 
 
-_awaited: weakref.WeakValueDictionary[int, Awaited] = weakref.WeakValueDictionary()
+_awaited: weakref.WeakValueDictionary[int, PendingFactorGradients] = weakref.WeakValueDictionary()
 
 
-class Arrival(torch.autograd.Function):
-    """Factors as they are; their gradients, when they have come."""
+class WaitForGradients(torch.autograd.Function):
+    """Identity forward; backward waits until the gradients have arrived in host memory."""
 
     @staticmethod
-    def forward(ctx: Any, awaited: Awaited, *lora: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, awaited: PendingFactorGradients, *lora: Tensor) -> tuple[Tensor, ...]:
         ctx.awaited = awaited
         ctx.set_materialize_grads(False)
         return lora
@@ -64,11 +81,11 @@ class Arrival(torch.autograd.Function):
         return None, *grads
 
 
-def _placed(handle: int) -> PlacedStore:
-    found = _known.get(handle)
-    if found is None:
+def _placed(handle: int) -> Placed:
+    placed = _placed_layers.get(handle)
+    if placed is None:
         raise RuntimeError(f"placed experts {handle} are gone; keep the placement as long as its graph")
-    return found
+    return placed
 
 
 def _factors(tensors: Sequence[Tensor], roles: str, scales: Sequence[float]) -> LoraFactors | None:
@@ -95,10 +112,10 @@ def placed_experts(
     def compute() -> tuple[Tensor, ...]:
         placed = _placed(store)
         batch = ExpertBatch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed), learns=True)
-        out, kept = placed.engine.forward(placed.layer, batch, retain)
-        return out, kept.ids, kept.keep, kept.cpu
+        out, saved = placed.engine.forward(placed.layer, batch, retain)
+        return out, saved.ids, saved.keep, saved.cpu
 
-    out, ids_host, keep, cpu = computed(compute)
+    out, ids_host, keep, cpu = compute_or_replay(compute)
     return out, ids_host, keep, cpu
 
 
@@ -109,54 +126,53 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)  # zeros as large as what is kept would be made for it
     ctx.placed, ctx.roles, ctx.scales, ctx.dropout = _placed(store), roles, scales, Dropout(dropout, seed)
     ctx.awaited = awaited
-    ctx.factors, ctx.learns = len(lora), any(tensor.requires_grad for tensor in lora)
+    ctx.factors, ctx.needs_grad = len(lora), any(tensor.requires_grad for tensor in lora)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad_out is None:
         return (None,) * 3 + ([None] * ctx.factors,) + (None,) * 7
     hidden, ids, weights, *rest = ctx.saved_tensors
-    kept, lora = Kept(*rest[:3]), rest[3:]
+    saved, lora = SavedForBackward(*rest[:3]), rest[3:]
     batch = ExpertBatch(hidden.detach(), ids, weights.detach(), _factors(lora, ctx.roles, ctx.scales), ctx.dropout)
     placed = ctx.placed
     with torch.no_grad():
         grad_hidden, grad_weights, grads, leaving = placed.engine.backward(
-            placed.layer, batch, grad_out.contiguous(), kept, ctx.learns
+            placed.layer, batch, grad_out.contiguous(), saved, ctx.needs_grad
         )
     if leaving is not None:
         _awaited[ctx.awaited].leaving.append(leaving)
-    return (grad_hidden, None, grad_weights, grads if ctx.learns else [None] * len(lora), *[None] * 7)
+    return (grad_hidden, None, grad_weights, grads if ctx.needs_grad else [None] * len(lora), *[None] * 7)
 
 
 placed_experts.register_autograd(_backward, setup_context=_save)
 
 
-class PlacedStore:
-    """What `nn.operator.place_store` is given for one store."""
-
-    def __init__(self, engine: ExpertEngine, layer: PlacedLayer) -> None:
-        self.engine, self.layer = engine, layer
-        self.handle = next(_count)
-        _known[self.handle] = self
-
-    def __call__(
-        self, hidden: Tensor, ids: Tensor, weights: Tensor, factors: LoraFactors | None, dropout: Dropout, retain: bool
-    ) -> Tensor:
-        rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-        awaited, tensors = Awaited(), ()
-        if factors is not None:
-            tensors = Arrival.apply(awaited, *factors.tensors)  # type: ignore[no-untyped-call]
-        out: Tensor = placed_experts(
-            rows,
-            ids.reshape(-1, top_k),
-            weights.reshape(-1, top_k),
-            list(tensors),
-            self.handle,
-            " ".join(factors.roles) if factors is not None else "",
-            list(factors.scales) if factors is not None else [1.0] * 3,
-            retain,
-            dropout.share,
-            dropout.seed,
-            awaited.handle,
-        )[0]
-        return out.view(hidden.shape)
+def apply_placed(
+    handle: int,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    factors: LoraFactors | None,
+    dropout: Dropout,
+    retain: bool,
+) -> Tensor:
+    """Hidden `[..., H]` through a placed layer, with gradients."""
+    rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
+    awaited, tensors = PendingFactorGradients(), ()
+    if factors is not None:
+        tensors = WaitForGradients.apply(awaited, *factors.tensors)  # type: ignore[no-untyped-call]
+    out: Tensor = placed_experts(
+        rows,
+        ids.reshape(-1, top_k),
+        weights.reshape(-1, top_k),
+        list(tensors),
+        handle,
+        " ".join(factors.roles) if factors is not None else "",
+        list(factors.scales) if factors is not None else [1.0] * 3,
+        retain,
+        dropout.share,
+        dropout.seed,
+        awaited.handle,
+    )[0]
+    return out.view(hidden.shape)

@@ -1,19 +1,19 @@
-"""One batch through one layer of experts on two machines: those on the GPU, or brought there, and those on the CPU.
+"""One batch through one layer of experts, computed by GPU and CPU together.
 
-Hidden states `[T, H]`, ids and routing weights `[T, k]` are on the device. The ids come down first and are counted;
-`split` decides, under `auto` in the way that `trials` has found; the CPU's share starts in a thread of its own (the
-core needs no GIL) as soon as its hidden states are down, while this thread queues copies, decoding and products for the
-device. The results meet at the end; then copies for the layer that came next the last time are queued. Backward is the
-same walk. Where all experts of a layer are on the GPU, or sent there unasked, nobody waits for the ids: they are
-counted when they have come. A few tokens may go by host functions instead (`few`). The surprising decision: what
-autograd keeps has the same shapes whatever the split was, because recomputation under checkpointing may split another
-way and is compared with the first pass by shapes.
+Hidden states `[T, H]`, expert ids and routing weights `[T, k]` are on the device. The dispatcher (`place/dispatch.py`)
+names the mode. In most modes the ids are copied to the host and counted, and the experts are divided; the CPU's share
+starts in a worker thread (the core runs without the GIL) as soon as its hidden states are on the host, while this
+thread queues copies, dequantisation and products for the device. The results meet at the end; then copies for the next
+layer are queued (`place/prefetch.py`). In mode `stream_all` the host does not wait for the ids, they are counted later;
+a few tokens may go through host callbacks instead (`place/host_callback.py`).
+
+What autograd keeps has the same shapes however a batch is divided, because recomputation under activation checkpointing
+is compared with the first pass by shapes.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,186 +27,207 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.lora_factors import gradients_like, is_packed, packed, turned
+from ktransformers.nn.lora_factors import empty_gradients, match_factor_strides, packed_adapter
 from ktransformers.nn.lora_prefetch import LoraPrefetch
-from ktransformers.nn.pool import beside_the_pool
-from ktransformers.nn.transfer import DeviceToHost, start_down
-from ktransformers.place.choose import Chooser, PlacedLayer
-from ktransformers.place.corrections import SETTLE
+from ktransformers.nn.pool import avoid_pool_cpus
+from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
+from ktransformers.place.dispatch import Dispatcher, PlacedLayer
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import host_options
 from ktransformers.place.gpu.zero_copy import ZeroCopyReader
-from ktransformers.place.host_callback import MOST, HostCallbackPath
-from ktransformers.place.phase import FEW, PHASES, Phase, phase_of
-from ktransformers.place.trials import QUEUED, WHOLE, size_of
+from ktransformers.place.host_callback import HostCallbackPath
+from ktransformers.place.prefetch import Prefetcher
+from ktransformers.plan.modes import CPU, HOST_CALLBACK, MAX_DECODE_TOKENS, RESIDENT, STREAM, STREAM_ALL, size_bucket
 from ktransformers.plan.split import Split
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """For backward."""
-
-    ids: Tensor  # host; not there until the engine has settled, so nobody may copy it before
-    keep: Tensor  # of the core, or empty; written where the CPU had everything
-    cpu: Tensor  # bool [E]: what the CPU computed
+class SavedForBackward:
+    ids: Tensor  # host memory; written by a copy that may still be under way until `count_pending` has waited for it
+    keep: Tensor  # gate and up of the core, or empty; written where the CPU computed every expert
+    cpu: Tensor  # bool [E]: experts that the CPU computed
 
 
-class ExpertEngine(Chooser):
-    """All layers of a model on one device."""
+class ExpertEngine:
+    """All layers of one geometry on one device."""
 
-    def __init__(self, device: torch.device, policy: str, slots: ExpertCache) -> None:
-        super().__init__(policy, GpuExecutor(device, slots))
-        self._puller = ZeroCopyReader(device)
-        self.few = HostCallbackPath(device, self.side)
-        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=beside_the_pool)
+    def __init__(self, device: torch.device, policy: str, cache: ExpertCache) -> None:
+        self.device, self.cache = device, cache
+        self.executor = GpuExecutor(device, cache)
+        self.dispatcher = Dispatcher(policy, self.executor)
+        self.callbacks = HostCallbackPath(device, self.executor)
+        self.layers: dict[int, PlacedLayer] = {}
+        self._prefetcher = Prefetcher(self.dispatcher, self.executor)
+        self._reader = ZeroCopyReader(device)
+        self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=avoid_pool_cpus)
         weakref.finalize(self, self._worker.shutdown, wait=False)
-        self._ahead = LoraPrefetch(self._worker)
+        self._lora_prefetch = LoraPrefetch(self._worker)
         self._lock = threading.RLock()
-        self._packed = 0.0  # seconds that an adapter took that has just changed
-        self._unseen: deque[tuple[PlacedLayer, DeviceToHost]] = deque()  # ids that nobody has waited for
+        self._uncounted: deque[tuple[PlacedLayer, DeviceToHost]] = deque()  # ids that the host has not waited for
 
-    def settle(self, wait: bool = True) -> None:
-        """Count the rows of passes that nobody waited for."""
+    # Counts of routed rows.
+
+    def count_pending(self, wait: bool = True) -> None:
+        """Count the rows of passes whose ids the host did not wait for."""
         with self._lock:
-            while self._unseen and (wait or self._unseen[0][1].ready()):
-                layer, descent = self._unseen.popleft()
-                self._count(layer, descent.finish()[0])
+            while self._uncounted and (wait or self._uncounted[0][1].ready()):
+                layer, copy = self._uncounted.popleft()
+                self._count(layer, copy.finish()[0])
 
     def _count(self, layer: PlacedLayer, ids: Tensor) -> NDArray[np.int64]:
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
-        layer.seen[size_of(ids.shape[0])] = counts
+        layer.last_counts[size_bucket(ids.shape[0])] = counts
         return counts
 
     def counts(self, layer: PlacedLayer) -> NDArray[np.int64]:
         """Rows of each expert so far."""
         with self._lock:
-            self.settle()
+            self.count_pending()
             return layer.counts.copy()
 
-    def forward(self, layer: PlacedLayer, batch: ExpertBatch, retain: bool) -> tuple[Tensor, Kept]:
+    # Passes.
+
+    def forward(
+        self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, *, training: bool = True
+    ) -> tuple[Tensor, SavedForBackward]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock:
-            phase = phase_of("forward")
-            return self._forward(layer, batch, retain, phase, self._way(layer, batch, phase))
+            mode = self.dispatcher.mode(layer, batch, training=training)
+            if mode == HOST_CALLBACK:  # of a policy that names it: only `infer` has such a path
+                mode = RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
+            return self._forward(layer, batch, retain, mode, training)
 
     def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
-        """The result alone; nothing is kept, so few tokens need nobody to wait for their ids."""
+        """The result alone."""
         with self._lock:
-            phase = FEW if self.few.suits(batch) else PHASES["forward"]
-            queued = self.few.takes(layer.packed, batch, self.policy)
-            way = self._way(layer, batch, phase, queued=queued)
-            if queued is None and not self.few.ready(layer.packed, batch):
-                way = self.trials.detour(QUEUED)  # somebody may want to capture the next pass
-            if way != QUEUED:
-                return self._forward(layer, batch, False, phase, way)[0]
-            result = self.few.forward(layer.packed, layer.store, batch)
-            self._leave()
-            return result
+            mode = self._inference_mode(layer, batch)
+            if mode == HOST_CALLBACK:
+                return self.callbacks.forward(layer.packed, layer.store, batch)
+            return self._forward(layer, batch, False, mode, False)[0]
+
+    def _inference_mode(self, layer: PlacedLayer, batch: ExpertBatch) -> str:
+        """A capture has no choice: host callbacks are the path that a CUDA graph can hold. Where a batch of this size
+        may be captured later, its first call goes that way too, because it allocates what a graph needs."""
+        mode = self.dispatcher.mode(layer, batch, training=False)
+        if self.callbacks.capturing:
+            self.callbacks.check(layer.packed, batch, self.dispatcher.policy_of(batch.ids.shape[0]))
+            return HOST_CALLBACK
+        if batch.ids.shape[0] > MAX_DECODE_TOKENS or self.callbacks.refusal(layer.packed, batch, mode):
+            if mode != HOST_CALLBACK:
+                return mode
+            return RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
+        return mode if self.callbacks.prepared(layer.packed, batch) else HOST_CALLBACK
 
     def _forward(
-        self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, phase: Phase, way: str
-    ) -> tuple[Tensor, Kept]:
-        self.settle(wait=way != WHOLE)
-        tokens = batch.ids.shape[0]
-        at_once = way == "cpu" and tokens <= MOST  # nobody has to know who is wanted to know who computes them
-        routes = start_down((batch.ids, batch.hidden, batch.weights) if at_once else (batch.ids,))
+        self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, mode: str, training: bool
+    ) -> tuple[Tensor, SavedForBackward]:
+        self.count_pending(wait=mode != STREAM_ALL)
+        name, tokens = _forward_pass(training), batch.ids.shape[0]
+        together = mode == CPU and tokens <= MAX_DECODE_TOKENS  # one copy: the CPU computes whatever the ids are
+        copy = start_device_to_host((batch.ids, batch.hidden, batch.weights) if together else (batch.ids,))
         counts = None
-        if way == WHOLE:
-            ids, found = routes.targets[0], self._everybody(layer)
-            self._unseen.append((layer, routes))
+        if mode == STREAM_ALL:
+            ids, division = copy.targets[0], self.dispatcher.all_on_gpu(layer)
+            self._uncounted.append((layer, copy))
         else:
-            ids = routes.finish()[0]
+            ids = copy.finish()[0]
             counts = self._count(layer, ids)
-            found = self.decide(layer, counts, tokens, phase, way, batch.factors)
-        layer.last[phase.name] = found
-        keeps = retain and self.policy != "stream"  # whatever the split: checkpointing compares shapes
+            self._prefetcher.layer_asks((layer.packed.index, name), tokens)
+            division = self.dispatcher.split(layer, counts, tokens, "forward", mode)
+        layer.last_split[name] = division
+        keeps = retain and self.dispatcher.decided_mode(tokens, training) not in (STREAM, STREAM_ALL)
         keep = layer.store.new_keep(*ids.shape) if keeps else ids.new_empty(0, dtype=torch.uint8)
-        cpu = mask(found.cpu, layer.packed.geometry.experts)
-        gpu = found.there + found.streamed
-        share = None
-        if found.cpu:
-            rows = routes if at_once else start_down((batch.hidden, batch.weights))
-            share = self._cpu_forward(layer, batch, rows, ids, found, cpu, keep[:0] if gpu else keep)
-        whole = self.side.forward(layer.packed, batch, gpu, counts) if gpu else None
-        self._prefetch(layer, phase, tokens, batch.ids.numel())
-        if whole is not None:
-            if share is not None:
-                self._puller.add(share(), whole)
-            result = whole.to(batch.hidden.dtype)
-            self.side.close()
-        elif share is not None:
-            result = self._puller.pull(share())
-        else:  # nobody was asked for
+        cpu = mask(division.cpu, layer.packed.geometry.experts)
+        cpu_share = None
+        if division.cpu:
+            rows = copy if together else start_device_to_host((batch.hidden, batch.weights))
+            cpu_share = self._cpu_forward(layer, batch, rows, ids, division, cpu, keep[:0] if division.gpu else keep)
+        gpu_share = self.executor.forward(layer.packed, batch, division.gpu, counts) if division.gpu else None
+        self._prefetch_next(layer, name, batch, training)
+        if gpu_share is not None:
+            if cpu_share is not None:
+                self._reader.add(cpu_share(), gpu_share)
+            result = gpu_share.to(batch.hidden.dtype)
+            self.executor.close()
+        elif cpu_share is not None:
+            result = self._reader.pull(cpu_share())
+        else:  # no token goes to any expert
             result = torch.zeros_like(batch.hidden)
-        if share is not None and batch.factors is not None:
-            self._ahead.passed(layer.store)
-        self._leave(whole is not None and self.side.making)
-        return result, Kept(ids, keep, cpu)
+        if cpu_share is not None and batch.factors is not None:
+            self._lora_prefetch.layer_done(layer.store)
+        return result, SavedForBackward(ids, keep, cpu)
+
+    def _prefetch_next(self, layer: PlacedLayer, name: str, batch: ExpertBatch, training: bool) -> None:
+        tokens, rows = batch.ids.shape[0], batch.ids.numel()
+        self._prefetcher.layer_launched(self.layers, layer, name, tokens, rows, training)
 
     def backward(
-        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, kept: Kept, wanted: bool
+        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
-        """Gradients of hidden, of the routing weights and, if `wanted`, of the factors, in host memory; whoever reads
-        these has to finish what is still leaving."""
+        """Gradients of hidden, of the routing weights and, with `factor_grads`, of the LoRA factors in host memory,
+        whose copies the caller finishes before it reads them."""
         with self._lock:
-            return self._backward(layer, batch, grad_out, kept, wanted)
+            return self._backward(layer, batch, grad_out, saved, factor_grads and batch.factors is not None)
 
     def _backward(
-        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, kept: Kept, wanted: bool
+        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
-        phase, wanted = phase_of("backward"), wanted and batch.factors is not None
-        way, counts = self._way(layer, batch, phase, wanted), None
-        self.settle(wait=way != WHOLE)
-        if way == WHOLE:
-            found = self._everybody(layer)
+        mode, counts = self.dispatcher.mode(layer, batch, training=True, factor_grads=factor_grads), None
+        if mode == HOST_CALLBACK:
+            mode = RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
+        self.count_pending(wait=mode != STREAM_ALL)
+        if mode == STREAM_ALL:
+            division = self.dispatcher.all_on_gpu(layer)
         else:
-            counts = count(kept.ids, layer.packed.geometry.experts)
-            found = self.decide(layer, counts, kept.ids.shape[0], phase, way, batch.factors)
-        layer.last[phase.name] = found
-        cpu = mask(found.cpu, layer.packed.geometry.experts)
-        if found.there or found.streamed or not torch.equal(cpu, kept.cpu):  # rows are kept in the order of one split
-            kept = replace(kept, keep=kept.keep[:0])
+            counts, tokens = count(saved.ids, layer.packed.geometry.experts), saved.ids.shape[0]
+            self._prefetcher.layer_asks((layer.packed.index, "backward"), tokens)
+            division = self.dispatcher.split(layer, counts, tokens, "backward", mode)
+        layer.last_split["backward"] = division
+        cpu = mask(division.cpu, layer.packed.geometry.experts)
+        if division.gpu or not torch.equal(cpu, saved.cpu):  # rows are kept in the order of one division
+            saved = replace(saved, keep=saved.keep[:0])
         grads: list[Tensor] = []
         views: Sequence[Tensor | None] = ()
-        share = None
-        if found.cpu:
-            if wanted and batch.factors is not None:
-                grads, views = gradients_like(batch.factors, pinned=self.device.type == "cuda")
-            share = self._cpu_backward(layer, batch, grad_out, kept, found, cpu, views)
+        cpu_share = None
+        if division.cpu:
+            if factor_grads and batch.factors is not None:
+                grads, views = empty_gradients(batch.factors, pinned=self.device.type == "cuda")
+            cpu_share = self._cpu_backward(layer, batch, grad_out, saved, division, cpu, views)
         grad_hidden = grad_weights = None
-        laid: list[Tensor] = []
-        if gpu := found.there + found.streamed:
-            grad_hidden, grad_weights, laid = self.side.backward(layer.packed, batch, grad_out, gpu, counts, wanted)
-        leaving = start_to_host(laid) if laid and share is None else None
-        self._prefetch(layer, phase, batch.ids.shape[0], batch.ids.numel())
-        if share is not None:
-            lower = share()
+        device_grads: list[Tensor] = []
+        if division.gpu:
+            grad_hidden, grad_weights, device_grads = self.executor.backward(
+                layer.packed, batch, grad_out, division.gpu, counts, factor_grads
+            )
+        pending = start_to_host(device_grads) if device_grads and cpu_share is None else None
+        self._prefetch_next(layer, "backward", batch, True)
+        if cpu_share is not None:
+            cpu_hidden, cpu_weights = cpu_share()
             if grad_hidden is None or grad_weights is None:
-                grad_hidden, grad_weights = (self._puller.pull(one) for one in lower)
+                grad_hidden, grad_weights = self._reader.pull(cpu_hidden), self._reader.pull(cpu_weights)
             else:
-                self._puller.add(lower[0], grad_hidden)
-                self._puller.add(lower[1], grad_weights)
-            if laid:
-                for there, here in zip(laid, grads, strict=False):
-                    self._puller.add(here, there)
-                leaving = start_to_host(laid)
-        if grad_hidden is None or grad_weights is None:  # nobody was asked for
+                self._reader.add(cpu_hidden, grad_hidden)
+                self._reader.add(cpu_weights, grad_weights)
+            if device_grads:
+                for on_device, on_host in zip(device_grads, grads, strict=False):
+                    self._reader.add(on_host, on_device)
+                pending = start_to_host(device_grads)
+        if grad_hidden is None or grad_weights is None:  # no token goes to any expert
             grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
-        found_grads = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
-        self.side.close()
-        self._leave(bool(gpu) and self.side.making)
-        if leaving is not None:
-            grads = leaving.tensors
+        results = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
+        self.executor.close()
+        if pending is not None:
+            grads = pending.tensors
         elif grads and batch.factors is not None:
-            grads = turned(layer.store, batch.factors, grads)
-        elif wanted and batch.factors is not None:  # nobody was asked for
+            grads = match_factor_strides(layer.store, batch.factors, grads)
+        elif factor_grads and batch.factors is not None:
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
-        return *found_grads, grads, leaving
+        return *results, grads, pending
 
     # The CPU's share: tensors in host memory.
 
@@ -216,15 +237,14 @@ class ExpertEngine(Chooser):
         batch: ExpertBatch,
         rows: DeviceToHost,
         ids: Tensor,
-        found: Split,
+        division: Split,
         cpu: Tensor,
         keep: Tensor,
     ) -> Callable[[], Tensor]:
         hidden, weights = rows.finish()[-2:]
         out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=self.device.type == "cuda")
 
-        def work() -> Tensor:
-            adapters = self._adapters(layer, batch)
+        def compute() -> Tensor:
             return layer.store.forward(
                 hidden,
                 ids,
@@ -233,89 +253,74 @@ class ExpertEngine(Chooser):
                 out=out,
                 keep=keep if keep.numel() else None,
                 dropout=batch.dropout,
-                learns=batch.learns,
-                **(host_options(batch.several) or {"adapters": adapters}),
+                needs_grad=batch.learns,
+                **(host_options(batch.several) or {"adapters": _adapters(layer, batch)}),
             )
 
-        return self._start("forward", ids.shape[0], found, work)
+        return self._start(division, compute)
 
     def _cpu_backward(
         self,
         layer: PlacedLayer,
         batch: ExpertBatch,
         grad_out: Tensor,
-        kept: Kept,
-        found: Split,
+        saved: SavedForBackward,
+        division: Split,
         cpu: Tensor,
-        views: Sequence[Tensor | None],
+        factor_grads: Sequence[Tensor | None],
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        rising, weights, hidden = start_down((grad_out, batch.weights, batch.hidden)).finish()
+        host_grad_out, weights, hidden = start_device_to_host((grad_out, batch.weights, batch.hidden)).finish()
 
-        def work() -> tuple[Tensor, Tensor]:
-            adapters = self._adapters(layer, batch)
+        def compute() -> tuple[Tensor, Tensor]:
             return layer.store.backward(
-                rising,
+                host_grad_out,
                 hidden,
-                kept.ids,
+                saved.ids,
                 weights,
                 skip=~cpu,
-                keep=kept.keep if kept.keep.numel() else None,
-                adapters=adapters,
-                factors=[views] if views else None,
+                keep=saved.keep if saved.keep.numel() else None,
+                adapters=_adapters(layer, batch),
+                factors=[factor_grads] if factor_grads else None,
                 dropout=batch.dropout,
             )
 
-        return self._start("backward", kept.ids.shape[0], found, work)
+        return self._start(division, compute)
 
-    def _adapters(self, layer: PlacedLayer, batch: ExpertBatch) -> list[_core.Adapter]:
-        if batch.factors is None:
-            return []
-        known, begun = is_packed(layer.store, batch.factors), time.perf_counter()
-        found = packed(layer.store, batch.factors)
-        if not known:
-            taken = self._packed = time.perf_counter() - begun
-            self._packing = taken + (1 - SETTLE) * (self._packing - taken) if self._packing else taken
-        return [found]
-
-    def _start(self, direction: str, tokens: int, found: Split, work: Callable[[], Result]) -> Callable[[], Result]:
-        """The share, to be called for when it is wanted. Where the GPU has one too it is at work when this returns
-        (until then its thread wants the GIL, which this one would keep); where not, nobody has to be woken."""
-        if not found.there and not found.streamed:
-            return lambda: self._timed(direction, tokens, found, work)
+    def _start(self, division: Split, compute: Callable[[], Result]) -> Callable[[], Result]:
+        """A function that waits for the CPU's share. Where the GPU has a share too, the CPU is at work when this
+        returns (until its thread has begun it needs the GIL); where it has none, this thread computes when it is
+        called."""
+        if not division.gpu:
+            return compute
         begun = threading.Event()
-        share = self._worker.submit(self._timed, direction, tokens, found, work, begun)
-        begun.wait()
-        return share.result
 
-    def _timed(
-        self,
-        direction: str,
-        tokens: int,
-        found: Split,
-        work: Callable[[], Result],
-        begun: threading.Event | None = None,
-    ) -> Result:
-        """What the CPU takes corrects what it is expected to take the next time; not when a way has just been taken up
-        and touches memory that nobody had touched before."""
-        start, self._packed = time.perf_counter(), 0.0
-        if begun is not None:
+        def work() -> Result:
             begun.set()
-        result = work()
-        taken = time.perf_counter() - start - self._packed
-        if self.policy == "auto" and not self.trials.fresh:
-            self.corrections.learn(direction, tokens, found, taken)
-        return result
+            return compute()
+
+        future = self._worker.submit(work)
+        begun.wait()
+        return future.result
+
+
+def _forward_pass(training: bool) -> str:
+    """A forward pass inside of a backward pass recomputes under activation checkpointing."""
+    return "recompute" if training and torch._C._current_graph_task_id() != -1 else "forward"
+
+
+def _adapters(layer: PlacedLayer, batch: ExpertBatch) -> list[_core.Adapter]:
+    return [] if batch.factors is None else [packed_adapter(layer.store, batch.factors)]
 
 
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:
-    """Rows of each expert; ids outside count nowhere."""
+    """Rows of each expert; ids out of range count nowhere."""
     numbers = ids.numpy().reshape(-1)
-    if len(numbers) and numbers.view(f"u{numbers.itemsize}").max() >= experts:  # -1 is large there
+    if len(numbers) and numbers.view(f"u{numbers.itemsize}").max() >= experts:  # -1 is large as unsigned
         numbers = numbers[(numbers >= 0) & (numbers < experts)]
     return np.bincount(numbers, minlength=experts)
 
 
 def mask(experts: Sequence[int], count: int) -> Tensor:
-    found = np.zeros(count, bool)
-    found[list(experts)] = True
-    return torch.from_numpy(found)
+    chosen = np.zeros(count, bool)
+    chosen[list(experts)] = True
+    return torch.from_numpy(chosen)

@@ -4,7 +4,7 @@ Hidden `[T, H]`, ids and routing weights `[T, k]` are copied into pinned buffers
 then has the core compute every expert that is no resident (`skip`), a second one waits for it, and the result is copied
 up. Meanwhile the current stream computes the residents from the ids on the device (`gpu/routes.py`); then both are
 added. The thread that queues this waits for nothing, so the host never learns who was asked for: rows are counted on
-the device and fetched when somebody asks (`tally`). Where nothing is resident all of it is on the current stream.
+the device and fetched when somebody asks (`add_counts`). Where nothing is resident all of it is on the current stream.
 
 In graphs rows may have adapters, several and none: who wants which is int32 `[T]` on the device and comes down with the
 ids, so a graph serves any mixture of the adapters that it was captured with. The CPU has them packed, residents find
@@ -40,8 +40,7 @@ from ktransformers.place.gpu.cuda_driver import call_on_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers, MultiLora
-
-MOST = 32  # tokens
+from ktransformers.plan.modes import MAX_DECODE_TOKENS, STREAM, STREAM_ALL
 
 Size = tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]  # of hidden; k; dtypes of hidden, ids and weights
 Adapters = tuple[_core.Adapter, ...]  # of one layer, in the order by which rows name them
@@ -82,9 +81,8 @@ def _size(hidden: Tensor, ids: Tensor, weights: Tensor) -> Size:
 
 
 class HostCallbackPath:
-    def __init__(self, device: torch.device, side: GpuExecutor) -> None:
-        self.device, self.side = device, side
-        self.unasked: bool | None = None  # outside of a capture: always, never, or (None) where it is faster
+    def __init__(self, device: torch.device, executor: GpuExecutor) -> None:
+        self.device, self.executor = device, executor
         self.rehearsing = False  # outside of a capture, but taken and refused as in one; what a graph needs is made
         self.generation = 0  # of rooms for residents: graphs of another one leave whole layers to the CPU
         self._cuda = device.type == "cuda"
@@ -98,45 +96,45 @@ class HostCallbackPath:
         self._last_stream = -1
         _living.add(self)
 
-    # Who is taken.
+    # Which batches.
 
-    def suits(self, batch: ExpertBatch) -> bool:
-        """Whether such batches may be taken in some layer, outside of a capture."""
-        return batch.factors is None and batch.several is None and 0 < batch.ids.shape[0] <= MOST
+    @property
+    def capturing(self) -> bool:
+        """Whether the current call is captured in a CUDA graph, or rehearses that."""
+        return self.rehearsing or self._stream_captures()
 
-    def takes(self, layer: LayerOnDevice, batch: ExpertBatch, policy: str) -> bool | None:
-        """None: it may be, if somebody has found that to be faster."""
-        capturing = self.rehearsing or self._capturing()
-        tokens, reason = batch.ids.shape[0], ""
-        if batch.factors is not None or (batch.several is not None and not capturing):
-            reason = "LoRA on experts"
-        elif batch.several is not None and batch.several.lora.rows.device != self.device:
-            reason = "LoRA on experts for rows that the host knows"
-        elif policy == "stream":
-            reason = "experts that are streamed"
-        elif not 0 < tokens <= MOST:
-            reason = f"a batch of {tokens} tokens"
-        elif not resident_decode.runs_on(self.device):
-            reason = "no Triton"
-        elif layer.index in self.side.residents and not resident_decode.knows(
-            layer.geometry, 0 if capturing else batch.ids.numel(), self.device
-        ):
-            reason = f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
-        if reason and capturing:
-            expected = f"no training's LoRA, 1 to {MOST} tokens, residents that Triton decodes, no policy stream"
-            raise InputError("CUDA graph", reason, expected, "run this step outside of the graph")
-        if reason or capturing or self.unasked is not None:
-            return not reason and (capturing or bool(self.unasked))
-        if policy == "auto":
-            return None
-        return layer.index in self.side.residents or not self.ready(layer, batch)  # without residents asking is faster
+    def refusal(self, layer: LayerOnDevice, batch: ExpertBatch, mode: str) -> str:
+        """Why this batch cannot go through host callbacks; empty: it can."""
+        tokens = batch.ids.shape[0]
+        if batch.factors is not None or (batch.several is not None and not self.capturing):
+            return "LoRA on experts"
+        if batch.several is not None and batch.several.lora.rows.device != self.device:
+            return "LoRA on experts for rows that the host knows"
+        if mode in (STREAM, STREAM_ALL):
+            return "experts that are streamed"
+        if not 0 < tokens <= MAX_DECODE_TOKENS:
+            return f"a batch of {tokens} tokens"
+        if not resident_decode.runs_on(self.device):
+            return "no Triton"
+        rows = 0 if self.capturing else batch.ids.numel()
+        if layer.index in self.executor.residents and not resident_decode.knows(layer.geometry, rows, self.device):
+            return f"residents in {layer.geometry.first.formats[1].spec} and {tokens} tokens"
+        return ""
 
-    def ready(self, layer: LayerOnDevice, batch: ExpertBatch) -> bool:
-        """Whether there is what a graph needs, which a first call outside of it makes."""
+    def check(self, layer: LayerOnDevice, batch: ExpertBatch, mode: str) -> None:
+        """Refuse what a CUDA graph cannot hold."""
+        if reason := self.refusal(layer, batch, mode):
+            limits = (
+                f"no training's LoRA, 1 to {MAX_DECODE_TOKENS} tokens, residents that Triton decodes, no policy stream"
+            )
+            raise InputError("CUDA graph", reason, limits, "run this step outside of the graph")
+
+    def prepared(self, layer: LayerOnDevice, batch: ExpertBatch) -> bool:
+        """Whether buffers and calls for this batch size exist, which a first call outside of a graph allocates."""
         key = layer.index, _size(batch.hidden, batch.ids, batch.weights), ()
         return key in self._ready and self._is_current(layer.index)
 
-    def _capturing(self) -> bool:
+    def _stream_captures(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()
 
     # One batch.
@@ -150,7 +148,7 @@ class HostCallbackPath:
             return self._forward(layer, self._find(layer, store, given, batch.several), given)
         with torch.cuda.device(self.device):  # host functions want the stream's context
             ready = self._find(layer, store, given, batch.several)
-            if self._capturing():
+            if self._stream_captures():
                 self._captured.setdefault(layer.index, []).append((ready, store))
             return self._forward(layer, ready, given)
 
@@ -205,7 +203,7 @@ class HostCallbackPath:
         hidden, ids, weights, *_ = given
         size, adapters = _size(hidden, ids, weights), () if several is None else tuple(several.lora.adapters)
         found = self._ready.get((layer.index, size, adapters))
-        capturing = self._capturing()
+        capturing = self._stream_captures()
         if found is not None and self._is_current(layer.index):
             if not capturing:
                 self._settle(found)
@@ -220,7 +218,7 @@ class HostCallbackPath:
 
     def _is_current(self, index: int) -> bool:
         held = self._residents.get(index)
-        return self.side.residents.get(index) is (None if held is None else held.room)
+        return self.executor.residents.get(index) is (None if held is None else held.room)
 
     def _settle(self, ready: PreparedCall) -> None:
         """Buffers follow one stream: another one begins when the last is through. An error of a host function is told
@@ -274,7 +272,7 @@ class HostCallbackPath:
         found = self._terms.get((layer.index, adapters))
         if found is None:
             wide = layer.geometry.first.out_rows
-            found = LoraPointers.hold(self.side.shelf, several.lora.factors, wide, self.device)
+            found = LoraPointers.hold(self.executor.shelf, several.lora.factors, wide, self.device)
             self._terms[layer.index, adapters] = found
         return found
 
@@ -291,7 +289,7 @@ class HostCallbackPath:
         for index, kept in self._captured.items():
             self._captured[index] = [one for one in kept if not goes(one[0].adapters)]
         for where in [where for where in self._terms if goes(where[1])]:
-            self._terms.pop(where).release(self.side.shelf)
+            self._terms.pop(where).release(self.executor.shelf)
 
     def forget_graphs(self) -> None:
         """Nobody replays what was captured so far: rooms of residents that are gone, and stores, need not be kept."""
@@ -299,7 +297,7 @@ class HostCallbackPath:
         self._captured.clear()
 
     def _bind(self, layer: LayerOnDevice) -> ResidentTable | None:
-        room = self.side.residents.get(layer.index)
+        room = self.executor.residents.get(layer.index)
         if room is None:
             return None
         place = _places(layer, room)
@@ -338,15 +336,20 @@ class HostCallbackPath:
             held.place.fill_(-1)
             _synchronize(self.device)
 
-    def complain(self, tokens: int) -> None:
+    def raise_pending(self, tokens: int) -> None:
         """Raise what a host function could not, of replayed batches of so many tokens that the stream is through with.
         Outside of graphs the next call of a layer does it."""
         for (_, size, _), ready in self._ready.items():
             if size[0][0] == tokens and ready.call.done:
                 ready.call.wait()
 
-    def tally(self, index: int, counts: NDArray[np.int64]) -> None:
-        """Adds a layer's rows of each expert since the last time."""
+    def drop_counts(self) -> None:
+        """Rows that were counted so far belong to no model's routing."""
+        for counts in self._counts.values():
+            counts.zero_()
+
+    def add_counts(self, index: int, counts: NDArray[np.int64]) -> None:
+        """Adds a layer's rows of each expert since the last time to `counts` [E]."""
         here = self._counts.get(index)
         if here is not None:
             _synchronize(self.device)

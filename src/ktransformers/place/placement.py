@@ -28,7 +28,7 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents as chosen
-from ktransformers.place.choose import PlacedLayer
+from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.free_memory import free_bytes
 from ktransformers.place.gpu.executor import AHEAD, LayerOnDevice
@@ -37,7 +37,9 @@ from ktransformers.place.gpu.layer_costs import costs_of
 from ktransformers.place.gpu.layout import Geometry, PackedMatrix, geometry
 from ktransformers.place.gpu.pinned import MODES, Registered
 from ktransformers.place.gpu.resident_decode import DECODED_BYTES
-from ktransformers.place.placed_store import Deferral, ServedStore, ThresholdEngine
+from ktransformers.place.placed_store import Deferral, PlacedStore
+from ktransformers.place.tune import tune
+from ktransformers.plan.modes import SPLIT
 from ktransformers.plan.split import Costs
 from ktransformers.plan.workload import DEFAULT, POLICIES
 
@@ -59,18 +61,18 @@ class Placement:
     policy: str
     names: list[str]
     layers: list[PlacedLayer]
-    engines: list[ThresholdEngine]
+    engines: list[ExpertEngine]
     left: dict[str, str]  # layers that stay with the CPU, and why
     _registered: Registered | None = None
-    _placed: list[ServedStore] = field(default_factory=list)  # in the order of `layers`
+    _placed: list[PlacedStore] = field(default_factory=list)  # in the order of `layers`
     _attention: list[GraphedAttention] = field(default_factory=list)
     _renewed: list[chosen.Row] = field(default_factory=list)  # counts of each layer when residents were last renewed
 
     def counts(self) -> list[chosen.Row]:
         """Rows of each expert so far, by layer."""
         for placed in self._placed:
-            placed.engine.settle()
-            placed.engine.few.tally(placed.layer.packed.index, placed.layer.counts)
+            placed.engine.count_pending()
+            placed.engine.callbacks.add_counts(placed.layer.packed.index, placed.layer.counts)
         return [layer.counts for layer in self.layers]
 
     def save_statistics(self, path: str | Path) -> None:
@@ -82,7 +84,7 @@ class Placement:
     def working_bytes(self, device: torch.device) -> int:
         """That the engines of a device will take when they first compute: decoded weights and rows of a group."""
         wide = [
-            engine.side.working_bytes(sizes)
+            engine.executor.working_bytes(sizes)
             for engine in self.engines
             if engine.device == device
             for sizes in {layer.packed.geometry for layer in engine.layers.values()}
@@ -131,7 +133,7 @@ class Placement:
         for at, experts_of in found.items():
             self._settle(self._placed[at], experts_of)
         for engine in self.engines:
-            engine.trials.forget()  # of layers with other residents
+            engine.dispatcher.forget()
         return [found[at] for at in range(len(self.layers))]
 
     def _statistics(self, strategy: str, file: str | Path | None) -> list[chosen.Row]:
@@ -143,10 +145,10 @@ class Placement:
             raise InputError("statistics", "none yet", "counts of routed tokens", "give a file, or run batches first")
         return counts
 
-    def _settle(self, placed: ServedStore, experts: tuple[int, ...]) -> None:
+    def _settle(self, placed: PlacedStore, experts: tuple[int, ...]) -> None:
         engine, packed = placed.engine, placed.layer.packed
-        engine.few.retire(packed.index)
-        room = engine.side.residents.pop(packed.index, None)
+        engine.callbacks.retire(packed.index)
+        room = engine.executor.residents.pop(packed.index, None)
         if room is not None and experts and room.count == len(experts):
             room.retain(packed.index, frozenset(experts))  # an update: only what is new crosses
         elif experts:
@@ -154,26 +156,37 @@ class Placement:
             room = ExpertCache(packed.geometry, len(experts), engine.device, self._registered)
         if experts and room is not None:
             room.fetch(packed.index, packed.source, experts)
-            engine.side.residents[packed.index] = room
+            engine.executor.residents[packed.index] = room
 
-    def renew_residents(self) -> int:
+    def update_residents(self) -> int:
         """As many of each layer as before, by the routing since the last time; how many are new."""
         before = self._renewed or [np.zeros_like(row) for row in self.counts()]
         changed = 0
         for placed, now, then in zip(self._placed, self.counts(), before, strict=True):
-            changed += placed.renew(now - then)
+            changed += placed.update_residents(now - then)
         self._renewed = [row.copy() for row in self.counts()]
         return changed
+
+    def tune(self, sizes: Collection[int], *, training: bool = False) -> list[str]:
+        """Decide the modes of batches of these sizes, by timing layers where the costs cannot tell modes apart; a line
+        for each size. To be called once, when residents are placed."""
+        lines = []
+        for engine in self.engines:
+            tune(engine, tuple(sizes), training)
+            if self.policy == "auto":
+                lines += [f"{n} tokens: {engine.dispatcher.decision(n, training).reason}" for n in sorted(set(sizes))]
+        return list(dict.fromkeys(lines))
 
     def stream_from(self, tokens: int) -> None:
         """Batches of so many tokens are streamed whole, smaller ones not at all; 0: the policy says."""
         for engine in self.engines:
-            engine.threshold, engine.policy = tokens, self.policy
+            engine.dispatcher.threshold = tokens
+            engine.dispatcher.forget()
 
     def follow_routing(self, on: bool) -> None:
         """After every batch that was streamed whole its busiest experts become the residents of their layer."""
         for placed in self._placed:
-            placed.renews = on
+            placed.updates_residents = on
 
     def defer(self, late: int) -> int:
         """Let `late` experts of a token come with the next layer; the number of layers that do."""
@@ -192,33 +205,33 @@ class Placement:
     @property
     def generation(self) -> int:
         """Another one when residents got another room: graphs that were captured before want to be captured again."""
-        return sum(engine.few.generation for engine in self.engines)
+        return sum(engine.callbacks.generation for engine in self.engines)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Batches are taken as in a capture: what a graph needs is made, and what it cannot hold is refused."""
         for engine in self.engines:
-            engine.few.rehearsing = True
+            engine.callbacks.rehearsing = True
         try:
             yield
         finally:
             for engine in self.engines:
-                engine.few.rehearsing = False
+                engine.callbacks.rehearsing = False
 
-    def complain(self, tokens: int) -> None:
+    def raise_pending(self, tokens: int) -> None:
         """Raise what went wrong on the CPU in replayed batches of so many tokens."""
         for engine in self.engines:
-            engine.few.complain(tokens)
+            engine.callbacks.raise_pending(tokens)
 
     def retain(self, used: Collection[tuple[_core.Adapter, ...]]) -> None:
         """Of what was kept for graphs with adapters this is still used: for each layer those of a graph."""
         for engine in self.engines:
-            engine.few.retain(used)
+            engine.callbacks.retain(used)
 
     def forget_graphs(self) -> None:
         """Nobody replays a graph that was captured so far."""
         for engine in self.engines:
-            engine.few.forget_graphs()
+            engine.callbacks.forget_graphs()
 
     def detach(self) -> None:
         for layer in self.layers:
@@ -264,7 +277,7 @@ def attach(
         return None
     registered = Registered(pin_bytes if pin_bytes is not None else 1 << 62) if mode == "map" else None
     placement = Placement(word, [], [], [], {}, registered)
-    kinds: dict[tuple[torch.device, Geometry], ThresholdEngine] = {}
+    kinds: dict[tuple[torch.device, Geometry], ExpertEngine] = {}
     for name, module in expert_modules(model).items():
         if not hasattr(module, "kt_store"):
             placement.left[name] = "not packed"
@@ -283,28 +296,27 @@ def attach(
         engine = kinds.get((where, sizes))
         if engine is None:
             room = _slots(sizes, where, buffer_bytes) if streams else AHEAD + 1
-            engine = ThresholdEngine(where, word, ExpertCache(sizes, room, where, registered))
+            engine = ExpertEngine(where, word, ExpertCache(sizes, room, where, registered))
+            engine.dispatcher.top_k = min(_top_k(model), sizes.experts)
             kinds[where, sizes] = engine
             placement.engines.append(engine)
         _add(placement, engine, name, store, contract, calibrate)
     for name, reason in placement.left.items():
         _log.warning("%s stays with the CPU: %s", name, reason)
-    if env.text("KT_GRAPHS") != "0":
-        placement._attention = record_attention(model, [one for one in placement.devices() if one.type == "cuda"])
+    placement._attention = record_attention(model, [one for one in placement.devices() if one.type == "cuda"])
     return placement
 
 
 def _add(
-    placement: Placement, engine: ThresholdEngine, name: str, store: ExpertStore, contract: Contract, calibrate: bool
+    placement: Placement, engine: ExpertEngine, name: str, store: ExpertStore, contract: Contract, calibrate: bool
 ) -> None:
     layer = new_layer(engine, len(engine.layers), store, contract.gate, geometry_of(store))
-    if engine.layers:
-        layer.costs = engine.layers[0].costs
-    elif placement.policy == "auto":
-        layer.costs, engine.slots.link_rate = costs_of(layer.packed, store, engine.side, anew=calibrate)
+    if not engine.layers and placement.policy in ("auto", SPLIT):
+        layer.costs, engine.cache.link_rate = costs_of(layer.packed, store, engine.executor, anew=calibrate)
+        engine.dispatcher.costs = layer.costs
     engine.layers[layer.packed.index] = layer
     number = chosen.layer_number(name)
-    placed = ServedStore(engine, layer, -1 if number is None else number)
+    placed = PlacedStore(engine, layer, -1 if number is None else number)
     placement.names.append(name)
     placement.layers.append(layer)
     placement._placed.append(placed)
@@ -319,9 +331,9 @@ def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, 
         _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
     )
     packed = LayerOnDevice(index, sizes, gate, source, biases)
-    return PlacedLayer(
-        packed, weakref.ref(store), dict.fromkeys(("forward", "backward"), NOMINAL), np.zeros(sizes.experts, np.int64)
-    )
+    costs = engine.dispatcher.costs or dict.fromkeys(("forward", "backward"), NOMINAL)
+    engine.dispatcher.costs = costs
+    return PlacedLayer(packed, weakref.ref(store), costs, np.zeros(sizes.experts, np.int64))
 
 
 def _by_expert(packed: Tensor, experts: int) -> Tensor:
@@ -347,6 +359,14 @@ def geometry_of(store: ExpertStore) -> Geometry:
     if store.precision != "bf16":
         raise InputError("precision", store.precision, "bf16", "such experts are computed on the CPU")
     return geometry(store.num_experts, store.hidden_size, store.intermediate_size, store.gated, store.formats)
+
+
+def _top_k(model: nn.Module) -> int:
+    """Experts per token, by the names that configurations have for it; 8 where none of them is there."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    values = (getattr(config, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"))
+    return next((value for value in values if isinstance(value, int)), 8)
 
 
 def _with_index(device: torch.device) -> torch.device:

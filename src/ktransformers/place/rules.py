@@ -1,11 +1,16 @@
-"""Placement rules in the YAML form of KTransformers' optimize rules: a list of `match` and `replace`, the first match
-wins, in place of what the plan says.
+"""`kt_optimize_rule`: the YAML form of KTransformers' optimize rules, read into `Rule`s. A file is a list of `match`
+and `replace`; the first match wins over the plan.
 
 Taken from a rule: `generate_device` and `out_device` of `replace.kwargs` (of experts the first says where they are
-computed, the second where their layer is; elsewhere the first is the module's own), `prefill_device`, and
-`transfer_map` of the whole model, layer -> device from there on. `match.name` is a regular expression, `match.class` a
-class whose last word is compared; both together must fit. The operators that such files name are KTransformers' own;
-they are computed by what is here. A class from elsewhere is refused: replacing operators is not possible.
+computed, the second where their layer is; elsewhere the first is the module's own), `prefill_device`, `transfer_map` of
+the whole model (layer -> device from there on), and the CPU `backend`. `match.name` is a regular expression,
+`match.class` a class whose last word is compared; both together must fit. The operators that such files name are
+KTransformers' own and are computed by what is here; a class from elsewhere is refused, because operators cannot be
+replaced.
+
+Where a recipe names a file that does not exist, its name says the same, as in
+`DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml`: fine-tuning, AMX, four GPUs (two where no number stands). Without `amx` the
+name means llamafile, that is, any CPU. `place/rule_devices.py` applies rules to a model's modules.
 """
 
 from __future__ import annotations
@@ -14,18 +19,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import nn
 
 from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
-from ktransformers.place.device_map import DecoderLayers, DeviceMap, find_stack, spread
+
+if TYPE_CHECKING:
+    from torch import nn
 
 DEVICES = re.compile(r"cpu|meta|cuda(:\d+)?", re.IGNORECASE)
 NAME = "kt_optimize_rule"
+BACKENDS = {"amxbf16": "amx", "amxint8": "amx", "amxint4": "amx", "llamafile": "any", "auto": "any"}
 
 
 class _Match(BaseModel):
@@ -60,6 +66,7 @@ class Rule:
     out: str | None
     transfers: dict[int, str]
     recursive: bool
+    backend: str | None = None  # of the CPU, as the file writes it
 
     def fits(self, name: str, module: nn.Module) -> bool:
         if self.name is not None and self.name.search(name) is None:
@@ -99,7 +106,10 @@ def _rule(path: str | Path, at: int, entry: Any) -> Rule:
     kind = None if read.match.kind is None else read.match.kind.rpartition(".")[2]
     recursive = read.recursive and read.replace.recursive
     given_devices = (devices["generate_device"], devices["prefill_device"], devices["out_device"])
-    return Rule(pattern, kind, *given_devices, transfers, recursive)
+    backend = None if kwargs.get("backend") is None else str(kwargs["backend"])
+    if backend is not None and backend.lower() not in BACKENDS:
+        raise InputError(NAME, f"{where}: backend {backend}", "one of " + ", ".join(BACKENDS))
+    return Rule(pattern, kind, *given_devices, transfers, recursive, backend)
 
 
 def _layer(where: str, key: Any) -> int:
@@ -120,86 +130,40 @@ def devices_of(rules: Sequence[Rule]) -> set[str]:
     return {one for one in named if one.startswith("cuda:")}
 
 
-def first_rules(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
-    """Module -> the rule that it has: the first that fits, or its parent's; under one that is not recursive, that."""
-    found: dict[str, Rule] = {}
-    closed: set[str] = set()
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        above = found.get(parent) if name else None
-        if parent in closed and name:
-            closed.add(name)
-            own = None
-        else:
-            own = next((rule for rule in rules if rule.fits(name, module)), None)
-            if own is not None and not own.recursive:
-                closed.add(name)
-        chosen = own or above
-        if chosen is not None:
-            found[name] = chosen
-    return found
+@dataclass(frozen=True)
+class RuleSummary:
+    source: str  # "file" or "name"
+    backend: str  # "amx" or "any"
+    gpus: int  # 0: the rule keeps everything on the CPU
+    training: bool
 
 
-def homes_by(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) -> DeviceMap:
-    """`model` may be a skeleton; `devices` are what the plan spreads layers over where no rule says otherwise. `cuda`
-    alone is the GPU that a module would have anyway."""
-    stack, experts = find_stack(model), expert_modules(model)
-    found = first_rules(model, rules)
-    layers = _transferred(spread(stack.count, devices), found, devices[0])
-    said = _said_of_layers(found, stack, experts)
-    for number, words in said.items():
-        if len(set(words.values())) > 1:
-            given = ", ".join(f"{name} on {device}" for name, device in list(words.items())[:3])
-            raise InputError(NAME, given, "one device for all of a layer but its experts")
-        layers[number] = next(iter(words.values()))
-    asked: Any = model
-    names = {id(module): name for name, module in model.named_modules()}
-    ends = [names.get(id(module), "") for module in (asked.get_input_embeddings(), asked.get_output_embeddings())]
-    embedding, head = (_own(found.get(name), layers[0]) for name in ends)
-    return DeviceMap(tuple(layers), embedding, head, _said_of_experts(found, experts, layers, stack))
+def summary_of_name(path: str) -> RuleSummary:
+    name = Path(path).stem.lower()
+    several = re.search(r"multi-gpu(?:-(\d+))?", name)
+    gpus = int(several[1] or 2) if several else 1
+    return RuleSummary("name", "amx" if re.search(r"(^|-)amx(-|$)", name) else "any", gpus, "-sft-" in f"-{name}-")
 
 
-def _own(rule: Rule | None, otherwise: str) -> str:
-    device = None if rule is None else rule.device
-    return otherwise if device is None or device == "cuda" else device
+def _summary_of_file(path: Path) -> RuleSummary:
+    rules = read_rules(path)
+    backends = [rule.backend for rule in rules if rule.backend is not None]
+    if small := next((word for word in backends if "int" in word.lower()), None):
+        raise InputError(NAME, f"backend {small} in {path}", "AMXBF16 or llamafile", "experts train in bf16")
+    words = (word for rule in rules for word in (rule.device, rule.prefill, rule.out) if word is not None)
+    gpus = {word for word in words if word.startswith("cuda")}
+    return RuleSummary("file", BACKENDS[backends[-1].lower()] if backends else "any", len(gpus), True)
 
 
-def _transferred(layers: list[str], found: dict[str, Rule], first: str) -> list[str]:
-    """`transfer_map` of any module: from that layer on, the other device."""
-    for rule in {id(rule): rule for rule in found.values() if rule.transfers}.values():
-        start = first if rule.device in (None, "cuda", "cpu") else str(rule.device)
-        steps = sorted(rule.transfers.items())
-        layers = [next((d for at, d in reversed(steps) if number >= at), start) for number in range(len(layers))]
-    return layers
-
-
-def _said_of_layers(
-    found: dict[str, Rule], stack: DecoderLayers, experts: dict[str, nn.Module]
-) -> dict[int, dict[str, str]]:
-    """Layer -> module -> device, of what rules say of modules with numbers of their own."""
-    said: dict[int, dict[str, str]] = {}
-    for name, rule in found.items():
-        number = stack.number_of(name)
-        if number is None or rule.transfers or any(name.startswith(f"{one}.") for one in experts):
-            continue
-        device = rule.out if name in experts else rule.device
-        if device is not None and device != "cuda":
-            said.setdefault(number, {})[name] = device
-    return said
-
-
-def _said_of_experts(
-    found: dict[str, Rule], experts: dict[str, nn.Module], layers: Sequence[str], stack: DecoderLayers
-) -> dict[str, str]:
-    """By layer of experts: cpu, or the layer's device where they are to be computed on a GPU. A prefill on the GPU with
-    answers from the CPU is what the engine decides by itself."""
-    homes = {}
-    for name in experts:
-        rule, number = found.get(name), stack.number_of(name)
-        if rule is None or rule.device is None or number is None:
-            continue
-        if rule.device != "cpu":
-            homes[name] = layers[number]
-        elif rule.prefill in (None, "cpu"):
-            homes[name] = "cpu"
-    return homes
+def summarise_for_training(path: str) -> tuple[RuleSummary, str]:
+    """What a recipe's rule means, and the line that says so."""
+    file = Path(path)
+    summary = _summary_of_file(file) if file.is_file() else summary_of_name(path)
+    source = "its name, as there is no such file" if summary.source == "name" else "the file"
+    cpu = "AMX where the CPU has it" if summary.backend == "amx" else "whatever the CPU has"
+    gpus = (
+        f"layers spread over {summary.gpus} GPUs, or as many of them as are here"
+        if summary.gpus > 1
+        else "one GPU, where there is one"
+    )
+    return summary, f"kt_optimize_rule: from {source}: {cpu}; {gpus}"

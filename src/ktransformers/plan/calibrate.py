@@ -57,9 +57,9 @@ def calibrate(*, anew: bool = False) -> Rates:
     from ktransformers import _core
 
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # one of several; importing nn takes seconds
-        from ktransformers.nn.rank_cores import share_cores
+        from ktransformers.nn.rank_cores import bind_rank_cores
 
-        share_cores()
+        bind_rank_cores()
     machine, pool = _core.machine(), _core.Pool()
     isa, file = _core.isa(), _file_of(pool)
     if not anew and (found := _read(file)) is not None:

@@ -17,6 +17,18 @@ from numpy.typing import NDArray
 from ktransformers.plan.formats import TILE_K, format_of, tiles
 from ktransformers.plan.machine import BACKWARD, DECODE, SHARES, Machine
 from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.modes import (
+    CPU,
+    HOST_CALLBACK,
+    NEARLY_ALL,
+    RESIDENT,
+    SPLIT,
+    STREAM,
+    STREAM_ALL,
+    decide,
+    pass_kind,
+    predict,
+)
 from ktransformers.plan.split import Costs, split
 from ktransformers.plan.workload import Choice, Training, Work, expert_bytes
 
@@ -36,8 +48,8 @@ PASSES = 4  # of Python's time for a layer in a step: forward, again, and backwa
 REPLAYED = 0.3  # and where attention is replayed: norms, routers and residuals are left
 RECORDED = 0.5  # of Python's time for a layer's experts where their pass is replayed: fitted to steps in int4
 BESIDE = 3.0  # how launching and the link add up where neither waits for the other: fitted likewise
-NEARLY_ALL = 0.9  # of the experts wanted: `stream` sends for everybody (place/choose.py)
-REACH = 1.6  # times what streaming takes, within which `auto` tries the CPU alone (place/trials.py)
+
+SPLIT_MODE = {HOST_CALLBACK: RESIDENT, STREAM_ALL: STREAM}  # by which `split` divides a layer
 
 NOTHING, SOME, ALL = "nothing", "some", "all"  # of a layer's experts that the CPU is asked for
 
@@ -163,48 +175,66 @@ def placed_seconds(
     counts = _spread(model, tokens, touched)
     count = len(counts)
     residents = count if found else round(count * choice.residents / model.experts)
-    policy = "resident" if choice.policy == "cpu" else choice.policy
-    here = frozenset(range(residents))
-    ways = split(counts, round(tokens), costs, there=here, backlog=-lead, policy=policy)
-    near, far = ways.there + ways.streamed, ways.cpu
-    gpu = len(near) * costs.gpu_expert + float(counts[list(near)].sum()) * costs.gpu_row
-    cpu = costs.cpu(len(far), float(counts[list(far)].sum()), tokens, bool(ways.streamed))
-    link = len(ways.streamed) * costs.link_expert - lead
-    memory = (len(ways.streamed) + len(far)) * costs.memory_expert - lead
-    asked = max(gpu + costs.gpu_call if near else 0.0, cpu, link, memory)
-    if not recorded or policy == "resident" or (policy == "stream" and count < NEARLY_ALL * model.experts):
-        return asked
-    # Everybody unasked: nobody waits, and what Python launches goes on beside the link and the device.
-    coming = 0 if found else model.experts - choice.residents
-    device = max(coming * costs.link_expert, model.experts * costs.gpu_expert + tokens * model.top_k * costs.gpu_row)
-    unasked = together(lead + costs.gpu_call, device, BESIDE) - lead
-    return unasked if policy == "stream" else min(asked, unasked)
+    mode = planned_mode(model, tokens, touched, machine, choice, rank=rank, training=learns, lead=lead)
+    division = split(
+        counts,
+        round(tokens),
+        costs,
+        resident=frozenset(range(residents)),
+        backlog=-lead,
+        mode=SPLIT_MODE.get(mode, mode),
+    )
+    on_gpu, on_cpu = division.gpu, division.cpu
+    gpu = len(on_gpu) * costs.gpu_expert + float(counts[list(on_gpu)].sum()) * costs.gpu_row
+    cpu = costs.cpu(len(on_cpu), float(counts[list(on_cpu)].sum()), tokens, bool(division.streamed))
+    link = len(division.streamed) * costs.link_expert - lead
+    memory = (len(division.streamed) + len(on_cpu)) * costs.memory_expert - lead
+    by_routing = max(gpu + costs.gpu_call if on_gpu else 0.0, cpu, link, memory)
+    nearly_all = mode == STREAM and count >= NEARLY_ALL * model.experts
+    if not recorded or not (mode == STREAM_ALL or nearly_all):
+        return by_routing
+    # stream_all: the host does not wait for ids, so launching overlaps with the link and the device.
+    streamed = 0 if found else model.experts - choice.residents
+    device = max(streamed * costs.link_expert, model.experts * costs.gpu_expert + tokens * model.top_k * costs.gpu_row)
+    return together(lead + costs.gpu_call, device, BESIDE) - lead
+
+
+def planned_mode(
+    model: ModelShape,
+    tokens: float,
+    touched: float,
+    machine: Machine,
+    choice: Choice,
+    *,
+    rank: int = 0,
+    training: bool = False,
+    lead: float = 0.0,
+) -> str:
+    """The mode of the choice's policy; `auto` decides as the dispatcher does, with this machine's costs."""
+    if choice.policy != "auto":
+        return RESIDENT if choice.policy == CPU and choice.residents else choice.policy
+    counts = _spread(model, tokens, touched)
+    costs = {
+        direction: costs_of(model, machine, choice, learns=training, rank=rank, backward=direction == "backward")
+        for direction in ("forward", "backward")
+    }
+    residents = round(len(counts) * choice.residents / model.experts)
+    kind = pass_kind(round(tokens), training)
+    return decide(kind, predict(kind, costs, round(tokens), counts, residents, lead=lead)).mode
 
 
 def asked_of_cpu(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> str:
-    """What of a batch the CPU computes, at most: in either direction, in every way that `auto` would try by the plan's
-    costs. Where it may have a whole layer it keeps gate and up of every row for backward."""
+    """How much of a batch the CPU computes at most. Where it may have a whole layer it keeps gate and up of every row
+    for backward."""
     if not choice.uses_engine:
         return ALL
-    if choice.policy == "stream":
-        return NOTHING
     if not isinstance(work, Training):
-        return SOME  # few tokens always
-    if choice.policy != "auto":
-        return SOME if choice.residents else ALL
-    counts = _spread(model, work.tokens, touched_experts(model, work))
-    here = frozenset(range(round(len(counts) * choice.residents / model.experts)))
-    rank, asked = work.rank if work.adapts_experts else 0, NOTHING
-    for backward in (False, True):
-        costs = costs_of(model, machine, choice, learns=True, rank=rank, backward=backward)
-        lead = rest_of_layer(model, work, machine, choice, 2 if backward else 1) * model.layers / model.expert_layers
-        both, alone, streamed = (
-            split(counts, work.tokens, costs, there=here, backlog=-lead, policy=policy)
-            for policy in ("auto", "resident", "stream")
-        )
-        near = alone.seconds <= REACH * streamed.seconds
-        if near and not here and not backward:
-            return ALL
-        if (near and alone.cpu) or both.cpu:
-            asked = SOME
-    return asked
+        return NOTHING if choice.policy in (STREAM, STREAM_ALL) else SOME  # a few tokens at least
+    lead = rest_of_layer(model, work, machine, choice, 1) * model.layers / model.expert_layers
+    rank = work.rank if work.adapts_experts else 0
+    mode = planned_mode(
+        model, work.tokens, touched_experts(model, work), machine, choice, rank=rank, training=True, lead=lead
+    )
+    if mode in (STREAM, STREAM_ALL):
+        return NOTHING
+    return SOME if mode == SPLIT or choice.residents else ALL

@@ -20,7 +20,7 @@ from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import MemoryPlan, memory_of
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.step_time import Time, time_of
-from ktransformers.plan.workload import DEFAULT, POLICIES, Choice, Serving, Training, Work, expert_bytes
+from ktransformers.plan.workload import DEFAULT, PLANNED, Choice, Serving, Training, Work, expert_bytes
 
 HOST_SHARE = 0.97  # of the free memory; the rest stays with the system
 GPU_SHARE = 0.95
@@ -102,7 +102,7 @@ def choices(
     work: Work,
     machine: Machine,
     formats: Iterable[str] = FORMATS,
-    policies: Iterable[str] = POLICIES,
+    policies: Iterable[str] = PLANNED,
     residents: int | None = None,
 ) -> Iterator[Choice]:
     """Each format, on no GPU, one, or all of them; on a GPU by each policy, with residents where it has them (by itself

@@ -1,13 +1,13 @@
-"""Who computes which expert of one layer for one batch: a pure function of token counts and seconds.
+"""How the experts of one layer are divided between GPU and CPU for one batch: a pure function of token counts and
+costs.
 
-Experts whose weights are on the GPU stay there. Of the others the hottest are streamed and the rest computed by the
-CPU, so many that the later of the two sides ends as early as possible. Streaming costs the same for every expert and
-the CPU's time grows with rows, so for any number of streamed experts the hottest are the right ones, and trying every
-number is enough. Experts whose copies are under way are streamed in any case: a copy that is queued takes its time of
-the link, wanted or not. Both sides draw on the same memory: while the link reads, the CPU has only the
-rest of it. The surprising decision: two sides must be a tenth faster than the better of one alone. Handing rows from
-one to the other takes Python's time, which no seconds here know, and a model is not right to a tenth.
-"""
+Experts that are on the GPU are computed there. Of the others the busiest are streamed over PCIe and the rest is
+computed by the CPU, so many that the later of the two ends as early as possible. Streaming costs the same for every
+expert and the CPU's time grows with rows, so for any number of streamed experts the busiest are the right ones, and
+evaluating every number is enough. Experts whose copies are already queued are streamed in any case: the link is busy
+with them whether they are used or not. CPU and link share the memory bandwidth, so the CPU reads more slowly beside
+copies. A division must be predicted to be a tenth faster than the better of GPU and CPU alone, because handing rows
+between them takes Python time that is not in the model."""
 
 from __future__ import annotations
 
@@ -17,78 +17,62 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-GAIN = 0.1
-LEAST = 0.1  # of the memory's rate that is always left to the CPU
+MIN_GAIN = 0.1
+MIN_MEMORY_SHARE = 0.1  # of the memory bandwidth that the CPU keeps beside copies
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one layer on one machine, for one direction."""
 
-    cpu_call: float  # a call, with its copies of hidden states down and results up
-    cpu_token: float  # the same copies, by token
+    cpu_call: float  # one call, with its copies of hidden states down and results up
+    cpu_token: float  # the same copies, per token
     cpu_expert: float  # reading one expert
     cpu_row: float  # multiplying one (token, expert) pair
     link_expert: float  # one expert over PCIe
-    memory_expert: float  # one expert out of DRAM, when nothing else goes on
-    gpu_call: float  # launches, and what the last group takes after its bytes have arrived
-    gpu_expert: float  # decoding one expert
+    memory_expert: float  # one expert out of DRAM while nothing else reads
+    gpu_call: float  # kernel launches, and what the last group takes after its bytes have arrived
+    gpu_expert: float  # dequantising one expert
     gpu_row: float
-    crowding: float = 1.0  # the CPU's time beside streaming over what is expected of it
-    sum: float = 1.6  # how reading and multiplying add up on the CPU: 1 after each other, infinity together
+    crowding: float = 1.0  # measured CPU time beside copies over the time predicted for it
+    sum: float = 1.6  # norm by which reading and multiplying add up on the CPU: 1 sequential, infinity overlapped
 
     @property
     def slowed(self) -> float:
-        """How much longer the CPU reads while the link does."""
+        """Factor by which the CPU reads more slowly while the link reads too."""
         share = self.memory_expert / self.link_expert if self.link_expert else 1.0
-        return 1 / max(LEAST, 1 - share)
+        return 1 / max(MIN_MEMORY_SHARE, 1 - share)
 
-    def cpu(self, experts: float, rows: float, tokens: float, beside: bool = False) -> float:
-        """`beside`: experts are streamed at the same time."""
+    def cpu_work(self, experts: float, rows: float, beside_copies: bool = False) -> float:
+        """Seconds of the kernels alone."""
+        reading = experts * self.cpu_expert * (self.slowed if beside_copies else 1)
+        total: float = (reading**self.sum + (rows * self.cpu_row) ** self.sum) ** (1 / self.sum)
+        return total * (self.crowding if beside_copies else 1)
+
+    def cpu(self, experts: float, rows: float, tokens: float, beside_copies: bool = False) -> float:
         if not experts:
             return 0.0
-        reading, multiplying = experts * self.cpu_expert * (self.slowed if beside else 1), rows * self.cpu_row
-        together: float = (reading**self.sum + multiplying**self.sum) ** (1 / self.sum)
-        return self.cpu_call + tokens * self.cpu_token + together * (self.crowding if beside else 1)
+        return self.cpu_call + tokens * self.cpu_token + self.cpu_work(experts, rows, beside_copies)
 
-    def gpu(self, streamed: float, there: float, rows: float, backlog: float = 0.0) -> float:
-        if not streamed and not there:
+    def gpu(self, streamed: float, resident: float, rows: float, backlog: float = 0.0) -> float:
+        if not streamed and not resident:
             return 0.0
         crossing = max(0.0, backlog + streamed * self.link_expert) if streamed else 0.0
-        return self.gpu_call + max(crossing, (streamed + there) * self.gpu_expert + rows * self.gpu_row)
+        return self.gpu_call + max(crossing, (streamed + resident) * self.gpu_expert + rows * self.gpu_row)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Expert numbers; those without tokens are in none of them, unless nobody knew who has any."""
+    """Expert numbers. Experts without tokens are in none of them, unless all experts are streamed regardless."""
 
-    there: tuple[int, ...]  # on the GPU already
-    streamed: tuple[int, ...]  # the hottest first
+    resident: tuple[int, ...]  # on the GPU already
+    streamed: tuple[int, ...]  # the busiest first
     cpu: tuple[int, ...]
-    seconds: float  # what the costs say
-    cpu_seconds: float
-    cpu_work: float = 0.0  # of these, what the core takes
+    seconds: float  # predicted
 
-
-def seconds(costs: Costs, counts: NDArray[np.int64], tokens: int, split: Split, backlog: float = 0.0) -> float:
-    """What a given split takes; a negative `backlog` is how long ago the first copies could begin."""
-    rows = float(counts[list(split.there + split.streamed)].sum())
-    cpu = costs.cpu(len(split.cpu), float(counts[list(split.cpu)].sum()), tokens, bool(split.streamed))
-    return _later(costs, split.there, split.streamed, split.cpu, rows, cpu, backlog)
-
-
-def _later(
-    costs: Costs,
-    there: tuple[int, ...],
-    streamed: tuple[int, ...],
-    cpu: tuple[int, ...],
-    rows: float,
-    cpu_seconds: float,
-    backlog: float,
-) -> float:
-    """When the last of both sides and of their memory ends; `rows` are the GPU's."""
-    gpu = costs.gpu(len(streamed), len(there), rows, backlog)
-    return max(gpu, cpu_seconds, (len(streamed) + len(cpu)) * costs.memory_expert + min(0.0, backlog))
+    @property
+    def gpu(self) -> tuple[int, ...]:
+        return self.resident + self.streamed
 
 
 def split(
@@ -96,63 +80,69 @@ def split(
     tokens: int,
     costs: Costs,
     *,
-    there: frozenset[int] = frozenset(),
-    coming: tuple[int, ...] = (),
+    resident: frozenset[int] = frozenset(),
+    queued: tuple[int, ...] = (),
     backlog: float = 0.0,
-    policy: str = "auto",
+    mode: str = "split",
 ) -> Split:
-    """`counts` [E]: rows of each expert; `there`: on the GPU; `coming`: on the way, in order; `backlog`: seconds until
-    the link is free."""
+    """`counts` [E]: rows of each expert; `resident`: experts on the GPU; `queued`: experts whose copies are under way,
+    in order; `backlog`: seconds until the link is free, negative for how long ago the first copies could begin. `mode`:
+    cpu, resident, stream, or split."""
     rows = np.asarray(counts, dtype=np.int64)
     active = np.flatnonzero(rows)
-    if policy == "cpu":
-        return _made(costs, rows, tokens, (), (), tuple(active.tolist()), backlog)
-    here = tuple(expert for expert in active.tolist() if expert in there)
-    under_way = frozenset(coming) - there
-    queued = [expert for expert in coming if expert in under_way and rows[expert]]
-    rest = np.array([e for e in active.tolist() if e not in there and e not in under_way], dtype=np.int64)
-    order = queued + rest[np.argsort(-rows[rest], kind="stable")].tolist()
-    if policy == "stream":
-        return _made(costs, rows, tokens, here, tuple(order), (), backlog)
-    if policy == "resident" or not order:
-        return _made(costs, rows, tokens, here, (), tuple(sorted(order)), backlog)
-    behind = backlog if backlog < 0 else max(0.0, backlog - len(queued) * costs.link_expert)  # queued for others
-    number = _best(costs, rows[order], len(here), float(rows[list(here)].sum()), tokens, behind)
-    number = max(number, len(queued))
-    return _made(costs, rows, tokens, here, tuple(order[:number]), tuple(sorted(order[number:])), behind)
+    if mode == "cpu":
+        return _with_seconds(costs, rows, tokens, (), (), tuple(active.tolist()), backlog)
+    on_gpu = tuple(expert for expert in active.tolist() if expert in resident)
+    under_way = frozenset(queued) - resident
+    first = [expert for expert in queued if expert in under_way and rows[expert]]
+    rest = np.array([e for e in active.tolist() if e not in resident and e not in under_way], dtype=np.int64)
+    order = first + rest[np.argsort(-rows[rest], kind="stable")].tolist()
+    if mode == "stream":
+        return _with_seconds(costs, rows, tokens, on_gpu, tuple(order), (), backlog)
+    if mode == "resident" or not order:
+        return _with_seconds(costs, rows, tokens, on_gpu, (), tuple(sorted(order)), backlog)
+    others = backlog if backlog < 0 else max(0.0, backlog - len(first) * costs.link_expert)  # copies for other layers
+    number = _streamed_count(costs, rows[order], len(on_gpu), float(rows[list(on_gpu)].sum()), tokens, others)
+    number = max(number, len(first))
+    return _with_seconds(costs, rows, tokens, on_gpu, tuple(order[:number]), tuple(sorted(order[number:])), others)
 
 
-def _best(costs: Costs, hottest: NDArray[np.int64], here: int, here_rows: float, tokens: int, backlog: float) -> int:
-    """How many of the hottest to stream."""
-    count = len(hottest)
+def _streamed_count(
+    costs: Costs, busiest: NDArray[np.int64], residents: int, resident_rows: float, tokens: int, backlog: float
+) -> int:
+    """How many of the busiest experts to stream."""
+    count = len(busiest)
     streamed = np.arange(count + 1)
-    moved = np.concatenate(([0], np.cumsum(hottest))).astype(np.float64)
+    moved = np.concatenate(([0], np.cumsum(busiest))).astype(np.float64)
     left, left_rows = count - streamed, moved[-1] - moved
     reading = left * costs.cpu_expert * np.where(streamed > 0, costs.slowed, 1.0)
-    together = (reading**costs.sum + (left_rows * costs.cpu_row) ** costs.sum) ** (1 / costs.sum)
-    together = together * np.where(streamed > 0, costs.crowding, 1.0)
-    cpu = np.where(left > 0, costs.cpu_call + tokens * costs.cpu_token + together, 0.0)
+    work = (reading**costs.sum + (left_rows * costs.cpu_row) ** costs.sum) ** (1 / costs.sum)
+    work = work * np.where(streamed > 0, costs.crowding, 1.0)
+    cpu = np.where(left > 0, costs.cpu_call + tokens * costs.cpu_token + work, 0.0)
     crossing = np.where(streamed > 0, np.maximum(0.0, backlog + streamed * costs.link_expert), 0.0)
-    work = (streamed + here) * costs.gpu_expert + (moved + here_rows) * costs.gpu_row
-    gpu = np.where(streamed + here > 0, costs.gpu_call + np.maximum(crossing, work), 0.0)
-    taken = np.maximum(np.maximum(cpu, gpu), count * costs.memory_expert + min(0.0, backlog))
-    found = int(np.argmin(taken))
-    alone = 0 if taken[0] < taken[count] and not here else count  # one side has everything
-    return alone if taken[found] > (1 - GAIN) * taken[alone] else found
+    products = (streamed + residents) * costs.gpu_expert + (moved + resident_rows) * costs.gpu_row
+    gpu = np.where(streamed + residents > 0, costs.gpu_call + np.maximum(crossing, products), 0.0)
+    seconds = np.maximum(np.maximum(cpu, gpu), count * costs.memory_expert + min(0.0, backlog))
+    fastest = int(np.argmin(seconds))
+    pure = 0 if seconds[0] < seconds[count] and not residents else count  # all on one of the two
+    return pure if seconds[fastest] > (1 - MIN_GAIN) * seconds[pure] else fastest
 
 
-def _made(
+def _with_seconds(
     costs: Costs,
     rows: NDArray[np.int64],
     tokens: int,
-    there: tuple[int, ...],
+    resident: tuple[int, ...],
     streamed: tuple[int, ...],
     cpu: tuple[int, ...],
     backlog: float,
 ) -> Split:
-    total = float(rows.sum())  # everybody with rows is somewhere: of few tokens, indexing takes longer than the rest
-    mine = 0.0 if not cpu else total if not there and not streamed else float(rows[list(cpu)].sum())
-    cpu_seconds = costs.cpu(len(cpu), mine, tokens, bool(streamed))
-    work = max(0.0, cpu_seconds - costs.cpu_call - tokens * costs.cpu_token)
-    taken = _later(costs, there, streamed, cpu, total - mine, cpu_seconds, backlog)
-    return Split(there, streamed, cpu, taken, cpu_seconds, work)
+    """The division with the time at which its last part ends."""
+    total = float(rows.sum())
+    cpu_rows = 0.0 if not cpu else total if not resident and not streamed else float(rows[list(cpu)].sum())
+    seconds = max(
+        costs.gpu(len(streamed), len(resident), total - cpu_rows, backlog),
+        costs.cpu(len(cpu), cpu_rows, tokens, bool(streamed)),
+        (len(streamed) + len(cpu)) * costs.memory_expert + min(0.0, backlog),
+    )
+    return Split(resident, streamed, cpu, seconds)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from ktransformers.plan.expert_time import (
     GPU_SHARE,
     LORA_SHARE,
+    NOTHING,
     PASSES,
+    asked_of_cpu,
     experts_touched,
     layer_seconds,
     placed_seconds,
@@ -181,7 +183,7 @@ def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machin
     near = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
     host = machine.cpu.read_bytes * ADAM_SHARE
     seconds = experts * ADAM_BYTES / host + attention * ADAM_BYTES / (near if choice.gpus else host)
-    if work.adapts_experts and choice.policy != "stream":  # factors are packed anew once a step
+    if work.adapts_experts and asked_of_cpu(model, work, choice, machine) != NOTHING:  # factors are packed every step
         packed = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank)
         seconds += model.expert_layers * model.experts * packed / machine.cpu.read_bytes
     return seconds

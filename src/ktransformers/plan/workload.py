@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from ktransformers.errors import InputError
 from ktransformers.plan.formats import format_of, packed_expert_bytes
 from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.modes import MODES
 
-POLICIES = ("auto", "cpu", "stream", "resident")  # of `kt_place`, `--kt-place` and KT_PLACE
+POLICIES = ("auto", *MODES)  # of `kt_place`, `--kt-place` and KT_PLACE: one mode for every pass, or auto
+PLANNED = ("auto", "cpu", "stream", "resident")  # policies that a plan compares by itself
 DEFAULT = "cpu"  # policy of `place.attach` and of a plan where none is given
 REPLAYED_TOKENS, REPLAYED_SEQUENCE, PIECE = 4096, 2048, 1024  # limits of nn/attention_graphs
 

@@ -36,7 +36,7 @@ from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.errors import InputError, KTError
-from ktransformers.nn.prepare import is_ours
+from ktransformers.nn.prepare import uses_kt_method
 from ktransformers.prove.server import ask, bound_matrices, find_names, in_process, served_marks
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
@@ -371,7 +371,7 @@ def against_stock(
 
     from ktransformers.checkpoint import Shards
 
-    packed = target.experts_of(None) or (target.model if is_ours(target.model) else None)
+    packed = target.experts_of(None) or (target.model if uses_kt_method(target.model) else None)
     if packed is not None:  # this process has taught transformers to read them, which proves nothing
         return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
     shards = Shards.of_directory(target.model)

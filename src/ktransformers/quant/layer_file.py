@@ -1,8 +1,8 @@
-"""The file of one layer's packed experts while they pass through a store of a few.
+"""Writes the file of one layer's packed experts from a staging store that holds a few experts at a time.
 
-In the packed layout experts lie one behind another, so the bytes of a store that holds some of them belong, as they
-are, at their place among those of all. The file is laid out when the first ones are packed: only then are the sizes of
-biases known.
+Experts are contiguous in the packed layout, so the bytes of a store with n experts are a slice of the layer's bytes and
+are written to its offset. The file is laid out after the first experts are packed, because the sizes of biases are not
+known before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import PackedLayer
-from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, lay_out
+from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
 from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
 from ktransformers.quant.plan import LayerPlan
 
@@ -28,33 +28,34 @@ class LayerFile:
         self._file: TensorFile | None = None
 
     def flush(self, expert: int) -> None:
-        """After `expert` was packed: when the store is full, or nothing more comes, its bytes go to the file."""
-        few = self._store.num_experts
-        count = expert % few + 1
-        if count < few and expert + 1 < self._shape.num_experts:
+        """Call after `expert` was packed: writes the store's bytes if it is full or `expert` is the last one."""
+        capacity = self._store.num_experts
+        count = expert % capacity + 1
+        if count < capacity and expert + 1 < self._shape.num_experts:
             return
         tensors = self._store.memory()
         if self._file is None:
             self._file = TensorFile(self._path, self._layout(tensors))
         for role, tensor in tensors.items():
-            own = tensor.reshape(-1)[: tensor.numel() // few * count]
-            self._file.write(self._name(role), own, tensor.nbytes // few * (expert + 1 - count))
+            packed = tensor.reshape(-1)[: tensor.numel() // capacity * count]
+            self._file.write(self._name(role), packed, tensor.nbytes // capacity * (expert + 1 - count))
 
     def _layout(self, tensors: dict[str, Tensor]) -> FileLayout:
-        experts, few = self._shape.num_experts, self._store.num_experts
+        experts, capacity = self._shape.num_experts, self._store.num_experts
         entries = []
         for role, tensor in tensors.items():
-            shape = (tensor.numel() // few * experts,) if tensor.dim() == 1 else (experts, *tensor.shape[1:])
+            shape = (tensor.numel() // capacity * experts,) if tensor.dim() == 1 else (experts, *tensor.shape[1:])
             entries.append((self._name(role), SPELLED[tensor.dtype], shape))
-        return lay_out(entries, self._metadata, padding=f"{self._plan.origin.module}.padding")
+        return plan_layout(entries, self._metadata, padding=f"{self._plan.origin.module}.padding")
 
     def _name(self, role: str) -> str:
-        """That of the parameter whose place it takes."""
+        """Name of the model's parameter that the packed tensor replaces."""
         parameters = self._plan.origin.contract.parameters()
         return f"{self._plan.origin.module}.{parameters.get(role) or parameters[role.replace('gate_up', 'up')]}"
 
     def manifest(self) -> PackedLayer:
-        shape, few = self._shape, self._store.num_experts
+        """The layer's entry of the manifest."""
+        shape, capacity = self._shape, self._store.num_experts
         tensors = self._store.memory()
         return PackedLayer(
             module=self._plan.origin.module,
@@ -66,7 +67,7 @@ class LayerFile:
             biased=shape.biased,
             formats=self._plan.formats,
             tensors={role: self._name(role) for role in tensors},
-            bytes={role: tensor.nbytes // few * shape.num_experts for role, tensor in tensors.items()},
+            bytes={role: tensor.nbytes // capacity * shape.num_experts for role, tensor in tensors.items()},
             layout=self._store.layout(),
         )
 

@@ -1,6 +1,7 @@
-"""What a conversion into a packed directory will do, from headers alone: formats and sizes of every layer, and time.
+"""The plan of a conversion to a packed directory, from headers alone: format and size of every layer, and a time
+estimate.
 
-A format belongs to one matrix of one layer. `keep` takes what the release has; plain floats are packed as bf16.
+Each matrix of a layer has a format of its own. `keep` takes the format of the source; plain floats are packed as bf16.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from ktransformers.quant.origin import Origin, OriginLayer
 class LayerPlan:
     origin: OriginLayer
     file: str
-    formats: dict[str, str]  # what will be written
-    expert_bytes: int  # packed
+    formats: dict[str, str]  # gate, up, down -> format in the packed file
+    expert_bytes: int  # packed size of one expert
 
     @property
     def packed_bytes(self) -> int:
@@ -38,7 +39,7 @@ class LayerPlan:
 @dataclass(frozen=True)
 class ConversionPlan:
     origin: Origin
-    asked: dict[str, str]  # gate, up, down -> a format or keep
+    formats: dict[str, str]  # gate, up, down -> requested format or keep
     layers: list[LayerPlan]
     rest_bytes: int
     threads: int
@@ -52,38 +53,40 @@ class ConversionPlan:
         return self.rest_bytes + sum(layer.packed_bytes for layer in self.layers)
 
 
-def wanted(word: str, group: int | None = None, down: str | None = None) -> dict[str, str]:
-    """gate, up, down -> format, from `int4`, `int4:64`, `int8`, `keep` and so on."""
+def parse_formats(word: str, group: int | None = None, down: str | None = None) -> dict[str, str]:
+    """gate, up, down -> format, from `int4`, `int4:64`, `int8`, `keep` and so on; `group` is the group size of int4."""
     if group is not None and "int4" not in (word, down):
         raise InputError("group", f"{group} with {word}", "it beside int4")
     size = 32 if group is None else group
-    chosen, below = (f"int4:{size}" if spec == "int4" else spec for spec in (word, down or word))
-    check_target("format", chosen)
-    check_target("down-format", below)
-    return {"gate": chosen, "up": chosen, "down": below}
+    inner, outer = (f"int4:{size}" if spec == "int4" else spec for spec in (word, down or word))
+    check_target("format", inner)
+    check_target("down-format", outer)
+    return {"gate": inner, "up": inner, "down": outer}
 
 
 def make_plan(
-    path: str | Path, asked: dict[str, str], threads: int | None = None, experts: str | Path | None = None
+    path: str | Path, formats: dict[str, str], threads: int | None = None, experts: str | Path | None = None
 ) -> ConversionPlan:
-    return plan_of(Origin(path, experts), asked, threads)
+    return plan_conversion(Origin(path, experts), formats, threads)
 
 
-def plan_of(origin: Origin, asked: dict[str, str], threads: int | None = None) -> ConversionPlan:
-    """Whatever the origin is: a checkpoint, or one with an adapter folded into it."""
+def plan_conversion(origin: Origin, requested: dict[str, str], threads: int | None = None) -> ConversionPlan:
+    """The plan for a checkpoint, or for one with a merged adapter (`adapters/origin.py`)."""
     sizes: dict[tuple[object, ...], int] = {}
     layers: list[LayerPlan] = []
     for layer in origin.layers:
-        formats = {role: found if asked[role] == KEEP else asked[role] for role, found in layer.formats.items()}
+        formats = {
+            role: source if requested[role] == KEEP else requested[role] for role, source in layer.formats.items()
+        }
         check_columns(layer, formats)
         key = (layer.contract.shape, *formats.values())
         if key not in sizes:
-            sizes[key] = small_store(layer.contract, formats, 1).packed_bytes
-        same = sum(other.origin.number == layer.number for other in layers)  # two blocks of experts in one layer
-        file = f"packed-{layer.number:05}{f'-{same}' if same else ''}.safetensors"
+            sizes[key] = partial_store(layer.contract, formats, 1).packed_bytes
+        earlier = sum(plan.origin.number == layer.number for plan in layers)  # a layer may have two blocks of experts
+        file = f"packed-{layer.number:05}{f'-{earlier}' if earlier else ''}.safetensors"
         layers.append(LayerPlan(layer, file, formats, sizes[key]))
     rest = sum(tensor_bytes(tensor) for tensor in origin.rest())
-    return ConversionPlan(origin, asked, layers, rest, threads or len(os.sched_getaffinity(0)))
+    return ConversionPlan(origin, requested, layers, rest, threads or len(os.sched_getaffinity(0)))
 
 
 def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:
@@ -94,26 +97,26 @@ def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:
             raise InputError(f"{layer.module}: {role}", given, f"a multiple of {multiple} for {formats[role]}")
 
 
-def small_store(
+def partial_store(
     contract: Contract, formats: dict[str, str], experts: int, pool: _core.Pool | None = None
 ) -> ExpertStore:
-    """A store for some experts of a layer."""
-    few = replace(contract, shape=replace(contract.shape, num_experts=experts))
-    return new_store(few, pool=pool, formats=formats)
+    """A store for `experts` experts of a layer."""
+    smaller = replace(contract, shape=replace(contract.shape, num_experts=experts))
+    return new_store(smaller, pool=pool, formats=formats)
 
 
 def estimate(plan: ConversionPlan) -> float:
-    """Seconds: one expert is recoded by one thread and the clock read; disks are not in it."""
+    """Seconds, extrapolated from recoding one expert in one thread; disk time is not included."""
     layer = plan.layers[0]
-    _, roles = next(iter(layer.origin.experts()))
-    before = torch.get_num_threads()
+    _, matrices = next(iter(layer.origin.experts()))
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         start = time.perf_counter()
-        for role, word in layer.formats.items():
-            recode(experts_of(roles[role], 0, 1), word, role)
+        for role, format in layer.formats.items():
+            recode(experts_of(matrices[role], 0, 1), format, role)
         seconds = time.perf_counter() - start
     finally:
-        torch.set_num_threads(before)
-    experts = sum(found.origin.contract.shape.num_experts for found in plan.layers)
+        torch.set_num_threads(threads)
+    experts = sum(layer.origin.contract.shape.num_experts for layer in plan.layers)
     return seconds * experts / plan.threads

@@ -1,9 +1,9 @@
-"""The receipt of a conversion: how far each matrix moved, and with a text what that does to the model.
+"""The receipt of a conversion: the quantisation error of each matrix and, given a text, its effect on the model.
 
-The error of a matrix is the Frobenius norm of the difference over that of the source, all experts of a layer together.
-With a text, source and result read the same windows of it: perplexity of both, the divergence KL(source || result) of
-their next-token distributions, and how often both would say the same. The two models are loaded one after the other;
-between them the source's log-probabilities wait in a file, so that memory is that of one model.
+The error of a matrix is the Frobenius norm of the difference over that of the source, over all experts of a layer. With
+a text, source and result are evaluated on the same windows: perplexity of both, the divergence KL(source || result) of
+their next-token distributions, and how often their top tokens agree. The two models are loaded one after the other, and
+the source's log-probabilities are kept in a file, so that peak memory is that of one model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ktransformers.errors import InputError
 from ktransformers.files import write_json
 from ktransformers.system import memory
 
-QUALITY = "quality.json"
+QUALITY_FILE = "quality.json"
 VERSION = 1
-WINDOW = 512  # tokens
-TOKENS = 8192  # of the text, at most
-RESERVE = 2 << 30  # bytes beside a model's own
+WINDOW_TOKENS = 512
+MAX_TOKENS = 8192  # of the text
+RESERVE_BYTES = 2 << 30  # memory for activations and logits, beside the model's weights
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class LayerQuality:
 @dataclass(frozen=True)
 class Calibration:
     text: str  # the file's name
-    tokens: int  # that were predicted
+    tokens: int  # number of predictions
     perplexity: float
     source_perplexity: float
-    kl: float  # nats for each token
+    kl: float  # nats per token
     same_top: float  # share of tokens
 
 
@@ -61,79 +61,79 @@ class Receipt:
     formats: dict[str, str]
     layers: list[LayerQuality]
     calibration: Calibration | None = None
-    skipped: str | None = None  # why there is no calibration although one was asked for
+    skipped: str | None = None  # why a requested calibration is missing
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """For each matrix: formats, mean and largest error, and where."""
-        found: dict[str, dict[str, Any]] = {}
+        """For each matrix: formats, mean and largest error, and the layer with the largest."""
+        by_matrix: dict[str, dict[str, Any]] = {}
         for role in self.formats:
             rows = [(layer.matrices[role], layer.number) for layer in self.layers if role in layer.matrices]
             if not rows:
                 continue
-            worst, where = max(rows, key=lambda row: row[0].error)
-            found[role] = {
+            worst, worst_layer = max(rows, key=lambda row: row[0].error)
+            by_matrix[role] = {
                 "source": sorted({row.source for row, _ in rows}),
                 "format": sorted({row.format for row, _ in rows}),
                 "kept": sum(row.kept for row, _ in rows),
                 "layers": len(rows),
                 "mean": math.fsum(row.error for row, _ in rows) / len(rows),
                 "largest": worst.error,
-                "layer": where,
+                "layer": worst_layer,
             }
-        return found
+        return by_matrix
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self), "summary": self.summary()}
 
 
-def receipt_of(conversion: str, formats: dict[str, str], about: Mapping[str, Mapping[str, Any]]) -> Receipt:
-    """From what the journal keeps of every layer."""
+def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str, Mapping[str, Any]]) -> Receipt:
+    """The receipt of the layers in the journal; `details` is file -> what the journal records of it."""
     layers = [
         LayerQuality(
             entry["layer"]["module"],
             entry["number"],
             {role: MatrixQuality(**words) for role, words in entry["quality"].items()},
         )
-        for entry in about.values()
+        for entry in details.values()
         if entry
     ]
     return Receipt(conversion, formats, sorted(layers, key=lambda layer: layer.number))
 
 
 def read_receipt(directory: Path) -> Receipt:
-    file = directory / QUALITY
+    file = directory / QUALITY_FILE
     try:
-        words = json.loads(file.read_text())
+        document = json.loads(file.read_text())
         layers = [
             LayerQuality(
                 layer["module"],
                 layer["number"],
                 {role: MatrixQuality(**matrix) for role, matrix in layer["matrices"].items()},
             )
-            for layer in words["layers"]
+            for layer in document["layers"]
         ]
-        calibration = None if words["calibration"] is None else Calibration(**words["calibration"])
-        return Receipt(words["conversion"], words["formats"], layers, calibration, words["skipped"])
+        calibration = None if document["calibration"] is None else Calibration(**document["calibration"])
+        return Receipt(document["conversion"], document["formats"], layers, calibration, document["skipped"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(str(file), f"{type(error).__name__}: {error}", "the receipt of a conversion") from error
 
 
 def write_receipt(directory: Path, receipt: Receipt) -> None:
-    write_json(directory / QUALITY, receipt.to_json())
+    write_json(directory / QUALITY_FILE, receipt.to_json())
 
 
 def read_text(file: Path) -> str:
     """A text file, or JSON lines with `text`, `content` or `prompt`."""
     try:
-        words = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("calib", f"{file} ({error})", "a text file or JSON lines") from error
     if file.suffix == ".jsonl":
-        lines = [(number, line) for number, line in enumerate(words.splitlines(), 1) if line.strip()]
-        words = "\n\n".join(_line(file, number, line) for number, line in lines)
-    if not words.strip():
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        text = "\n\n".join(_line(file, number, line) for number, line in lines)
+    if not text.strip():
         raise InputError("calib", f"{file}, which is empty", "text")
-    return words
+    return text
 
 
 def _line(file: Path, number: int, line: str) -> str:
@@ -147,10 +147,14 @@ def _line(file: Path, number: int, line: str) -> str:
     raise InputError("calib", f"line {number} of {file}", "an object with text, content or prompt")
 
 
-def windows(tokens: Tensor, count: int = TOKENS) -> list[Tensor]:
-    """`[1, up to WINDOW]` pieces, the last one if there is anything to predict in it."""
-    pieces = [tokens[None, first : min(first + WINDOW, count)] for first in range(0, min(len(tokens), count), WINDOW)]
-    return [piece for piece in pieces if piece.shape[1] > 1]
+def split_windows(tokens: Tensor, count: int = MAX_TOKENS) -> list[Tensor]:
+    """Windows `[1, up to WINDOW_TOKENS]` of the first `count` tokens; a window of one token has nothing to predict and
+    is dropped."""
+    windows = [
+        tokens[None, first : min(first + WINDOW_TOKENS, count)]
+        for first in range(0, min(len(tokens), count), WINDOW_TOKENS)
+    ]
+    return [window for window in windows if window.shape[1] > 1]
 
 
 def calibrate(
@@ -159,47 +163,52 @@ def calibrate(
     text: Path,
     *,
     experts: Path | None = None,
-    tokens: int = TOKENS,
+    tokens: int = MAX_TOKENS,
     source_bytes: int = 0,
 ) -> Calibration:
-    """Read the text with both models; InputError where the source cannot be loaded here."""
+    """Evaluate both models on the text; InputError if there is not enough memory to load the source."""
     from transformers import AutoTokenizer
 
     free = memory().available
-    if source_bytes + RESERVE > free:
+    if source_bytes + RESERVE_BYTES > free:
         given = f"{free / 1e9:.1f} GB of free memory"
-        raise InputError("calib", given, f"about {(source_bytes + RESERVE) / 1e9:.1f} GB to load the source")
+        raise InputError("calib", given, f"about {(source_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the source")
     tokenizer = AutoTokenizer.from_pretrained(packed)
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
-    pieces = windows(ids, tokens)
-    if not pieces:
+    windows = split_windows(ids, tokens)
+    if not windows:
         raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
     with tempfile.TemporaryDirectory(prefix=".kt-calib-", dir=packed) as scratch:
-        return _compare((source, experts), packed, text.name, pieces, Path(scratch))
+        return _compare((source, experts), packed, text.name, windows, Path(scratch))
 
 
 def _compare(
-    source: tuple[Path, Path | None], packed: Path, name: str, pieces: list[Tensor], scratch: Path
+    source: tuple[Path, Path | None], packed: Path, name: str, windows: list[Tensor], scratch: Path
 ) -> Calibration:
-    count = sum(piece.shape[1] - 1 for piece in pieces)
-    nll = 0.0
+    count = sum(window.shape[1] - 1 for window in windows)
+    source_nll = 0.0
     model = _open(*source)
-    for number, piece in enumerate(pieces):
-        distribution = _distribution(model, piece)
-        nll += _nll(distribution, piece)
-        distribution.numpy().tofile(scratch / f"{number}")
+    for number, window in enumerate(windows):
+        logprobs = _logprobs(model, window)
+        source_nll += _nll(logprobs, window)
+        logprobs.numpy().tofile(scratch / f"{number}")
     del model
-    other = divergence = same = 0.0
+    packed_nll = divergence = same_top = 0.0
     model = _open(packed)
-    for number, piece in enumerate(pieces):
-        after = _distribution(model, piece)
-        other += _nll(after, piece)
+    for number, window in enumerate(windows):
+        after = _logprobs(model, window)
+        packed_nll += _nll(after, window)
         before = torch.from_file(str(scratch / f"{number}"), size=after.numel(), dtype=torch.float32).view_as(after)
         divergence += float((before.exp() * (before - after)).double().sum())
-        same += float((before.argmax(-1) == after.argmax(-1)).sum())
+        same_top += float((before.argmax(-1) == after.argmax(-1)).sum())
         (scratch / f"{number}").unlink()
     return Calibration(
-        name, count, math.exp(other / count), math.exp(nll / count), max(0.0, divergence / count), same / count
+        name,
+        count,
+        math.exp(packed_nll / count),
+        math.exp(source_nll / count),
+        max(0.0, divergence / count),
+        same_top / count,
     )
 
 
@@ -211,11 +220,11 @@ def _open(path: Path, experts: Path | None = None) -> Any:
 
 
 @torch.no_grad()
-def _distribution(model: Any, piece: Tensor) -> Tensor:
-    """Log-probabilities `[tokens - 1, vocabulary]` of what comes next."""
-    logits: Tensor = model(piece, use_cache=False).logits[0, :-1]
+def _logprobs(model: Any, window: Tensor) -> Tensor:
+    """Log-probabilities of the next token, `[tokens - 1, vocabulary]`."""
+    logits: Tensor = model(window, use_cache=False).logits[0, :-1]
     return logits.float().log_softmax(-1).contiguous()
 
 
-def _nll(distribution: Tensor, piece: Tensor) -> float:
-    return -float(distribution.gather(1, piece[0, 1:, None]).double().sum())
+def _nll(logprobs: Tensor, window: Tensor) -> float:
+    return -float(logprobs.gather(1, window[0, 1:, None]).double().sum())

@@ -103,28 +103,38 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     """The service with its engine, not started yet."""
     from transformers import AutoTokenizer
 
+    from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import Limits, ServeEngine
     from ktransformers.serve.engine.forward import open_forward
     from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import Service
-    from ktransformers.serve.placement import cache_room, place_experts, spread_model, wants_several, wish_of
+    from ktransformers.serve.placement import (
+        attach_experts,
+        cache_tokens,
+        fill_gpus,
+        gpus_of,
+        options_of,
+        spreads_layers,
+    )
 
     device = device_of(launch, plan)
     dtype = dtype_of(launch.dtype, device)
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
     say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
-    wish = wish_of(launch, target).as_planned(plan)
-    spreads = device != "cpu" and wants_several(wish, launch, plan)
-    places = device != "cpu" and wish.policy != "cpu"
+    placement = ModelPlacement(options_of(launch, target).as_planned(plan))
+    spreads = device != "cpu" and spreads_layers(placement.options, launch, plan)
+    places = device != "cpu" and placement.options.policy != "cpu"
+    graphs = device != "cpu" and not launch.no_graphs
     model = _open_model(launch, target, dtype, "cpu" if spreads else device, places, say)
-    homes = spread_model(model, wish, launch, plan, say) if spreads else None
+    if spreads:
+        say(placement.move_layers(model, gpus_of(launch, plan)))
     forward = open_forward(model)
     per_token = forward.check()
-    placed = place_experts(model, wish, homes, say, device != "cpu" and not launch.no_graphs)
+    attach_experts(model, placement, say, graphs)
     context = launch.context or _longest(model.config)
-    room = cache_room(model, launch, per_token) if device != "cpu" else host_room(launch, per_token)
+    room = cache_tokens(model, launch, per_token) if device != "cpu" else host_room(launch, per_token)
     tokens = launch.tokens or max(256, min(room, launch.running * context))
     limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
     say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
@@ -137,10 +147,10 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
     service = Service(
         engine, registry, tokenizer, timeout=launch.timeout or None, template=template, per_token=per_token
     )
-    service.approximations = placed.fill(tokens * per_token, plan, say)
-    service.statistics = placed
+    service.approximations = fill_gpus(placement, tokens * per_token, launch.chunk, plan, graphs, say)
+    service.placement = placement
     if device != "cpu":
-        say(_decode_in_graphs(forward, placed.placement, launch))
+        say(_decode_in_graphs(forward, placement.placement, launch))
     return service
 
 
@@ -151,8 +161,8 @@ def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     why = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
     if why:
         return f"new tokens are computed kernel by kernel: {why}"
-    forward.graphs = DecodeGraphs(forward.model, placement, most=launch.graph_rows)
-    return f"new tokens are computed in CUDA graphs, up to {forward.graphs.most} sequences at once"
+    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=launch.graph_rows)
+    return f"new tokens are computed in CUDA graphs, up to {forward.graphs.max_rows} sequences at once"
 
 
 def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, say: Say) -> Any:
@@ -167,10 +177,10 @@ def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         return stock.to(device)
     from ktransformers.nn import load_model
-    from ktransformers.nn.pool import choose_pool
+    from ktransformers.nn.pool import set_default_pool
 
     wanted = launch.threads or 0, launch.groups or 0, spare
-    pool = choose_pool(*wanted) if any(wanted) else None
+    pool = set_default_pool(*wanted) if any(wanted) else None
     experts = target.experts_of(launch.experts)
     if experts is not None:
         say(f"experts from {experts}")
@@ -224,7 +234,8 @@ def serve(launch: Launch, say: Say, show: Show) -> None:
     def ended() -> None:  # here, because uvicorn lets a signal end the process when it is done
         if plan is not None:
             say(str(forecast.at_end(plan, service)))
-        service.statistics.record(say)
+        if (line := service.placement.save_counts()) is not None:
+            say(line)
 
     app = create_app(service, api_key=launch.api_key, training=training, ended=ended)
     config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=PATIENCE)

@@ -98,7 +98,7 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
         rest_bytes=rest_bytes,
         saves=int(settings.trainer.get("save_total_limit") or 1),
         labelled=_labelled_share(settings, tokens, lengths),
-        graphs=env.text("KT_GRAPHS") != "0" and not settings.model.use_reentrant_gc,
+        graphs=env.graphs_enabled("attention") and not settings.model.use_reentrant_gc,
     )
 
 

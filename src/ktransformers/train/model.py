@@ -16,7 +16,7 @@ from torch import nn
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.nn.checkpointing import retain_experts
+from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.place.options import read_options
 from ktransformers.train.resolve import isa_of_backend
@@ -77,7 +77,7 @@ def build_meta_model(directory: Path) -> nn.Module:
 
     from ktransformers.nn import load
 
-    config = load._config(directory)  # the config that load_model uses; raises for unsupported models
+    config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config)
@@ -98,10 +98,10 @@ def check_formats(model: nn.Module, requested: str) -> None:
 
 
 def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
-    """A thread pool as requested, with at most the CPUs of this process; `spare` reserves a thread to launch GPU work.
-    """
+    """A thread pool as requested, with at most the CPUs of this process; `spare` reserves a thread to launch GPU
+    work."""
     from ktransformers import _core
-    from ktransformers.nn.pool import choose_pool
+    from ktransformers.nn.pool import set_default_pool
 
     experts = settings.experts
     if experts.kt_num_threads is None and experts.kt_threadpool_count is None and not spare:
@@ -114,7 +114,7 @@ def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool 
     if groups > machine["nodes"]:
         notes.append(f"kt_threadpool_count: {groups} asked for, {machine['nodes']} NUMA nodes are here: one each")
         groups = 0
-    return choose_pool(threads, groups, spare), notes
+    return set_default_pool(threads, groups, spare), notes
 
 
 def open_model(
@@ -202,6 +202,6 @@ def checkpoint_activations(model: Any, settings: TrainSettings) -> None:
     if settings.experts.kt_cpu_activation == "retain":
         if options["use_reentrant"]:
             raise InputError("use_reentrant_gc", True, "false with kt_cpu_activation: retain")
-        options["context_fn"] = retain_experts
+        options["context_fn"] = save_expert_outputs
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()

@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
+from ktransformers.place.rules import summarise_for_training
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
-from ktransformers.train.rules import read_rule
 from ktransformers.train.settings import SECTION_OF_KEY, SECTIONS, TrainSettings
 
 TRANSLATED_KEYS = (
@@ -216,7 +216,7 @@ def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[st
         sorter.add(key, value)
     sections = {name: _build_section(name, values) for name, values in sorter.sections.items()}
     if sections["place"].kt_optimize_rule is not None:
-        sorter.notes.append(read_rule(sections["place"].kt_optimize_rule)[1])
+        sorter.notes.append(summarise_for_training(sections["place"].kt_optimize_rule)[1])
     settings = TrainSettings(**sections, trainer=sorter.trainer, notes=tuple(sorter.notes))
     return _check(settings)
 

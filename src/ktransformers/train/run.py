@@ -126,7 +126,7 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
     model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.on_load)
-    placing.loaded(model)
+    placing.model_loaded(model)
     for line in notes:
         watcher.on_note(line)
     trainer = build_trainer(model, prepared)
@@ -141,14 +141,17 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
         trainer.gradient_check.restore(checkpoint)
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
-    log, placement_callbacks = TrainLog(output, clock, watcher.on_step), placing.trained(watcher.on_note)
+    log, placement_callbacks = (
+        TrainLog(output, clock, watcher.on_step),
+        placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),)),
+    )
     for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings), *placement_callbacks):
         trainer.add_callback(callback)
     with frozen_gc(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     clock.close()
     restore_sdpa(model)
-    placing.ended(watcher.on_note)
+    placing.run_ended(watcher.on_note)
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
     results = dict(outcome.metrics)
@@ -184,6 +187,11 @@ def _last_evaluation(trainer: Any) -> dict[str, Any]:
     if not entries or entries[-1]["step"] != trainer.state.global_step:
         return {}
     return {name: value for name, value in entries[-1].items() if name != "step"}
+
+
+def _batch_tokens(settings: TrainSettings, rows: int) -> int:
+    """Tokens of one batch, at most."""
+    return settings.experts.tokens_per_pass or rows * settings.data.cutoff_len
 
 
 def _early_stopping(settings: TrainSettings) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Where weights come from: one face (`source.py`) for safetensors releases, GGUF files and kt-kernel's converter."""
+"""Sources of weights: safetensors releases, GGUF files and the output of kt-kernel's converter, behind one interface
+(`sources/source.py`)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.checkpoint.quantisation import accept
-from ktransformers.checkpoint.shards import INDEX, SINGLE
+from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.checkpoint.sources.gguf import GGUFSource, gguf_files
+from ktransformers.checkpoint.sources.kt_kernel import TreeSource
+from ktransformers.checkpoint.sources.safetensors import SafetensorsSource
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor, Source
-from ktransformers.checkpoint.sources.tensors import SafetensorsSource
-from ktransformers.checkpoint.sources.tree import TreeSource
 from ktransformers.errors import InputError
 
 __all__ = ["LayerSource", "PlainTensor", "Source", "open_source"]
@@ -22,18 +23,20 @@ def open_source(
 ) -> Source:
     """A directory of safetensors, `.gguf` or `.kt` files, or one GGUF file (any of a split set).
 
-    `quantisation` is config.json's; `files` are the safetensors to look at where they are not the directory's own.
+    `quantisation` is that of config.json; `files` are the safetensors files to read instead of the directory's own.
     """
     path = Path(path)
-    if files is not None or (path / INDEX).is_file() or (path / SINGLE).is_file():
+    if files is not None or (path / INDEX_FILE).is_file() or (path / SINGLE_FILE).is_file():
         return SafetensorsSource(path, files or (), accept(str(path / "config.json"), quantisation))
-    if found := gguf_files(path):
-        return GGUFSource(path, found)
+    if ggufs := gguf_files(path):
+        return GGUFSource(path, ggufs)
     if any(path.glob("_layer_*/_numa_*")):
         return TreeSource(path)
     if not path.exists():
-        raise InputError(str(path), "nothing there", "a model's directory or a .gguf file")
+        raise InputError(str(path), "no such file or directory", "a model's directory or a .gguf file")
     raise InputError(
-        str(path), "no weights that are known", f"{SINGLE}, {INDEX}, .gguf files or kt-kernel's _layer_N/_numa_P",
+        str(path),
+        "no supported weights",
+        f"{SINGLE_FILE}, {INDEX_FILE}, .gguf files or kt-kernel's _layer_N/_numa_P",
         "pickles (.bin, .pt) are not read: they run code when opened",
-    )  # fmt: skip
+    )

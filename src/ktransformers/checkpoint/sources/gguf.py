@@ -30,8 +30,8 @@ from ktransformers.checkpoint.sources.gguf_names import (
     join_kv,
     unpermute,
 )
+from ktransformers.checkpoint.sources.safetensors import dequantise
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
-from ktransformers.checkpoint.sources.tensors import plain
 from ktransformers.errors import InputError
 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -55,7 +55,7 @@ def _parts(directory: Path, stem: str, count: int) -> list[Path]:
     files = [directory / f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
     for file in files:
         if not file.is_file():
-            raise InputError(str(file), "no such file", f"all {count} parts of {stem}", "download it anew")
+            raise InputError(str(file), "no such file", f"all {count} parts of {stem}", "download it again")
     return files
 
 
@@ -202,7 +202,7 @@ class GGUFSource:
         columns = tensor.shape[-1]
         rows = torch.Size(tensor.shape[:-1]).numel()
         found = _encoded(tensor, data.reshape(1, rows, -1), columns)
-        return plain(found).reshape(tensor.shape)
+        return dequantise(found).reshape(tensor.shape)
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
         if tensor.file not in self._maps:

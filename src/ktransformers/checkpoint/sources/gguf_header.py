@@ -87,7 +87,7 @@ def read_header(file: Path) -> Header:
         raise InputError(str(file), "no such file", "a GGUF file") from None
     except (ValueError, KeyError, struct.error, OSError) as error:
         raise InputError(
-            str(file), f"a file that does not open ({error})", "a GGUF file", "download it anew"
+            str(file), f"a file that does not open ({error})", "a GGUF file", "download it again"
         ) from error
 
 

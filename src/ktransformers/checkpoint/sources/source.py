@@ -1,8 +1,8 @@
-"""What every source of weights offers: layers of experts in the bytes of the release, and all other tensors as plain
-numbers under Hugging Face names.
+"""The interface of a source of weights: expert layers in the formats of the release, and all other tensors unquantised
+under Hugging Face names.
 
-A source knows files and nothing of models: whoever has the model names the module whose experts it wants and what shape
-they must have. Opening costs headers; data is mapped and read when asked for.
+A source reads files and has no knowledge of models: the caller passes the name of an experts module and its shape.
+Opening reads headers; data is memory-mapped and read on access.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """Not an expert. `read` decodes where the file has it quantised, then to bf16."""
+    """A non-expert tensor. `read` dequantises to bf16 if the file has it quantised."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class PlainTensor:
 class LayerSource:
     formats: Formats  # of gate, up and down
     bytes: int  # in the files
-    pieces: Callable[[], Iterator[ExpertChunk]]
+    chunks: Callable[[], Iterator[ExpertChunk]]
 
 
 class Source(Protocol):
@@ -43,24 +43,24 @@ class Source(Protocol):
 
     @property
     def expert_roots(self) -> list[str]:
-        """What stands before `experts` in the names of modules, for every layer that has some."""
+        """Prefix of `.experts` in module names, for every layer with experts."""
         ...
 
     @property
     def quantised(self) -> bool:
-        """Something in it has to be decoded before stock transformers can use it."""
+        """Whether non-expert tensors must be dequantised or converted before stock transformers can load them."""
         ...
 
     def config(self) -> dict[str, Any] | None:
-        """A config.json in the words of Hugging Face, where the weights themselves carry it."""
+        """The contents of a Hugging Face config.json, if the weights themselves carry the configuration."""
         ...
 
     def layer(self, module: str, shape: ExpertShape, interleaved: bool = False) -> LayerSource:
-        """Checked by the headers; an error names what is missing or misshapen."""
+        """The experts of a module, checked against the headers; an error names a missing or misshapen tensor."""
         ...
 
     def rest(self) -> list[PlainTensor]: ...
 
     def release(self) -> None:
-        """Let go of the maps; the next question takes them again."""
+        """Unmap the files; the next access maps them again."""
         ...

@@ -1,17 +1,10 @@
-"""Attention of a training step, replayed: the launching that Python does for it, once a shape instead of once a pass.
+"""`forward` of every `self_attn` of a checkpointed decoder layer, wrapped: calls that come often are captured as a pair
+of CUDA graphs a layer and replayed inside of one autograd function that keeps the layer's input alone.
 
-With experts fast enough a step of some thousand tokens is over before Python has launched stock attention with its LoRA
-three times (forward, again under checkpointing, backward): some three hundred kernels a layer. So `forward` of every
-`self_attn` of a checkpointed decoder layer is wrapped. A kind of call that comes again and again (shapes, switches,
-where the parameters lie) is recorded as two CUDA graphs a layer, one that computes the output, one that computes it
-again with gradients and goes back through it; from then on a call is a copy into buffers, a replay and a copy out,
-inside of one autograd function that keeps the layer's input alone. Sequences are filled up to a few lengths, at their
-end, where causal attention does not look, and come in pieces, whose size bounds what graphs hold (`calls.py`).
-
-The surprising decision: the graph for backward needs nothing of the one before. That costs a forward pass of attention,
-which a device that waits for Python has time for, and frees a recording from any order in which layers are called; so
-one set of buffers and one pool of memory do for all layers. Whatever is not known to be safe goes on as it was: other
-arguments and results, hooks inside, batches that keep the device busy anyway, layers without checkpointing.
+A replayed call copies its inputs into static buffers, replays, and copies the output out. Sequences are padded at their
+end, where causal attention does not look, and come in pieces, whose size bounds the memory of a graph. Whatever is not
+known to be safe stays with stock attention: other arguments and results, hooks inside, batches that keep the device
+busy anyway, layers without checkpointing. The package's docstring says why these are graphs of our own.
 
 Hidden states `[B, T, H]`; rotary embeddings `[.., T, d]`, masks `[.., T, T]`, position ids `[.., T]`.
 """
@@ -22,375 +15,333 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ktransformers import log
+from ktransformers import env
 from ktransformers.nn.attention_graphs.signature import (
     AttentionCall,
     CallSignature,
     Key,
-    draws,
-    read,
-    state_of,
-    trained_by,
+    has_dropout,
+    module_state,
+    read_call,
+    trained_parameters,
 )
-from ktransformers.nn.attention_graphs.static_inputs import GradientBuffers, GrowingBuffers, StaticInputs
-from ktransformers.nn.cuda_graphs import capture
+from ktransformers.nn.attention_graphs.static_buffers import GradientBuffers, GrowingBuffers, StaticInputs
+from ktransformers.nn.cuda_graphs import MAX_COUNTED, GraphCache, GraphPool
 
-NAME = "self_attn"
-SEEN = 2  # calls of a kind before one is recorded
-MOST = 8  # kinds of calls that a layer remembers as graphs
-NOTED = 256  # kinds that it counts
-LOST = 32  # calls after which a pass that never went back is no longer waited for
-TOKENS = 4096  # of a call: from here on the device is busy for longer than Python takes
-LONGEST = 2048  # of a sequence: what a graph's memory holds is there for good
-# Others give the weights of attention too: a replay leaves them out, which only somebody who watches would notice.
-WEIGHTLESS = ("sdpa", "flash_attention_2", "flash_attention_3")
-NOTHING = torch.empty(0)
-_log = log.logger(__name__)
+MODULE_NAME = "self_attn"
+MAX_GRAPH_PAIRS = 8  # of a layer
+RECOMPUTE_WINDOW = 32  # calls after which a pass that was never recomputed is no longer waited for
+MAX_TOKENS = 4096  # of a call: above, the device is busy for longer than Python takes
+MAX_LENGTH = 2048  # of a sequence: what a graph's memory holds is there for good
+# Other implementations return attention weights too: a replay leaves them out, which only a hook would notice.
+WITHOUT_WEIGHTS = ("sdpa", "flash_attention_2", "flash_attention_3")
+EMPTY = torch.empty(0)
 
 
-class Graph(Protocol):
-    def replay(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class RecomputeGraph:
-    """Where there are no graphs, in tests: what was recorded is computed once more."""
-
-    replay: Callable[[], None]
-
-
-class CallKind(NamedTuple):
+class CallKey(NamedTuple):
     """What calls that go through the same graphs have in common."""
 
-    tray: Key
-    upward: bool  # hidden states want a gradient
-    how: str  # transformers' implementation
+    inputs: Key  # shapes, dtypes and constants
+    hidden_needs_grad: bool
+    implementation: str  # transformers' word for it
     state: Key
 
 
 @dataclass
-class CallStats:
-    """Of a kind that is not recorded yet."""
+class PendingRecomputes:
+    """Calls under one key that went through stock attention and will be recomputed in a backward pass."""
 
-    seen: int = 0
-    pending: int = 0  # calls that will be repeated, kernel by kernel
-    lowest: int = 0  # that it was in the last calls
+    calls: int = 0
+    pending: int = 0
+    lowest: int = 0  # value of `pending` during the last calls: so many are never recomputed
 
-    def count(self) -> None:
-        self.seen += 1
+    def count_call(self) -> None:
+        self.calls += 1
         self.lowest = min(self.lowest, self.pending)
-        if self.seen % LOST == 0:
+        if self.calls % RECOMPUTE_WINDOW == 0:
             self.pending -= self.lowest
             self.lowest = self.pending
 
 
-@dataclass
+@dataclass(frozen=True)
 class GraphPair:
-    """One layer's graphs for one kind of call."""
+    """One layer's graphs for one key. The second recomputes the output and goes back through it; it is there when a
+    call with gradients has come."""
 
-    tray: StaticInputs
-    ahead: Graph
-    back: Graph | None = None
+    inputs: StaticInputs
+    forward: Callable[[], None]
+    backward: Callable[[], None] | None = None
     trained: Sequence[Tensor] = ()
     gradients: GradientBuffers | None = None
 
     def compute(self, call: AttentionCall) -> Tensor:
-        tray, (count, length, _) = self.tray, call.hidden.shape
-        out = tray.outward.new_empty(count, length, tray.outward.shape[2])
-        for piece in tray.pieces(call):
-            tray.lay(call, piece)
-            self.ahead.replay()
-            out[piece].copy_(tray.outward[: piece.stop - piece.start, :length])
+        inputs, (count, length, _) = self.inputs, call.hidden.shape
+        out = inputs.out.new_empty(count, length, inputs.out.shape[2])
+        for piece in call.pieces():
+            inputs.fill(call, piece)
+            self.forward()
+            out[piece].copy_(inputs.out[: piece.stop - piece.start, :length])
         return out
 
-    def differentiate(self, call: AttentionCall, rising: Tensor, upward: bool) -> tuple[Tensor | None, ...]:
-        """Gradients of the hidden states and of what is trained."""
-        assert self.back is not None and self.gradients is not None
-        found = torch.empty_like(call.hidden) if upward else None
+    def differentiate(self, call: AttentionCall, grad_out: Tensor, needs_grad: bool) -> tuple[Tensor | None, ...]:
+        """Gradients of the hidden states, with `needs_grad`, and of the trained parameters."""
+        assert self.backward is not None and self.gradients is not None
+        grad_hidden = torch.empty_like(call.hidden) if needs_grad else None
         self.gradients.clear()
-        for piece in self.tray.pieces(call):
-            self.tray.lay(call, piece, rising)
-            self.back.replay()
-            if found is not None:
-                found[piece].copy_(self.tray.inward[: piece.stop - piece.start, : found.shape[1]])
-        return found, *self.gradients.take()
+        for piece in call.pieces():
+            self.inputs.fill(call, piece, grad_out)
+            self.backward()
+            if grad_hidden is not None:
+                grad_hidden[piece].copy_(self.inputs.hidden[: piece.stop - piece.start, : grad_hidden.shape[1]])
+        return grad_hidden, *self.gradients.copies()
 
 
 class ReplayedAttention(torch.autograd.Function):
     """One call of attention; of what it computes only the input is kept."""
 
     @staticmethod
-    def forward(ctx: Any, tapes: GraphPair, call: AttentionCall, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.tapes, ctx.chance = tapes, _chance(hidden.device)
-        ctx.call = replace(call, hidden=NOTHING)  # what is saved may be let go of until it is wanted
+    def forward(ctx: Any, graphs: GraphPair, call: AttentionCall, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.graphs, ctx.rng_offset = graphs, _rng_offset(hidden.device)
+        ctx.call = replace(call, hidden=EMPTY)  # hidden states are saved below, where checkpointing can free them
         ctx.save_for_backward(hidden)
         ctx.set_materialize_grads(False)
-        return tapes.compute(call)
+        return graphs.compute(call)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rising: Tensor | None) -> tuple[Any, ...]:
-        tapes: GraphPair = ctx.tapes
-        if rising is None:
-            return None, None, None, *[None] * len(tapes.trained)
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
+        graphs: GraphPair = ctx.graphs
+        if grad_out is None:
+            return None, None, None, *[None] * len(graphs.trained)
         (hidden,) = ctx.saved_tensors
-        with _at(hidden.device, ctx.chance):  # dropout falls as it did in forward
+        with _rng_at(hidden.device, ctx.rng_offset):  # the dropout masks of forward
             call = replace(ctx.call, hidden=hidden)
-            return None, None, *tapes.differentiate(call, rising, ctx.needs_input_grad[2])
+            return None, None, *graphs.differentiate(call, grad_out, ctx.needs_input_grad[2])
 
 
 def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
-def _chance(device: torch.device) -> int:
-    """How far the device's random numbers have got."""
+def _rng_offset(device: torch.device) -> int:
     return _generator(device).get_offset() if device.type == "cuda" else 0
 
 
 @contextlib.contextmanager
-def _at(device: torch.device, chance: int) -> Iterator[None]:
-    """Random numbers from there on; afterwards from where they were."""
+def _rng_at(device: torch.device, offset: int) -> Iterator[None]:
+    """Random numbers of the device from this offset on; afterwards from where they were."""
     if device.type != "cuda":
         yield
         return
     generator = _generator(device)
-    now = generator.get_offset()
-    generator.set_offset(chance)
+    before = generator.get_offset()
+    generator.set_offset(offset)
     try:
         yield
     finally:
-        generator.set_offset(now)
+        generator.set_offset(before)
 
 
-class GraphPool:
-    """What all layers on a device share."""
+class DeviceState:
+    """What the graphs of all layers on a device share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.pool = GraphPool(device)
         self.buffers = GrowingBuffers()
-        self.trays: dict[Key, StaticInputs] = {}
-        self.full = False  # there is no memory left
-        self._pool: Any = None
-        self._stream: Any = None  # that buffers are used on
+        self.inputs: dict[Key, StaticInputs] = {}
+        self._stream: Any = None  # of all calls so far
 
-    def follows(self) -> bool:
-        """Whether this is the stream of all calls so far, and nobody records it."""
+    def on_its_stream(self) -> bool:
+        """Whether the current stream is the one that buffers are used on, and not being captured."""
         if self.device.type != "cuda":
             return True
-        here = torch.cuda.current_stream(self.device)
-        self._stream = self._stream or here
-        return bool(self._stream == here) and not torch.cuda.is_current_stream_capturing()
-
-    def record(self, run: Callable[[], None]) -> Graph:
-        """Once as it is, so that kernels are there and loaded, then into a graph."""
-        run()
-        if self.device.type != "cuda":
-            return RecomputeGraph(run)
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        capture(graph, run, self.device, self._pool)
-        return graph
+        current = torch.cuda.current_stream(self.device)
+        self._stream = self._stream or current
+        return bool(self._stream == current) and not torch.cuda.is_current_stream_capturing()
 
 
 class GraphedAttention:
-    """`forward` of one `self_attn`, in its place."""
+    """Takes the place of `forward` of one `self_attn`."""
 
-    def __init__(self, layer: Any, module: nn.Module, studio: GraphPool) -> None:
-        self.layer, self.module, self.studio = layer, module, studio
+    def __init__(self, layer: Any, module: nn.Module, shared: DeviceState) -> None:
+        self.layer, self.module, self.shared = layer, module, shared
         self.stock: Callable[..., Any] = module.forward
-        self.known: dict[CallKind, GraphPair] = {}
-        self.barred = False  # it cannot be recorded
-        self._noted: dict[CallKind, CallStats] = {}
-        self._own = "forward" in vars(module)
-        self.__wrapped__ = self.stock  # for who asks what arguments it has
+        self.graphs: GraphCache[CallKey, GraphPair] = GraphCache(
+            type(module).__name__, shared.pool, max_graphs=MAX_GRAPH_PAIRS
+        )
+        self._recomputes: dict[CallKey, PendingRecomputes] = {}
+        self._overridden = "forward" in vars(module)
+        self.__wrapped__ = self.stock  # for inspect.signature
         module.forward = self
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(self.stock, memo)  # a copy of the model is a stock one
 
     def close(self) -> None:
-        """Whoever has wrapped it since goes on, by way of what is not recorded."""
-        self.barred = True
-        self.known.clear()
+        """Restore stock `forward`. If it was wrapped again since, this stays below and only passes calls on."""
+        self.graphs.close()
         if self.module.forward is self:
             del self.module.forward
-            if self._own:
+            if self._overridden:
                 self.module.forward = self.stock
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        call = self._read(args, words)
-        kind = None if call is None else self._kind(call)
-        tapes = None if call is None or kind is None else self._tapes(call, kind)
-        if call is None or tapes is None:
-            return self.stock(*args, **words)
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        call = self._read(args, keywords)
+        key = None if call is None else self._key(call)
+        graphs = None if call is None or key is None else self._find(call, key)
+        if call is None or graphs is None:
+            return self.stock(*args, **keywords)
         if not torch.is_grad_enabled():
-            return tapes.compute(call), None
-        return ReplayedAttention.apply(tapes, call, call.hidden, *tapes.trained), None  # type: ignore[no-untyped-call]
+            return graphs.compute(call), None
+        return ReplayedAttention.apply(graphs, call, call.hidden, *graphs.trained), None  # type: ignore[no-untyped-call]
 
-    def _read(self, args: tuple[Any, ...], words: Mapping[str, Any]) -> AttentionCall | None:
+    def _read(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> AttentionCall | None:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return None
-        if not (self.layer.gradient_checkpointing and self.module.training) or (self.barred and not self.known):
+        if not (self.layer.gradient_checkpointing and self.module.training):
             return None
-        return read(args, words)
+        return None if self.graphs.closed and not self.graphs.captured else read_call(args, keywords)
 
-    def _kind(self, call: AttentionCall) -> CallKind | None:
-        """None: none that is recorded."""
-        hidden, kind = call.hidden, self.studio.device.type
-        if call.shape[1] > LONGEST or hidden.shape[0] * call.shape[1] > TOKENS:
+    def _key(self, call: AttentionCall) -> CallKey | None:
+        """None: calls like this one are not captured."""
+        hidden, device = call.hidden, self.shared.device
+        if call.piece_shape[1] > MAX_LENGTH or hidden.shape[0] * call.piece_shape[1] > MAX_TOKENS:
             return None
-        if hidden.device != self.studio.device or not self.studio.follows():
+        if hidden.device != device or not self.shared.on_its_stream():
             return None
-        masked = "attention_mask" in call.form.names
-        if call.filled_up and not masked and not call.word("is_causal", getattr(self.module, "is_causal", False)):
+        masked = "attention_mask" in call.signature.names
+        causal = call.constant("is_causal", getattr(self.module, "is_causal", False))
+        if call.needs_padding and not masked and not causal:
             return None
-        how = str(getattr(getattr(self.module, "config", None), "_attn_implementation", ""))
-        if self.module._forward_hooks and how not in WEIGHTLESS:
+        implementation = str(getattr(getattr(self.module, "config", None), "_attn_implementation", ""))
+        if self.module._forward_hooks and implementation not in WITHOUT_WEIGHTS:
             return None
-        state = state_of(self.module)
+        state = module_state(self.module)
         if state is None:
             return None
-        cast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         dtypes = tuple(tensor.dtype for tensor in call.tensors)
-        tray = call.shape, hidden.dtype, call.form, call.shapes, dtypes, cast
-        return CallKind(tray, hidden.requires_grad, how, state)
+        inputs = call.piece_shape, hidden.dtype, call.signature, call.tensor_shapes, dtypes, autocast
+        return CallKey(inputs, hidden.requires_grad, implementation, state)
 
-    def _tapes(self, call: AttentionCall, kind: CallKind) -> GraphPair | None:
-        """A pass that is repeated under checkpointing has to go the way of the first one, with whose tensors it is
-        compared: so a kind is recorded when no call of it is still to be repeated."""
-        found, learns = self.known.get(kind), torch.is_grad_enabled()
-        if not learns and draws(self.module):  # reentrant checkpointing would draw otherwise when it repeats
+    def _find(self, call: AttentionCall, key: CallKey) -> GraphPair | None:
+        """Checkpointing compares the tensors that a pass saves with those of its recomputation, so both are replayed or
+        neither: a key is captured when no earlier call under it is still to be recomputed."""
+        graphs, needs_grad = self.graphs.get(key), torch.is_grad_enabled()
+        if not needs_grad and has_dropout(self.module):  # reentrant checkpointing's recomputation would draw otherwise
             return None
-        if found is not None and (found.back is not None or not learns):
-            return found
-        noted = self._noted.setdefault(kind, CallStats())
+        if graphs is not None and (graphs.backward is not None or not needs_grad):
+            return graphs
+        recomputes = self._recomputes.setdefault(key, PendingRecomputes())
         if torch._C._current_graph_task_id() != -1:  # in a backward pass
-            noted.pending = max(0, noted.pending - 1) if learns else noted.pending
+            recomputes.pending = max(0, recomputes.pending - needs_grad)
             return None
-        noted.count()
-        if noted.seen > SEEN and not noted.pending and (found is not None or len(self.known) < MOST):
-            found = self._record(call, kind, learns)
-            if found is not None:
-                del self._noted[kind]
-                return found
-        noted.pending += 1 if learns else 0
-        if len(self._noted) > NOTED:
-            self._noted = {one: count for one, count in self._noted.items() if count.pending}
+        recomputes.count_call()
+        if self.graphs.due(key) and not recomputes.pending:
+            graphs = self.graphs.capture(key, lambda: self._capture(call, key, needs_grad))
+            if graphs is not None:
+                del self._recomputes[key]
+                return graphs
+        recomputes.pending += needs_grad
+        if len(self._recomputes) > MAX_COUNTED:
+            self._recomputes = {one: counts for one, counts in self._recomputes.items() if counts.pending}
         return None
 
-    def _record(self, call: AttentionCall, kind: CallKind, learns: bool) -> GraphPair | None:
-        studio = self.studio
-        if self.barred or studio.full:
-            return None
-        # Checkpointing has hooks for what autograd saves: they shall not see what is saved for a graph. It repeats this
-        # pass, but not what is drawn for a recording.
-        plainly = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-        try:
-            with plainly, _at(studio.device, _chance(studio.device)):
-                if kind.tray not in studio.trays:
-                    studio.trays[kind.tray] = StaticInputs(call, studio.buffers)
-                tray = studio.trays[kind.tray]
-                tray.lay(replace(call, hidden=call.hidden.detach()), next(tray.pieces(call)))
-                found = self.known.get(kind)
-                if found is None:
-                    found = GraphPair(tray, studio.record(self._ahead(tray, call.form)))
-                if learns:
-                    found.trained = [parameter for parameter, _ in trained_by(self.module).values()]
-                    found.gradients = GradientBuffers(found.trained, studio.buffers)
-                    found.back = studio.record(self._back(tray, call.form, found.gradients, kind.upward))
-        except Exception as error:  # of any kind: the call itself is still to be made, and a training to go on
-            self._give_up(error)
-            return None
-        self.known[kind] = found
-        return found
+    def _capture(self, call: AttentionCall, key: CallKey, needs_grad: bool) -> GraphPair:
+        """Without the hooks by which checkpointing sees what autograd saves, and without moving the random numbers:
+        checkpointing repeats this pass, but not what a capture saves and draws."""
+        shared, signature = self.shared, call.signature
+        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with no_hooks, _rng_at(shared.device, _rng_offset(shared.device)):
+            if key.inputs not in shared.inputs:
+                shared.inputs[key.inputs] = StaticInputs(call, shared.buffers)
+            inputs = shared.inputs[key.inputs]
+            inputs.fill(replace(call, hidden=call.hidden.detach()), call.pieces()[0])
+            graphs = self.graphs.get(key) or GraphPair(inputs, shared.pool.record(self._forward(inputs, signature)))
+            if not needs_grad:
+                return graphs
+            trained = [parameter for parameter, _ in trained_parameters(self.module).values()]
+            gradients = GradientBuffers(trained, shared.buffers)
+            backward = shared.pool.record(self._backward(inputs, signature, gradients, key.hidden_needs_grad))
+            return replace(graphs, backward=backward, trained=trained, gradients=gradients)
 
-    def _give_up(self, error: Exception) -> None:
-        """What is recorded stays, because passes that went that way will be repeated."""
-        if isinstance(error, torch.OutOfMemoryError):
-            self.studio.full = True
-            _log.warning("no more attention is recorded, Python launches it kernel by kernel: no GPU memory is left")
-        else:
-            self.barred = True
-            name = type(self.module).__name__
-            _log.warning("%s is not recorded, Python launches it kernel by kernel: %s", name, error)
-
-    def _call(self, tray: StaticInputs, form: CallSignature, hidden: Tensor) -> Tensor:
-        found = self.stock(hidden_states=hidden, **form.words(tray.tensors))
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError("it gives something else than an output and weights")
-        out: Tensor = found[0]
-        tray.expect(out)
+    def _call_stock(self, inputs: StaticInputs, signature: CallSignature, hidden: Tensor) -> Tensor:
+        result = self.stock(hidden_states=hidden, **signature.keywords(inputs.tensors))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError("attention returns something else than an output and weights")
+        out: Tensor = result[0]
+        inputs.shape_output(out)
         return out
 
-    def _ahead(self, tray: StaticInputs, form: CallSignature) -> Callable[[], None]:
-        cast = _autocast(self.studio.device.type)
+    def _forward(self, inputs: StaticInputs, signature: CallSignature) -> Callable[[], None]:
+        autocast = _autocast(self.shared.device.type)
 
         def run() -> None:
-            with torch.no_grad(), cast():
-                out = self._call(tray, form, tray.inward)
-                tray.outward.copy_(out)
+            with torch.no_grad(), autocast():
+                out = self._call_stock(inputs, signature, inputs.hidden)
+                inputs.out.copy_(out)
 
         return run
 
-    def _back(
-        self, tray: StaticInputs, form: CallSignature, gradients: GradientBuffers, upward: bool
+    def _backward(
+        self, inputs: StaticInputs, signature: CallSignature, gradients: GradientBuffers, hidden_needs_grad: bool
     ) -> Callable[[], None]:
-        cast = _autocast(self.studio.device.type)
+        autocast = _autocast(self.shared.device.type)
 
         def run() -> None:
-            hidden = tray.inward.detach().requires_grad_(upward)
-            with torch.enable_grad(), cast(), _stand_ins(self.module) as learned:
-                out = self._call(tray, form, hidden)
-            inputs = [hidden, *learned] if upward else learned
-            grads = list(torch.autograd.grad(out, inputs, tray.outward, allow_unused=True)) if inputs else []
-            if upward:
-                risen = grads.pop(0)
-                tray.inward.zero_() if risen is None else tray.inward.copy_(risen)
+            hidden = inputs.hidden.detach().requires_grad_(hidden_needs_grad)
+            with torch.enable_grad(), autocast(), _aliased_parameters(self.module) as aliases:
+                out = self._call_stock(inputs, signature, hidden)
+            leaves = [hidden, *aliases] if hidden_needs_grad else aliases
+            grads = list(torch.autograd.grad(out, leaves, inputs.out, allow_unused=True)) if leaves else []
+            if hidden_needs_grad:
+                grad_hidden = grads.pop(0)
+                inputs.hidden.zero_() if grad_hidden is None else inputs.hidden.copy_(grad_hidden)
             gradients.add(grads)
 
         return run
 
 
 @contextlib.contextmanager
-def _stand_ins(module: nn.Module) -> Iterator[list[Tensor]]:
-    """The same numbers as other leaves while this lasts: autograd has nodes of its own for parameters, that know the
-    streams of passes before, and a graph cannot wait for those."""
-    trained = trained_by(module).values()
-    found = [parameter.detach().requires_grad_() for parameter, _ in trained]
-    for (_, places), alias in zip(trained, found, strict=True):
-        for held, name in places:
-            held[name] = alias
+def _aliased_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Other leaves with the same memory in place of the trained parameters: the AccumulateGrad nodes of parameters
+    remember the streams of earlier passes, for which a capture cannot wait."""
+    trained = trained_parameters(module).values()
+    aliases = [parameter.detach().requires_grad_() for parameter, _ in trained]
+    for (_, places), alias in zip(trained, aliases, strict=True):
+        for parameters, name in places:
+            parameters[name] = alias
     try:
-        yield found
+        yield aliases
     finally:
         for parameter, places in trained:
-            for held, name in places:
-                held[name] = parameter
+            for parameters, name in places:
+                parameters[name] = parameter
 
 
-def _autocast(kind: str) -> Callable[[], Any]:
-    """As it is now, for later; without its memory of weights, which would point into a graph."""
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+def _autocast(device_type: str) -> Callable[[], Any]:
+    """The autocast of now, for later; without its cache of cast weights, which would point into a graph's memory."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def record_attention(model: nn.Module, devices: Sequence[torch.device]) -> list[GraphedAttention]:
-    """From now on calls of attention on these devices are recorded where that is possible, layers with experts or
-    without alike; modules that are recorded already stay as they are."""
-    studios = {device: GraphPool(device) for device in devices}
-    found = []
+    """From now on calls of attention on these devices are captured where that is possible, in layers with experts or
+    without; modules that are wrapped already stay as they are. Nothing is wrapped if KT_GRAPHS leaves attention out."""
+    shared = {device: DeviceState(device) for device in devices} if env.graphs_enabled("attention") else {}
+    wrapped = []
     for layer in model.modules():
-        module = getattr(layer, NAME, None)
+        module = getattr(layer, MODULE_NAME, None)
         if not hasattr(layer, "gradient_checkpointing") or not isinstance(module, nn.Module):
             continue
         device = next((parameter.device for parameter in module.parameters()), None)
-        if device in studios and not isinstance(module.forward, GraphedAttention):
-            found.append(GraphedAttention(layer, module, studios[device]))
-    return found
+        if device in shared and not isinstance(module.forward, GraphedAttention):
+            wrapped.append(GraphedAttention(layer, module, shared[device]))
+    return wrapped

@@ -1,13 +1,12 @@
-"""What `kt with` puts into a Python program that is not ours: Python imports a module of this name when it starts.
+"""Startup hook of `kt with` for third-party programs: Python imports a module named sitecustomize when it starts.
 
-Nothing happens then but that two imports are watched. Once transformers' model code and PEFT are both there, or no
-longer on their way, `ktransformers.nn.quantizer` is imported, which makes "kt" known to transformers and expert LoRA
-known to PEFT. It is not done at the start because most processes of a program (launchers, data workers) never load a
-model. This folder is on PYTHONPATH, so children inherit it. It is no package and imports nothing of ours by itself.
+The hook only installs an import watcher. After transformers' model code has been imported, and PEFT if its import has
+begun, it imports `ktransformers.nn.quantizer`, which registers "kt" with transformers and patches PEFT for expert LoRA.
+That is not done at startup because most processes of a program (launchers, data workers) never load a model. The folder
+is on PYTHONPATH, so child processes inherit it; it is not a package and imports nothing of ktransformers by itself.
 
-The surprising decision: a program whose Python lacks ktransformers fails when it imports transformers. Without us
-transformers only warns of a method "kt" that it does not know, loads the experts as plain parameters and trains on,
-which is not what was asked for.
+A program whose Python lacks ktransformers fails when it imports transformers, because transformers alone would only
+warn of an unknown method "kt", load the experts as plain parameters and train without the kernels.
 """
 
 from __future__ import annotations
@@ -21,57 +20,57 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-WATCHED = ("transformers.modeling_utils", "peft")
+STARTUP_DIRECTORY = Path(__file__).resolve().parent
+WATCHED_MODULES = ("transformers.modeling_utils", "peft")
 
 
-class Watched:
-    """A loader that tells when its module has been executed."""
+class WatchedLoader:
+    """A loader that notifies the watcher when its module has been executed."""
 
-    def __init__(self, loader: Any, door: Door) -> None:
+    def __init__(self, loader: Any, watcher: ImportWatcher) -> None:
         self._loader = loader
-        self._door = door
+        self._watcher = watcher
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        self._door.under_way.add(module.__name__)
+        self._watcher.importing.add(module.__name__)
         try:
             self._loader.exec_module(module)
         finally:
-            self._door.under_way.discard(module.__name__)
-        self._door.arrived(module.__name__)
+            self._watcher.importing.discard(module.__name__)
+        self._watcher.import_done(module.__name__)
 
-    def __getattr__(self, name: str) -> Any:  # what else a loader can do, such as naming its source
+    def __getattr__(self, name: str) -> Any:  # optional methods of loaders, such as get_source
         return getattr(self._loader, name)
 
 
-class Door:
-    """Finds the watched modules by the other finders, and registers when all that were begun are there."""
+class ImportWatcher:
+    """A meta path finder for the watched modules; calls `register` once all of them that were begun are imported."""
 
     def __init__(self) -> None:
-        self.under_way: set[str] = set()
-        self._there: set[str] = set()
-        self._open = False
+        self.importing: set[str] = set()
+        self._imported: set[str] = set()
+        self._registered = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in WATCHED:
+        if name not in WATCHED_MODULES:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = Watched(spec.loader, self)  # type: ignore[assignment]
+                    spec.loader = WatchedLoader(spec.loader, self)  # type: ignore[assignment]
                 return spec
         return None
 
-    def arrived(self, name: str) -> None:
-        self._there.add(name)
-        if not self._open and WATCHED[0] in self._there and not self.under_way:
-            self._open = True
+    def import_done(self, name: str) -> None:
+        self._imported.add(name)
+        if not self._registered and WATCHED_MODULES[0] in self._imported and not self.importing:
+            self._registered = True
             register()
 
 
@@ -83,14 +82,14 @@ def register() -> None:
     importlib.import_module("ktransformers.nn.quantizer")
 
 
-def _other() -> None:
-    """The sitecustomize that Python would have found without us, if there is one."""
-    places = [place for place in sys.path if Path(place or ".").resolve() != HERE]
-    spec = PathFinder.find_spec("sitecustomize", places)
+def _run_shadowed_sitecustomize() -> None:
+    """Run the sitecustomize module that this one shadows on sys.path, if there is one."""
+    paths = [path for path in sys.path if Path(path or ".").resolve() != STARTUP_DIRECTORY]
+    spec = PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 
 
-sys.meta_path.insert(0, Door())
-_other()
+sys.meta_path.insert(0, ImportWatcher())
+_run_shadowed_sitecustomize()

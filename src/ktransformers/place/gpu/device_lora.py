@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.transfer import DeviceToHost, start_down
+from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
 
 KEPT_BYTES = 256 << 20  # of pairs that stay on the device, two layers at least
@@ -200,7 +200,7 @@ class PendingCopies:
 
 def start_to_host(laid: Sequence[Tensor]) -> PendingCopies:
     orders = [dims_in_memory(tensor) for tensor in laid]
-    descent = start_down([tensor.permute(order) for order, tensor in zip(orders, laid, strict=True)])
+    descent = start_device_to_host([tensor.permute(order) for order, tensor in zip(orders, laid, strict=True)])
     found = zip(orders, descent.targets, strict=True)
     return PendingCopies(
         descent, [dense.permute([order.index(d) for d in range(dense.dim())]) for order, dense in found]

@@ -23,8 +23,7 @@ from ktransformers.place.gpu.dequantize import decode
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, chosen
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.expert_cache import ExpertCache, Key, LayerBytes
-from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, SlotRefs, numbers_of, suits
-from ktransformers.place.gpu.expert_graphs import Key as Kind
+from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, PassKey, SlotRefs, can_capture, slot_table
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, shelf_bytes
@@ -67,20 +66,27 @@ class ExpertGroup:
 
 
 class GpuExecutor:
-    def __init__(self, device: torch.device, slots: ExpertCache) -> None:
-        self.device, self.slots = device, slots
+    def __init__(self, device: torch.device, cache: ExpertCache) -> None:
+        self.device, self.cache = device, cache
         self.residents: dict[int, ExpertCache] = {}  # by layer: slots of their own that are filled once
         self._lora = DeviceFactors(device)
         self.shelf = LoraCache(device, shelf_bytes(device))
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
-        self.making = False  # the last pass was of a kind that will be recorded, or was just then
         self._recorder = ExpertGraphs(device)
         self._finished: torch.cuda.Event | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.cache.geometry
+
+    def resident_experts(self, layer: int) -> frozenset[int]:
+        cache = self.residents.get(layer)
+        return frozenset() if cache is None else cache.present(layer)
 
     def _bulk(self, geometry: Geometry) -> int:
         """Experts that are decoded at a time: Python's time goes by groups, memory by experts."""
         whole = geometry.experts * geometry.decoded_bytes
-        return max(1, (whole if self.slots.bytes + whole <= ROOM_BYTES else GROUP_BYTES) // geometry.decoded_bytes)
+        return max(1, (whole if self.cache.bytes + whole <= ROOM_BYTES else GROUP_BYTES) // geometry.decoded_bytes)
 
     def working_bytes(self, geometry: Geometry) -> int:
         """That layers of these sizes take when they first compute: decoded weights and rows of a group."""
@@ -93,16 +99,16 @@ class GpuExecutor:
         """Residents first, then what is here, then what has to come: in two groups, so that the first is multiplied
         while the second arrives; a few that are missing come with the others."""
         rooms = self.residents.get(layer.index)
-        resident = rooms.present(layer.index) if rooms is not None else frozenset()
-        here = self.slots.present(layer.index) - resident
+        resident = self.resident_experts(layer.index)
+        here = self.cache.present(layer.index) - resident
         bulk = self._bulk(layer.geometry)
         coming = sorted(e for e in experts if e not in resident and e not in here)
         there = [e for e in experts if e not in resident and e in here]
-        fits = len(there) + len(coming) <= self.slots.count
-        most = bulk if fits else max(1, min(bulk, self.slots.count // (AHEAD + 1)))
-        if there and len(coming) * self.slots.expert_bytes <= SOON_BYTES:
+        fits = len(there) + len(coming) <= self.cache.count
+        most = bulk if fits else max(1, min(bulk, self.cache.count // (AHEAD + 1)))
+        if there and len(coming) * self.cache.expert_bytes <= SOON_BYTES:
             there, coming = sorted(there + coming), []
-        parts = [(there, self.slots, most), (coming, self.slots, min(most, max(1, -(-len(coming) // 2))))]
+        parts = [(there, self.cache, most), (coming, self.cache, min(most, max(1, -(-len(coming) // 2))))]
         if rooms is not None:
             parts.insert(0, ([e for e in experts if e in resident], rooms, bulk))
         groups, begin, rows = [], 0, GROUP_ROWS + 2 * tokens
@@ -190,35 +196,33 @@ class GpuExecutor:
             first = mine.stop
             yield weighed, decoded, lora, thin, order[rows]
 
-    def _kind(self, layer: LayerOnDevice, batch: ExpertBatch, streamed: int, learns: bool | None) -> Kind | None:
+    def _kind(self, layer: LayerOnDevice, batch: ExpertBatch, streamed: int, learns: bool | None) -> PassKey | None:
         """Of a pass with so many streamed experts that may be recorded; None: it has to go group by group. `learns`
         None: forward."""
         bulk, most = self._bulk(layer.geometry), GROUP_ROWS + 2 * batch.hidden.shape[0]
-        if bulk < layer.geometry.experts or batch.ids.numel() > most or streamed > self.slots.count:
+        if bulk < layer.geometry.experts or batch.ids.numel() > most or streamed > self.cache.count:
             return None
-        return self._recorder.key(layer, batch, learns) if suits(layer, batch) else None
+        return self._recorder.key(layer, batch, learns) if can_capture(layer, batch) else None
 
     def replays(self, layer: LayerOnDevice, batch: ExpertBatch, learns: bool | None) -> bool:
         """Whether this pass with all of its experts is recorded: then its `counts` need not be known."""
-        rooms = self.residents.get(layer.index)
-        there = len(rooms.present(layer.index)) if rooms is not None else 0
-        kind = self._kind(layer, batch, layer.geometry.experts - there, learns)
-        return kind is not None and self._recorder.knows(kind)
+        streamed = layer.geometry.experts - len(self.resident_experts(layer.index))
+        kind = self._kind(layer, batch, streamed, learns)
+        return kind is not None and self._recorder.is_captured(kind)
 
     def _in_one(
         self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], learns: bool | None
-    ) -> tuple[Kind, GraphInputs] | None:
+    ) -> tuple[PassKey, GraphInputs] | None:
         """Everything for a replay; None: group by group."""
         geometry, bulk = layer.geometry, self._bulk(layer.geometry)
         rooms = self.residents.get(layer.index)
-        resident = rooms.present(layer.index) if rooms is not None else frozenset()
+        resident = self.resident_experts(layer.index)
         streamed = [e for e in experts if e not in resident]
         kind = self._kind(layer, batch, len(streamed), learns)
-        self.making = kind is not None and self._recorder.makes(kind)
-        if kind is None or not self._recorder.wants(kind, layer.index):
+        if kind is None or not self._recorder.is_due(kind, layer.index):
             return None
         seats = []
-        for room, mine in ((rooms, [e for e in experts if e in resident]), (self.slots, streamed)):
+        for room, mine in ((rooms, [e for e in experts if e in resident]), (self.cache, streamed)):
             if room is not None and mine:
                 slots = room.fetch(layer.index, layer.source, mine, frozenset((layer.index, e) for e in mine))
                 room.await_ready(slots)
@@ -226,8 +230,8 @@ class GpuExecutor:
         first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
         down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, bulk)
         pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
-        numbers = numbers_of(geometry.experts, seats, self.slots)
-        return kind, GraphInputs(layer, batch, self.slots, seats, Decoded(first, down), numbers, pairs)
+        numbers = slot_table(geometry.experts, seats, self.cache)
+        return kind, GraphInputs(layer, batch, self.cache, seats, Decoded(first, down), numbers, pairs)
 
     def forward(
         self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], counts: NDArray[np.int64] | None

@@ -40,7 +40,7 @@ COPY_BYTES = 64 << 20
 class ExpertCache:
     def __init__(self, geometry: Geometry, count: int, device: torch.device, registered: Registered | None) -> None:
         """`registered` None: everything is staged."""
-        self.device, self.count = device, count
+        self.geometry, self.device, self.count = geometry, device, count
         self.first = torch.empty(count, geometry.first.expert_bytes, dtype=torch.uint8, device=device)
         self.down = torch.empty(count, geometry.down.expert_bytes, dtype=torch.uint8, device=device)
         self.expert_bytes = geometry.expert_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -24,27 +24,27 @@ from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDe
 from ktransformers.plan.calibrate import cache_file
 from ktransformers.plan.split import Costs
 
-VERSION = 3
+VERSION = 4
 SMALL, LARGE = 8, 64  # tokens of the one batch, rows of an expert in the other
 ROUNDS = 3
+CROWDED_TOKENS = 512
+MAX_CROWDING = 4.0
 CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes
 READ_BYTES = 1 << 30
 
 Measured = tuple[dict[str, Costs], float]  # by direction, and bytes a second of the link
 
 
-def costs_of(layer: LayerOnDevice, store: ExpertStore, side: GpuExecutor, *, anew: bool = False) -> Measured:
+def costs_of(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor, *, anew: bool = False) -> Measured:
     """From the cache, or measured now; the layer's experts are in `store`."""
-    file = cache_file(
-        f"place {VERSION} {_core.machine()['cpu']} {store.isa} {store.threads} {_device(side)} {layer.geometry}"
-    )
+    file = cache_file(cache_key(layer, store, executor))
     if not anew:
         try:
             found = json.loads(file.read_text())
             return {name: Costs(**values) for name, values in found["costs"].items()}, float(found["link_rate"])
         except (OSError, ValueError, TypeError, KeyError):
             pass
-    costs, link = _measure(layer, store, side)
+    costs, link = _measure(layer, store, executor)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"costs": {name: asdict(value) for name, value in costs.items()}, "link_rate": link})
@@ -53,8 +53,14 @@ def costs_of(layer: LayerOnDevice, store: ExpertStore, side: GpuExecutor, *, ane
     return costs, link
 
 
-def _device(side: GpuExecutor) -> str:
-    return torch.cuda.get_device_name(side.device) if side.device.type == "cuda" else "cpu"
+def cache_key(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor) -> str:
+    """What measured seconds depend on."""
+    cpu = _core.machine()["cpu"]
+    return f"place {VERSION} {cpu} {store.isa} {store.threads} {_device(executor)} {layer.geometry}"
+
+
+def _device(executor: GpuExecutor) -> str:
+    return torch.cuda.get_device_name(executor.device) if executor.device.type == "cuda" else "cpu"
 
 
 def _batch(layer: LayerOnDevice, tokens: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,13 +83,13 @@ def fastest(call: Callable[[], object], device: torch.device | None = None) -> f
     return best
 
 
-def _measure(layer: LayerOnDevice, store: ExpertStore, side: GpuExecutor) -> Measured:
+def _measure(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor) -> Measured:
     experts = layer.geometry.experts
     top_k = min(8, experts)
     large = min(4096, max(SMALL, LARGE * experts // top_k))
     batches = [_batch(layer, tokens, top_k) for tokens in (SMALL, large)]
-    link = link_rate(layer, side)
-    gpu_call, gpu_expert, gpu_row = _gpu(layer, side, batches[1])
+    link = link_rate(layer, executor)
+    gpu_call, gpu_expert, gpu_row = _gpu(layer, executor, batches[1])
     memory = layer.geometry.expert_bytes / memory_rate()
     token = 2 * 2 * layer.geometry.hidden / link
     found = {}
@@ -100,6 +106,8 @@ def _measure(layer: LayerOnDevice, store: ExpertStore, side: GpuExecutor) -> Mea
             gpu_expert=gpu_expert,
             gpu_row=gpu_row * times,  # gate and up again, and two products back
         )
+    crowding = _crowding(layer, store, executor, found["forward"])
+    found = {direction: replace(costs, crowding=crowding) for direction, costs in found.items()}
     return found, link
 
 
@@ -121,14 +129,40 @@ def _cpu(store: ExpertStore, batches: list[tuple[Tensor, Tensor, Tensor]], direc
     return expert, row
 
 
+def _crowding(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor, costs: Costs) -> float:
+    """Time of half of the experts on the CPU while the other half is copied to the GPU, over its prediction."""
+    experts, cache = layer.geometry.experts, executor.cache
+    half = max(1, experts // 2)
+    copied = list(range(min(half, cache.count)))
+    if executor.device.type != "cuda" or half == experts:
+        return 1.0
+    hidden, ids, weights = _batch(layer, CROWDED_TOKENS, min(8, experts))
+    skip = torch.arange(experts) < half
+    rows = int((~skip[ids]).sum())
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        torch.cuda.synchronize(executor.device)
+        for _ in range(2):  # so that copies outlast the CPU
+            cache.forget(layer.index)
+            cache.fetch(layer.index, layer.source, copied)
+        begun = time.perf_counter()
+        store.forward(hidden, ids, weights, skip=skip)
+        seconds.append(time.perf_counter() - begun)
+    cache.await_ready(range(cache.count))
+    torch.cuda.synchronize(executor.device)
+    cache.forget(layer.index)
+    ratio = min(seconds[1:]) / costs.cpu_work(experts - half, rows, beside_copies=True)
+    return min(MAX_CROWDING, max(1 / MAX_CROWDING, ratio))
+
+
 def memory_rate() -> float:
     """Bytes a second out of memory, far beyond any cache."""
     pool = default_pool()
     return pool.rate("read", 0.05, bytes=READ_BYTES // pool.threads)
 
 
-def link_rate(layer: LayerOnDevice, side: GpuExecutor) -> float:
-    slots = side.slots
+def link_rate(layer: LayerOnDevice, executor: GpuExecutor) -> float:
+    slots = executor.cache
     count = max(1, min(slots.count, layer.geometry.experts, (256 << 20) // layer.geometry.expert_bytes))
 
     def copy() -> None:
@@ -137,29 +171,35 @@ def link_rate(layer: LayerOnDevice, side: GpuExecutor) -> float:
         slots.await_ready(range(slots.count))
 
     copy()
-    taken = fastest(copy, side.device)
+    taken = fastest(copy, executor.device)
     slots.forget(layer.index)
     return count * layer.geometry.expert_bytes / taken
 
 
-def _gpu(layer: LayerOnDevice, side: GpuExecutor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float, float]:
+def _gpu(
+    layer: LayerOnDevice, executor: GpuExecutor, batch: tuple[Tensor, Tensor, Tensor]
+) -> tuple[float, float, float]:
     """A call of one expert, then more experts, then more rows."""
-    experts = list(range(max(1, min(side.slots.count, layer.geometry.experts, 16))))
-    side.slots.fetch(layer.index, layer.source, experts)
+    experts = list(range(max(1, min(executor.cache.count, layer.geometry.experts, 16))))
+    executor.cache.fetch(layer.index, layer.source, experts)
 
     def seconds(chosen: list[int], tokens: int) -> float:
         ids = torch.tensor(chosen, dtype=torch.int64).repeat(-(-tokens // len(chosen)))[:tokens, None]
         hidden = batch[0][:1].expand(tokens, -1).contiguous()
         on = ExpertBatch(
-            hidden.to(side.device), ids.to(side.device), torch.ones(tokens, 1).to(side.device), None, NO_DROPOUT
+            hidden.to(executor.device),
+            ids.to(executor.device),
+            torch.ones(tokens, 1).to(executor.device),
+            None,
+            NO_DROPOUT,
         )
         counts = np.bincount(ids.numpy().reshape(-1), minlength=layer.geometry.experts)
-        side.forward(layer, on, chosen, counts)
-        return fastest(lambda: side.forward(layer, on, chosen, counts), side.device)
+        executor.forward(layer, on, chosen, counts)
+        return fastest(lambda: executor.forward(layer, on, chosen, counts), executor.device)
 
     one, several = seconds(experts[:1], 16), seconds(experts, 16 * len(experts))
     rows = 512 * len(experts)
     full = seconds(experts, rows)
-    side.slots.forget(layer.index)
+    executor.cache.forget(layer.index)
     each = max(0.0, several - one) / max(1, len(experts) - 1)
     return one, each, max(0.0, full - several) / rows

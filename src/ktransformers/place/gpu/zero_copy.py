@@ -13,7 +13,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ktransformers.nn.transfer import pinned, start_up
+from ktransformers.nn.transfer import as_pinned, start_host_to_device
 from ktransformers.place.gpu.device_lora import dims_in_memory
 from ktransformers.place.gpu.epilogue import kernels_for
 
@@ -27,9 +27,9 @@ class ZeroCopyReader:
         """A new tensor on the device with the strides of a dense `source`, in the order of the current stream."""
         kernels = kernels_for(self.device)
         if kernels is None:
-            return start_up((source,), self.device).finish()[0]
+            return start_host_to_device((source,), self.device).finish()[0]
         order = dims_in_memory(source)
-        staged = pinned(source.detach().permute(order))
+        staged = as_pinned(source.detach().permute(order))
         out = torch.empty(staged.shape, dtype=staged.dtype, device=self.device)
         kernels.pull(staged, out, False)
         self._hold(staged)
@@ -41,7 +41,7 @@ class ZeroCopyReader:
         if kernels is None:
             out.copy_(source)
             return
-        staged = pinned(source)
+        staged = as_pinned(source)
         kernels.pull(staged, out, False)
         self._hold(staged)
 
@@ -51,7 +51,7 @@ class ZeroCopyReader:
         if kernels is None or not (source.is_contiguous() and out.is_contiguous()):
             out.add_(self.pull(source))
             return
-        staged = pinned(source.detach())
+        staged = as_pinned(source.detach())
         kernels.pull(staged, out, True)
         self._hold(staged)
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ktransformers.errors import InputError
-from ktransformers.nn.linear import hasten
-from ktransformers.nn.mixed_lora import mixed
-from ktransformers.nn.norm import hasten_norms
+from ktransformers.nn.linear import patch_linears
+from ktransformers.nn.mixed_lora import use_mixed_lora
+from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.attention import NAME, Span, spans
 from ktransformers.serve.engine.head import LogitsHead, Reader, ScoredRows, collect
@@ -124,7 +124,7 @@ class Forward:
             "use_cache": False,
         }
         layers = expert_shares(shares, len(tokens))
-        with torch.inference_mode(), spans(rows), linear_shares(shares, len(tokens)), mixed(layers):
+        with torch.inference_mode(), spans(rows), linear_shares(shares, len(tokens)), use_mixed_lora(layers):
             return self._head.logits(picked, scored, words)
 
     def check(self) -> int:
@@ -166,7 +166,7 @@ class SequentialForward:
             "use_cache": True,
         }
         scored = [] if piece.read is None else [ScoredRows(0, count, piece.read)]
-        with torch.inference_mode(), linear_shares(shares, count), mixed(expert_shares(shares, count)):
+        with torch.inference_mode(), linear_shares(shares, count), use_mixed_lora(expert_shares(shares, count)):
             logits = self._head.logits([count - 1], scored, words)
         slot.tokens[piece.position :] = piece.tokens
         return ForwardResult(logits[0], *most_likely(logits, [0] if piece.greedy else [])) if piece.last else None
@@ -180,8 +180,8 @@ class SequentialForward:
 
 def open_forward(model: PreTrainedModel) -> Forward | SequentialForward:
     """The way that fits the family, by what its configuration says; `check` has the last word."""
-    hasten(model)
-    hasten_norms(model)
+    patch_linears(model)
+    patch_norms(model)
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "index_topk", None) is not None:
         kind = model.config.model_type

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.mixed_lora import MixedLora, mixed
+from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, adding, as_rows
 
 Adapters = tuple[LoadedAdapter, ...]  # in the order of `ordered`
@@ -119,7 +119,7 @@ class AdapterSet:
         }
         chosen = {columns: columns.choose(who) for columns in self._columns.values()}
         add = functools.partial(self._add, chosen, who.shape[0]) if self._stacks else None
-        with adding(add), mixed(layers):
+        with adding(add), use_mixed_lora(layers):
             yield
 
     def _add(

@@ -92,7 +92,7 @@ class Service:
         self._template = template or None
         self.per_token = per_token  # bytes of keys and values
         self.approximations: dict[str, int] = {}  # by which answers differ from the model's
-        self.statistics: Any = None  # of routed tokens, where they are recorded
+        self.placement: Any = None  # of the model's experts, with counts of routed tokens where they are recorded
 
     @property
     def room(self) -> int:

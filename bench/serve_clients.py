@@ -1,0 +1,158 @@
+"""Clients of our server for `serve.py`: one steps the engine in this process, one talks HTTP to a server on loopback.
+
+Both answer `begin` with the moments at which each token of each answer came. Seconds in the experts' modules are taken
+on the thread that computes; where the rest of the model is on a GPU, launching its work is in them as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+DEPTH = 16  # tokens before an answer
+
+
+class Client(Protocol):
+    def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
+        """Answers of `new` tokens each to all prompts at once; when each token of each came, from the start on."""
+
+    def expert_seconds(self) -> float:
+        """Spent in experts since the last question."""
+
+
+class ExpertClock:
+    """Seconds in the experts' modules, on the thread that computes."""
+
+    def __init__(self, model: Any) -> None:
+        from ktransformers.nn.contract import expert_modules
+
+        self._seconds, self._begun = 0.0, 0.0
+        for module in expert_modules(model).values():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _leave(self, *_: Any) -> None:
+        self._seconds += time.perf_counter() - self._begun
+
+    def take(self) -> float:
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+
+class InProcess:
+    """The engine, stepped by hand."""
+
+    def __init__(self, service: Any) -> None:
+        self._service = service
+        self._clock = ExpertClock(service.engine.forward.model)
+
+    def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
+        from ktransformers.serve.engine.sampling import Sampling
+        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+
+        engine, registry = self._service.engine, self._service.registry
+        times: list[list[float]] = [[] for _ in prompts]
+        ended: list[Event] = []
+
+        def ear(place: int) -> Callable[[Event], None]:
+            def hear(event: Event) -> None:
+                times[place].append(time.perf_counter() - begun)
+                if event.finish is not None:
+                    ended.append(event)
+
+            return hear
+
+        adapters = [registry.find(name or registry.served) for name in names]
+        asks = [
+            GenerationRequest(tuple(prompt), new, Sampling(temperature=0), adapter)
+            for prompt, adapter in zip(prompts, adapters, strict=True)
+        ]
+        begun = time.perf_counter()
+        engine.submit([Sequence(ask, self._service.tokenizer, ear(place)) for place, ask in enumerate(asks)])
+        while len(ended) < len(prompts):
+            engine.step()
+        if any(event.error for event in ended):
+            raise SystemExit(next(event.error for event in ended if event.error))
+        return times
+
+    def expert_seconds(self) -> float:
+        return self._clock.take()
+
+
+class OverHttp:
+    """Streams from a server, a thread for each."""
+
+    def __init__(self, url: str, served: str, model: Any) -> None:
+        self._url, self._served = url, served
+        self._clock = ExpertClock(model)
+
+    def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
+        import http.client
+
+        times: list[list[float]] = [[] for _ in prompts]
+        begun = time.perf_counter()
+
+        def stream(place: int) -> None:
+            connection = http.client.HTTPConnection(self._url.removeprefix("http://"), timeout=3600)
+            body = {"model": names[place] or self._served, "prompt": prompts[place], "max_tokens": new}
+            body |= {"temperature": 0, "stream": True, "ignore_eos": True, "logprobs": 0}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    times[place].append(time.perf_counter() - begun)
+            connection.close()
+
+        threads = [threading.Thread(target=stream, args=(place,)) for place in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if any(not arrivals for arrivals in times):
+            raise SystemExit("the server did not answer a stream")
+        return times
+
+    def expert_seconds(self) -> float:
+        return self._clock.take()
+
+
+@contextmanager
+def open_ours(
+    args: argparse.Namespace, model: Path, adapters: dict[str, Path], experts: Path | None = None
+) -> Iterator[Client]:
+    """`experts`: where they come from if not from the model's own directory."""
+    from ktransformers.serve.flags import Launch
+    from ktransformers.serve.launch import open_service
+    from ktransformers.serve.target import Target
+
+    room = max(args.prompt, DEPTH) + args.new + 2
+    launch = Launch(
+        str(model),
+        lora_paths=tuple((name, str(folder)) for name, folder in adapters.items()),
+        running=max(args.streams),
+        queued=max(128, *args.streams),
+        tokens=2 * max(args.streams) * (room + 64),
+        context=room,
+        chunk=args.chunk,
+        threads=args.threads or None,
+        device=args.device,
+        dtype=args.dtype,
+        experts=experts,
+    )
+    target = Target(model, name="base")
+    if args.engine:
+        yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)))
+        return
+    from ktransformers.prove.server import in_process
+
+    with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
+        yield OverHttp(url, "base", service.engine.forward.model)

@@ -1,0 +1,262 @@
+// Transposes stored weight blocks for backward: a tile of pairs along K becomes one of pairs along N.
+//
+// int8 and int4 blocks are transposed as codes (transpose_codes.h), other encoded blocks are dequantised first. A
+// product over transposed blocks starts with the first of them in scratch; each further one is transposed while the one
+// before it is multiplied, half a block at a time, because the matrix unit leaves the vector units idle and the cache
+// free to prefetch.
+#pragma once
+
+#include "kernels/formats.h"
+#include "kernels/table.h"
+#include "kernels/transpose_codes.h"
+
+namespace kt {
+namespace {
+
+// Four k by eight n: two rows of pairs along k become four rows of pairs along n.
+inline void transpose_square(const char* in, char* out) {
+  using Four = U32<4>;
+  Four transposed[4];
+  for (int row = 0; row < 2; row++) {
+    Four a = load<Four>(in + row * 64), b = load<Four>(in + row * 64 + 16);
+    Four even = __builtin_shuffle(a, b, Four{0, 2, 4, 6}), odd = __builtin_shuffle(a, b, Four{1, 3, 5, 7});
+    transposed[2 * row] = (even & 0xffffu) | (odd << 16);
+    transposed[2 * row + 1] = (even >> 16) | (odd & 0xffff0000u);
+  }
+  Four a = __builtin_shuffle(transposed[0], transposed[1], Four{0, 4, 1, 5});
+  Four b = __builtin_shuffle(transposed[2], transposed[3], Four{0, 4, 1, 5});
+  Four c = __builtin_shuffle(transposed[0], transposed[1], Four{2, 6, 3, 7});
+  Four d = __builtin_shuffle(transposed[2], transposed[3], Four{2, 6, 3, 7});
+  store(out, __builtin_shuffle(a, b, Four{0, 1, 4, 5}));
+  store(out + 64, __builtin_shuffle(a, b, Four{2, 3, 6, 7}));
+  store(out + 128, __builtin_shuffle(c, d, Four{0, 1, 4, 5}));
+  store(out + 192, __builtin_shuffle(c, d, Four{2, 3, 6, 7}));
+}
+
+// One half of n: in is a tile [16 pairs of k][16 n], out two tiles [16 pairs of n][16 k], k 0-15 and 16-31, of which
+// half of the rows are written.
+inline void transpose_tile(const char* in, int half, char* out) {
+  for (int n = 0; n < kTileN; n += 8)
+    for (int k = 0; k < kTileK; k += 4)
+      transpose_square(in + (k / 2) * 64 + n * 4,
+                       out + (k / kTileN) * kTileBytes + (half * 8 + n / 2) * 64 + (k % kTileN) * 4);
+}
+
+// The same with whole rows in registers. Sixteen bytes of each of four rows make a register, so that the transpose of
+// 16 x 16 dwords has two stages left, inside those quarters; the four rows are chosen such that the last stage, which
+// pairs neighbours along n, leaves k in order.
+#ifdef __AVX512F__
+template <int W>
+inline U32<W> load_quarters(const char* a, const char* b, const char* c, const char* d) {
+  // Inserting from memory needs no shuffle unit, which the compiler's code for joining vectors would use.
+  __m512i all = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)a));
+  all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)b), 1);
+  all = _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)c), 2);
+  return (U32<W>)_mm512_inserti32x4(all, _mm_loadu_si128((const __m128i*)d), 3);
+}
+#else
+template <int W>
+inline U32<W> load_quarters(const char* a, const char* b, const char* c, const char* d) {
+  char all[64];
+  __builtin_memcpy(all, a, 16);
+  __builtin_memcpy(all + 16, b, 16);
+  __builtin_memcpy(all + 32, c, 16);
+  __builtin_memcpy(all + 48, d, 16);
+  return load<U32<W>>(all);
+}
+#endif
+
+// Interleaves a and b, from the lower or the upper half of every quarter.
+template <int W, class V, bool upper>
+inline U32<W> interleave(U32<W> a, U32<W> b) {
+  V order;
+  constexpr int count = sizeof(V) / sizeof(order[0]), per = count / 4;
+  for (int i = 0; i < count; i++)
+    order[i] = (decltype(order[0] + 0))(i / per * per + i % per / 2 + (upper ? per / 2 : 0) + (i % 2) * count);
+  return (U32<W>)__builtin_shuffle((V)a, (V)b, order);
+}
+
+template <int W>
+inline void transpose_tile_wide(const char* in, int half, char* out) {
+  using Words = typename Vec<W>::pairs;
+  using Doubles = typename Vec<W>::u64;
+  for (int n = 0; n < kTileN; n += 4) {
+    U32<W> x[4];  // quarter q: of pairs 2q, 2q + 1, 8 + 2q, 9 + 2q
+    for (int i = 0; i < 4; i++) {
+      const char* at = in + ((i & 1) + (i >> 1) * 8) * 64 + n * 4;
+      x[i] = load_quarters<W>(at, at + 2 * 64, at + 4 * 64, at + 6 * 64);
+    }
+    U32<W> a = interleave<W, U32<W>, false>(x[0], x[1]), b = interleave<W, U32<W>, true>(x[0], x[1]);
+    U32<W> c = interleave<W, U32<W>, false>(x[2], x[3]), d = interleave<W, U32<W>, true>(x[2], x[3]);
+    U32<W> n0 = interleave<W, Doubles, false>(a, c), n1 = interleave<W, Doubles, true>(a, c);
+    U32<W> n2 = interleave<W, Doubles, false>(b, d), n3 = interleave<W, Doubles, true>(b, d);
+    char* to = out + (half * 8 + n / 2) * 64;
+    store(to, interleave<W, Words, false>(n0, n1));
+    store(to + kTileBytes, interleave<W, Words, true>(n0, n1));
+    store(to + 64, interleave<W, Words, false>(n2, n3));
+    store(to + kTileBytes + 64, interleave<W, Words, true>(n2, n3));
+  }
+}
+
+// One half of n of an f32 or f64 block, whose tiles are [32 k][16 n].
+template <class Real>
+inline void transpose_exact(const char* in, int half, char* out) {
+  constexpr int tile = kTileK * kTileN;
+  const Real* from = (const Real*)in + half * tile;
+  Real* to = (Real*)out;
+  for (int k = 0; k < kTileK; k++)
+    for (int n = 0; n < kTileN; n++)
+      to[k / kTileN * tile + (half * kTileN + n) * kTileN + k % kTileN] = from[k * kTileN + n];
+}
+
+// One half of a block of tiles.
+template <class Isa>
+inline void transpose_half(const char* in, int half, char* out) {
+  if constexpr (Isa::tile_bytes != kTileBytes) {
+    transpose_exact<typename Isa::Real>(in, half, out);
+  } else if constexpr (Isa::width == 16) {
+    transpose_tile_wide<16>(in + half * kTileBytes, half, out);
+  } else {
+    transpose_tile(in + half * kTileBytes, half, out);
+  }
+}
+
+// Neighbouring blocks are too far apart for the hardware prefetcher: each is prefetched into L2 eight blocks before it
+// is transposed, and into L1 one block before.
+constexpr int kTransposeAhead = 8;
+
+// Transposes the blocks of a list of jobs, half by half.
+template <class Isa>
+class BlockTransposer {
+ public:
+  BlockTransposer(const Transpose* jobs, int count) : job_(jobs), end_(jobs + count), ahead_job_(job_) { skip_empty(); }
+
+  // Halves in [at, end).
+  static int halves(const Transpose* at, const Transpose* end) {
+    int sum = 0;
+    for (; at < end; at++) sum += 2 * at->count;
+    return sum;
+  }
+
+  void all() { to(end_); }
+  // Continues up to a later job of the list.
+  void to(const Transpose* job) {
+    while (job_ < job && job_ < end_) half();
+  }
+
+  // Transposes one half; does nothing at the end of the list.
+  void half() {
+    if (job_ >= end_) return;
+    const Transpose& t = *job_;
+    if (!half_)
+      for (int i = 0; i < 2 && prefetched_ < kTransposeAhead; i++) prefetch();
+    const char* in = t.in + (int64_t)block_ * (int64_t)t.in_stride;
+    char* out = t.out + (int64_t)block_ * 2 * Isa::tile_bytes;
+    if (!t.encoding) {
+      for (int line = 0; line < Isa::tile_bytes && block_ + 1 < t.count; line += 64)
+        __builtin_prefetch(in + t.in_stride + half_ * Isa::tile_bytes + line, 0, 3);
+      transpose_half<Isa>(in, half_, out);
+    } else if (Isa::tile_bytes == kTileBytes && integer_codes(*t.encoding)) {
+      transpose_codes<kDecodeWidth<Isa>>(*t.encoding, in, t.k_tile, half_, out);
+    } else if (half_) {
+      alignas(64) char tiles[2 * Isa::tile_bytes];
+      decode_block<Isa>(*t.encoding, in, t.k_tile, 1, tiles);
+      for (int half = 0; half < 2; half++) transpose_half<Isa>(tiles, half, out);
+    }
+    if ((half_ ^= 1)) return;
+    prefetched_--;
+    if (++block_ == t.count) {
+      job_++, block_ = 0;
+      skip_empty();
+    }
+  }
+
+ private:
+  static bool integer_codes(const Encoding& e) {
+    return transposes_as_codes(e.format[0].codec) && transposes_as_codes(e.format[1].codec);
+  }
+
+  void skip_empty() {
+    while (job_ < end_ && !job_->count) job_++;
+  }
+
+  // Prefetches the next block that has not been prefetched.
+  void prefetch() {
+    while (ahead_job_ < end_ && ahead_block_ >= ahead_job_->count) ahead_job_++, ahead_block_ = 0;
+    if (ahead_job_ == end_) return;
+    const Transpose& t = *ahead_job_;
+    const char* block = t.in + (int64_t)ahead_block_++ * (int64_t)t.in_stride;
+    prefetched_++;
+    if (!t.encoding) {
+      for (int line = 0; line < 2 * Isa::tile_bytes; line += 64) __builtin_prefetch(block + line, 0, 2);
+      return;
+    }
+    for (int half = 0; half < 2; half++) {
+      const Strip& s = t.encoding->strip[half];
+      const char* strip = block + (half ? t.encoding->strip[0].bytes : 0);
+      const char *header = strip + s.headers + t.k_tile / s.span_tiles * s.span_bytes,
+                 *codes = strip + s.codes + t.k_tile * s.tile_bytes;
+      for (int at = 0; at < s.span_bytes; at += 64) __builtin_prefetch(header + at, 0, 2);
+      for (int at = 0; at < s.tile_bytes; at += 64) __builtin_prefetch(codes + at, 0, 2);
+    }
+  }
+
+  const Transpose *job_, *end_;
+  int block_ = 0, half_ = 0;  // next block and half of *job_
+  const Transpose* ahead_job_;
+  int ahead_block_ = 0, prefetched_ = 0;  // blocks that are prefetched and not transposed yet
+};
+
+// Transposes the next block of a product while one is multiplied: some halves at every k step.
+template <class Isa>
+class OverlappedTranspose {
+ public:
+  explicit OverlappedTranspose(const TransposedBlocks* t)
+      : transposer_(t ? t->jobs : nullptr, t ? t->count : 0),
+        next_(t ? t->jobs : nullptr),
+        end_(t ? t->jobs + t->count : nullptr),
+        jobs_per_block_(t ? t->jobs_per_block : 0) {}
+
+  // Starts the passes over a block, `steps` k steps in all.
+  void begin(int steps) {
+    const Transpose* after = next_ + jobs_per_block_ < end_ ? next_ + jobs_per_block_ : end_;
+    halves_per_block_ = BlockTransposer<Isa>::halves(next_, after);
+    next_ = after;
+    steps_ = steps;
+    due_ = 0;
+  }
+  void step() {
+    for (due_ += halves_per_block_; due_ >= steps_; due_ -= steps_) transposer_.half();
+  }
+  // Completes the next block.
+  void finish() { transposer_.to(next_); }
+
+ private:
+  BlockTransposer<Isa> transposer_;
+  const Transpose *next_, *end_;
+  int jobs_per_block_, halves_per_block_ = 0, steps_ = 1, due_ = 0;
+};
+
+// For products whose blocks are not transposed.
+struct NoTranspose {
+  explicit NoTranspose(const TransposedBlocks*) {}
+  void begin(int) {}
+  void step() {}
+  void finish() {}
+};
+template <class Isa, bool transposes>
+struct OverlappedTransposeOf {
+  using type = NoTranspose;
+};
+template <class Isa>
+struct OverlappedTransposeOf<Isa, true> {
+  using type = OverlappedTranspose<Isa>;
+};
+
+template <class Isa>
+void run_transpose(const Transpose& t) {
+  BlockTransposer<Isa>(&t, 1).all();
+}
+
+}  // namespace
+}  // namespace kt

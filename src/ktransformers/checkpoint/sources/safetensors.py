@@ -1,0 +1,150 @@
+"""The source for safetensors: a released directory, plain or quantised, and the merged files of kt-kernel's converter.
+
+Tensors are grouped by their name without its ending (`checkpoint/matrix.py`); a group with codes is one quantised
+matrix, all other tensors are plain. The converter of kt-kernel renames tensors (`blk.3.` for `model.layers.3.`, no
+leading `model.`); the Hugging Face names are restored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint.encoded import Encoded, decode
+from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check_experts, read_experts
+from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
+from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
+from ktransformers.checkpoint.quantisation import NONE, Quantisation
+from ktransformers.checkpoint.recode import blocks, rows_of
+from ktransformers.checkpoint.shards import Shards
+from ktransformers.checkpoint.sources.kt_kernel import MERGED_NAME, KTLayers
+from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
+from ktransformers.errors import InputError
+
+SCALES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
+CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
+
+
+class SafetensorsSource:
+    def __init__(self, path: Path, files: Iterable[str | Path], quantisation: Quantisation = NONE) -> None:
+        self.path = path
+        self._shards = Shards.of_directory(path) if not files else Shards(files)
+        self._quantisation = quantisation
+        merged = {name: match for name in self._shards.names if (match := MERGED_NAME.fullmatch(name))}
+        self._converted = KTLayers.of_merged(self._shards, merged) if merged else None
+        self._layers = find_experts(self._shards.names)
+        self._experts = {name for tensors in self._layers for name in tensor_names(tensors)} | set(merged)
+        self._quantised = _quantised(self._shards, (name for name in self._shards.names if name not in self._experts))
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({self._shards.file(name) for name in self._shards.names})
+
+    @property
+    def expert_roots(self) -> list[str]:
+        if self._converted is not None:
+            return self._converted.roots
+        return [tensors.root for tensors in self._layers]
+
+    @property
+    def quantised(self) -> bool:
+        return bool(self._quantised) or self._converted is not None
+
+    def config(self) -> dict[str, Any] | None:
+        return None
+
+    def layer(self, module: str, shape: ExpertShape, interleaved: bool = False) -> LayerSource:
+        if self._converted is not None:
+            return self._converted.layer(module, shape)
+        shards, tensors = self._shards, locate(self._layers, module)
+        formats = check_experts(shards, tensors, shape, self._quantisation, interleaved)
+        size = sum(_bytes(shards.ref(name)) for name in tensor_names(tensors))
+
+        def chunks() -> Iterator[ExpertChunk]:
+            return read_experts(shards, tensors, shape, self._quantisation, interleaved)
+
+        return LayerSource(formats, size, chunks)
+
+    def rest(self) -> list[PlainTensor]:
+        parts = {name for endings in self._quantised.values() for name in endings.values()}
+        plain = [name for name in self._shards.names if name not in self._experts and name not in parts]
+        return [self._plain(name) for name in plain] + [self._dequantised(base) for base in self._quantised]
+
+    def release(self) -> None:
+        self._shards.release()
+
+    def _name(self, name: str) -> str:
+        """The Hugging Face name."""
+        if self._converted is None or name.startswith("lm_head."):
+            return name
+        return re.sub(r"^blk\.", "model.layers.", name) if name.startswith("blk.") else f"model.{name}"
+
+    def _plain(self, name: str) -> PlainTensor:
+        ref = self._shards.ref(name)
+        if ref.dtype not in DTYPES:
+            raise InputError(name, f"dtype {ref.dtype}", ", ".join(DTYPES))
+        return PlainTensor(self._name(name), DTYPES[ref.dtype], ref.shape, lambda: self._shards.read(name))
+
+    def _dequantised(self, base: str) -> PlainTensor:
+        refs = {ending: self._shards.ref(name) for ending, name in self._quantised[base].items()}
+        shape_name = self._quantised[base].get("weight_shape")
+        rows, columns = dimensions(refs) if shape_name is None else self._shards.read(shape_name).flatten().tolist()
+        matrix = recognise(refs, rows, columns, self._quantisation)
+        return PlainTensor(
+            self._name(f"{base}.weight"),
+            torch.bfloat16,
+            (rows, columns),
+            lambda: dequantise(matrix.build(self._shards.read)),
+        )
+
+
+def dequantise(matrix: Tensor | Encoded) -> Tensor:
+    """A matrix in bf16 if it was quantised, else unchanged; in blocks of rows, because decoding goes through float32,
+    which is twice as large."""
+    if isinstance(matrix, Tensor):
+        return matrix
+    out = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.codes.device)
+    for first, last in blocks(matrix.rows, matrix.columns):
+        block = rows_of(matrix, first, last)
+        assert isinstance(block, Encoded)
+        out[first:last] = decode(block)[0]
+    return out
+
+
+def tensor_names(tensors: ExpertTensors) -> Iterator[str]:
+    yield from tensors.fused.values()
+    for roles in tensors.single.values():
+        yield from roles.values()
+
+
+def _quantised(shards: Shards, names: Iterable[str]) -> Mapping[str, dict[str, str]]:
+    """Quantised matrices: name without ending -> ending -> name."""
+    groups: dict[str, dict[str, str]] = {}
+    for name in names:
+        base, _, ending = name.rpartition(".")
+        if ending in ENDINGS and base:
+            groups.setdefault(base, {})[ending] = name
+    return {base: endings for base, endings in groups.items() if _is_quantised(shards, endings)}
+
+
+def _is_quantised(shards: Shards, endings: Mapping[str, str]) -> bool:
+    if "qweight" in endings or "weight_packed" in endings:
+        return True
+    if "weight" not in endings:
+        return False
+    weight = shards.ref(endings["weight"])
+    if weight.dtype in FLOATS or len(weight.shape) != 2:
+        return False
+    if weight.dtype.startswith("F8") and not any(ending in endings for ending in SCALES):
+        raise weight.refuse(f"{' or '.join(FLOATS)}, or a scale beside it")
+    return weight.dtype in CODE_DTYPES and any(ending in endings for ending in SCALES)
+
+
+def _bytes(ref: TensorRef) -> int:
+    elements = torch.Size(ref.shape).numel()
+    return elements * DTYPES[ref.dtype].itemsize if ref.dtype in DTYPES else elements

@@ -1,0 +1,89 @@
+// Random matrices in the released layout of a format, for the native tests of formats.
+#pragma once
+
+#include <cstring>
+
+#include "random_layer.h"
+
+namespace kt::check {
+
+// Random released bytes of one matrix of all experts. Scales are small normal numbers in every format.
+struct RandomEncoded {
+  std::vector<uint8_t> codes;
+  std::vector<char> scales;
+  std::vector<float> tensor;
+  SourceMatrix source{};
+
+  RandomEncoded(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
+    const CodecRow& row = f.row();
+    int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
+    codes.resize((size_t)(experts * rows * row_bytes));
+    std::uniform_int_distribution<int> any(0, 255);
+    for (uint8_t& c : codes) c = (uint8_t)any(random);
+    if (f.codec == Codec::fp8 || f.codec == Codec::mxfp8)
+      for (uint8_t& c : codes) c &= 0xbf;  // no NaN
+    source.released.codes = codes.data();
+    source.released.row_bytes = row_bytes;
+    source.codes_stride = rows * row_bytes;
+    source.released.scale_rows = f.shared ? 128 : 1;
+    if (row.block) {
+      put_halves(f, experts * rows * (columns / row.span));
+      return;
+    }
+    int64_t spans = f.span() ? ceil_div(columns, f.span()) : 1, width = spans * f.header();
+    int64_t high = ceil_div(rows, source.released.scale_rows);
+    scales.resize((size_t)(experts * high * width));
+    if (row.span) {
+      for (char& c : scales) c = (char)(f.codec == Codec::nvfp4 ? 0x30 : 120);
+    } else {
+      DType type = f.codec == Codec::int4 ? f.scale : DType::f32;
+      for (int64_t n = 0; n < (int64_t)(scales.size() / size_of(type)); n++)
+        set_element(scales.data(), n, type, 0.01f * (float)(1 + n % 7));
+    }
+    source.released.scales = scales.data();
+    source.released.scale_stride = width;
+    source.scales_stride = high * width;
+    tensor.assign((size_t)experts, 0.25f);
+    source.released.tensor = tensor.data();
+  }
+
+  // Sets GGUF's 16-bit scales, at their offsets in a block.
+  void put_halves(const Format& f, int64_t blocks) {
+    auto places = [](Codec codec) -> std::vector<int> {
+      switch (codec) {
+        case Codec::q2_k:
+          return {80, 82};
+        case Codec::q3_k:
+          return {108};
+        case Codec::q6_k:
+          return {208};
+        case Codec::tq1_0:
+          return {52};
+        case Codec::tq2_0:
+          return {64};
+        case Codec::q4_1:
+        case Codec::q5_1:
+        case Codec::q4_k:
+        case Codec::q5_k:
+          return {0, 2};
+        default:
+          return {0};
+      }
+    };
+    const std::vector<int> at = places(f.codec);
+    for (int64_t b = 0; b < blocks; b++)
+      for (int place : at) {
+        uint16_t half = from_float(0.01f * (float)(1 + b % 5), DType::f16);
+        uint8_t* block = codes.data() + b * f.row().block;
+        if (f.codec != Codec::iq1_m) {
+          std::memcpy(block + place, &half, 2);
+          continue;
+        }
+        // Its four nibbles are at the top of the words of scales.
+        for (int i = 0; i < 4; i++)
+          block[49 + 2 * i] = (uint8_t)((block[49 + 2 * i] & 15) | ((half >> (4 * i)) & 15) << 4);
+      }
+  }
+};
+
+}  // namespace kt::check

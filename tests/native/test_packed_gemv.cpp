@@ -1,0 +1,223 @@
+// Packed GEMV with f32 activations in inference, against the unrounded dequantised weights in double. With needs_grad,
+// and for more rows, weights are rounded to bf16.
+#include "check.h"
+#include "random_encoded.h"
+
+using namespace kt;
+using namespace kt::check;
+
+namespace {
+
+constexpr Format format_of(Codec codec, int32_t group = 0, DType scale = DType::f32) {
+  Format f;
+  f.codec = codec;
+  f.group = group;
+  f.scale = scale;
+  return f;
+}
+constexpr Format kInt8 = format_of(Codec::int8);
+constexpr Format kInt4 = format_of(Codec::int4, 32, DType::bf16);
+
+// A layer in a released format, with biases.
+struct CodedLayer {
+  LayerShape shape;
+  LayerFormats formats;
+  Gate gating;
+  std::mt19937 random{4};
+  RandomEncoded gate, up, down;
+  RandomLayer numbers;  // dequantised
+
+  CodedLayer(const LayerShape& s, const LayerFormats& f)
+      : shape(s),
+        formats(f),
+        gating{s.gated ? Activation::silu : Activation::relu2, s.gated, 0, 0},
+        gate(f.gate, s.experts, s.intermediate, s.hidden, random),
+        up(f.up, s.experts, s.intermediate, s.hidden, random),
+        down(f.down, s.experts, s.hidden, s.intermediate, random),
+        numbers(s, true, Precision::f32) {
+    auto exact = packed(kernels("generic", Precision::f32), engine_of(1));
+    auto decode = [&](Weights::Matrix matrix, Numbers& to) {
+      std::vector<float> values((size_t)s.hidden * (size_t)s.intermediate);
+      for (int32_t e = 0; e < s.experts; e++) {
+        exact->weights().decode(matrix, e, (char*)values.data());
+        std::copy(values.begin(), values.end(), to.values.begin() + e * (int64_t)values.size());
+      }
+    };
+    if (s.gated) decode(Weights::Matrix::gate, numbers.gate);
+    decode(Weights::Matrix::up, numbers.up);
+    decode(Weights::Matrix::down, numbers.down);
+  }
+
+  std::unique_ptr<Experts> packed(const KernelTable& kernels, std::shared_ptr<Engine> engine) const {
+    auto experts = std::make_unique<Experts>(shape, gating, kernels, std::move(engine), formats);
+    SourceLayer layer = numbers.source(0, shape.experts);
+    layer.gate = shape.gated ? gate.source : SourceMatrix{};
+    layer.up = up.source, layer.down = down.source;
+    experts->weights().pack(layer);
+    return experts;
+  }
+};
+
+// Rows that all go to one expert.
+RandomBatch rows_of_one(const LayerShape& s, int32_t rows) {
+  RandomBatch batch(s, rows, 1);
+  std::fill(batch.ids.begin(), batch.ids.end(), s.experts - 1);
+  return batch;
+}
+
+std::vector<float> run(const Experts& experts, RandomBatch& batch, bool needs_grad = false,
+                       const Adapters& adapters = {}) {
+  Batch b = batch.batch(experts.shape());
+  b.needs_grad = needs_grad;
+  if (!adapters.empty()) b.every_adapter = 0;
+  std::fill(batch.out.begin(), batch.out.end(), NAN);
+  Call(experts, b, adapters).run();
+  return batch.out;
+}
+
+int32_t packed_gemv_rows_of(const Experts& experts, const BlockStore& store) {
+  auto* max_rows = experts.kernels().packed_gemv_rows;
+  return max_rows && store.encoding() ? max_rows(*store.encoding()) : 0;
+}
+
+std::vector<const KernelTable*> bf16_kernels() {
+  std::vector<const KernelTable*> list;
+  for (const KernelTable* kernels : all_kernels())
+    if (kernels->panel == DType::bf16) list.push_back(kernels);
+  return list;
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// An activated value may round the other way where its sum is off by a bit. Rounded weights are off by 2^-9, and their
+// square by twice that.
+constexpr double kUnrounded = 3e-4, kRounded = 1e-2;
+
+void check_packed_gemv(const CodedLayer& layer) {
+  for (const KernelTable* kernels : bf16_kernels()) {
+    auto experts = layer.packed(*kernels, engine_of(2));
+    const int32_t up = packed_gemv_rows_of(*experts, experts->weights().up()),
+                  down = packed_gemv_rows_of(*experts, experts->weights().down());
+    CHECK(up > 0 && down > 0);
+    for (int32_t rows = 1; rows <= kPackedGemvRows + 1; rows++) {
+      RandomBatch batch = rows_of_one(layer.shape, rows);
+      std::vector<double> want = expected(layer.numbers, layer.gating, batch, true);
+      double error = error_of(run(*experts, batch), want), limit = rows <= up && rows <= down ? kUnrounded : kRounded;
+      CHECK(error < limit);
+      if (error >= limit) std::fprintf(stderr, "%s, %d rows: %g\n", kernels->name, rows, error);
+      CHECK(error_of(run(*experts, batch, true), want) < kRounded);
+    }
+  }
+}
+
+}  // namespace
+
+// Every kind of codes, groups of all sizes and scale types, mixed in the halves of a block; odd rows and columns.
+TEST(packed_gemv_unrounded_weights) {
+  const auto int4 = [](int32_t group, DType scale) { return format_of(Codec::int4, group, scale); };
+  const Format mxfp4 = format_of(Codec::mxfp4), q8_0 = format_of(Codec::q8_0), q4_0 = format_of(Codec::q4_0);
+  check_packed_gemv({{2, 160, 98, true}, {kInt4, kInt8, int4(64, DType::f16)}});
+  check_packed_gemv({{2, 202, 74, true}, {int4(128, DType::f32), int4(0, DType::f32), kInt8}});
+  check_packed_gemv({{1, 322, 40, false}, {kInt4, int4(96, DType::bf16), int4(0, DType::bf16)}});
+  check_packed_gemv({{1, 130, 34, false}, {kInt8, kInt8, int4(128, DType::f16)}});
+  check_packed_gemv({{2, 96, 64, true}, {mxfp4, mxfp4, mxfp4}});
+  check_packed_gemv({{2, 160, 96, true}, {q4_0, format_of(Codec::iq4_nl), q8_0}});
+  check_packed_gemv({{2, 64, 160, true}, {q8_0, kInt4, q4_0}});
+}
+
+// K so long that it is taken in chunks, none of which begins at a group.
+TEST(packed_gemv_of_a_long_k) {
+  const Format wide = format_of(Codec::int4, 4096, DType::bf16);
+  check_packed_gemv({{1, 36000, 16, true}, {wide, kInt8, wide}});
+  check_packed_gemv({{1, 32, 9000, false}, {wide, wide, format_of(Codec::int4, 928, DType::bf16)}});
+}
+
+// One half of a block has a codec without packed GEMV: the whole block is dequantised to tiles, while down is not.
+TEST(packed_gemv_with_other_formats_in_the_block) {
+  const CodedLayer layer({1, 96, 64, true}, {kInt4, format_of(Codec::mxfp8), kInt4});
+  for (const KernelTable* kernels : bf16_kernels()) {
+    auto experts = layer.packed(*kernels, engine_of(1));
+    CHECK_EQ(packed_gemv_rows_of(*experts, experts->weights().up()), 0);
+    CHECK(packed_gemv_rows_of(*experts, experts->weights().down()) > 0);
+    RandomBatch batch = rows_of_one(layer.shape, 2);
+    CHECK(error_of(run(*experts, batch), expected(layer.numbers, layer.gating, batch, true)) < kRounded);
+  }
+}
+
+// With needs_grad weights are rounded, and a row's bits do not depend on the batch; without, they do not as long as its
+// expert has few enough rows for packed GEMV.
+TEST(packed_gemv_bits_do_not_depend_on_neighbours) {
+  const CodedLayer layer({2, 224, 96, true}, {kInt4, kInt8, kInt8});
+  for (const KernelTable* kernels : bf16_kernels()) {
+    auto experts = layer.packed(*kernels, engine_of(2));
+    const int32_t max_rows = std::min(packed_gemv_rows_of(*experts, experts->weights().up()),
+                                      packed_gemv_rows_of(*experts, experts->weights().down()));
+    RandomBatch all = rows_of_one(layer.shape, max_rows), alone = all;
+    alone.tokens = 1;
+    for (bool needs_grad : {false, true}) {
+      std::vector<float> rows = run(*experts, all, needs_grad), one = run(*experts, alone, needs_grad);
+      CHECK(std::memcmp(one.data(), rows.data(), (size_t)layer.shape.hidden * sizeof(float)) == 0);
+    }
+    CHECK(!same(run(*experts, alone), run(*experts, alone, true)));
+    std::vector<char> kept((size_t)experts->keep_row_bytes());
+    std::vector<float> with_grad = run(*experts, alone, true);
+    Call(*experts, alone.batch(layer.shape), {}, kept.data()).run();
+    CHECK(same(alone.out, with_grad));
+  }
+}
+
+// Non-finite values stay in their row, or in their channel.
+TEST(packed_gemv_non_finite_values) {
+  CodedLayer layer({1, 96, 64, false}, {kInt4, kInt4, kInt4});
+  set_element(layer.down.scales.data(), 2 * 5 + 1, DType::bf16, NAN);
+  set_element(layer.down.scales.data(), 2 * 40, DType::bf16, INFINITY);
+  for (const KernelTable* kernels : bf16_kernels()) {
+    RandomBatch batch = rows_of_one(layer.shape, 4);
+    batch.hidden[2 * 96 + 7] = NAN;
+    batch.hidden[3 * 96 + 79] = INFINITY;
+    std::vector<float> out = run(*layer.packed(*kernels, engine_of(2)), batch);
+    for (size_t n = 0; n < out.size(); n++) CHECK_EQ(std::isfinite(out[n]), n < 2 * 96 && n % 96 != 5 && n % 96 != 40);
+  }
+}
+
+TEST(packed_gemv_bits_do_not_depend_on_threads_or_groups) {
+  const CodedLayer layer({4, 1000, 70, true}, {kInt8, kInt4, kInt4});
+  for (const KernelTable* kernels : bf16_kernels()) {
+    RandomBatch batch(layer.shape, 5, 2);
+    std::vector<float> one = run(*layer.packed(*kernels, engine_of(1)), batch);
+    CHECK(same(one, run(*layer.packed(*kernels, engine_of(3)), batch)));
+    CHECK(same(one, run(*layer.packed(*kernels, engine_of(4, 2)), batch)));
+  }
+}
+
+// LoRA is added to the sums, whatever the number of chunks.
+TEST(packed_gemv_with_lora) {
+  for (const LayerShape& s : {LayerShape{2, 288, 160, true}, LayerShape{1, 36000, 16, true}}) {
+    const CodedLayer layer(s, {kInt4, kInt4, kInt8});
+    for (const KernelTable* kernels : bf16_kernels()) {
+      auto experts = layer.packed(*kernels, engine_of(2));
+      const LoraRanks ranks{8, 20, 33, false};
+      Adapter adapter(s, ranks, *kernels, experts->engine().pool, experts->engine().arena);
+      std::mt19937 random(6);
+      std::vector<std::vector<float>> held;
+      auto factor = [&](int64_t rows, int64_t columns) {
+        float scale = 1 / std::sqrt((float)columns);
+        held.push_back(random_f32((size_t)(s.experts * rows * columns), scale, random));
+        return SourceMatrix{{held.back().data(), DType::f32, columns, 1}, rows * columns};
+      };
+      SourceLora lora{{factor(8, s.hidden), factor(s.intermediate, 8), 1.0},
+                      {factor(20, s.hidden), factor(s.intermediate, 20), 1.0},
+                      {factor(33, s.intermediate), factor(s.hidden, 33), 1.0}};
+      adapter.pack(lora);
+      RandomBatch batch = rows_of_one(s, 3);
+      auto wide = [](const std::vector<float>& v) { return std::vector<double>(v.begin(), v.end()); };
+      std::vector<double> tiles = wide(run(*experts, batch, true, {&adapter}));
+      std::vector<float> without = run(*experts, batch), with = run(*experts, batch, false, {&adapter});
+      CHECK(error_of(with, tiles) < kRounded);
+      CHECK(error_of(without, tiles) > 2e-2);
+      CHECK(!same(with, run(*experts, batch, true, {&adapter})));
+    }
+  }
+}

@@ -1,0 +1,91 @@
+"""The rule that picks a mode: predictions overrule the preferred mode beyond their error, timings beyond a margin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ktransformers.plan.modes import (
+    COST_MODEL_ERROR,
+    CPU,
+    DECODE,
+    HOST_CALLBACK,
+    PREFILL,
+    RESIDENT,
+    SPLIT,
+    STREAM,
+    TRAINING,
+    bucket_tokens,
+    candidate_modes,
+    decide,
+    even_counts,
+    inseparable,
+    pass_kind,
+    predict,
+    size_bucket,
+)
+from ktransformers.plan.split import Costs
+
+# One layer of Qwen3-30B in bf16 on a 16-core host with PCIe 5: 128 experts of 9.4 MB.
+LAYER = Costs(8e-4, 0, 13e-3 / 128, 4e-3 / 8192, 22e-3 / 128, 8e-3 / 128, 5e-4, 4e-6, 25e-9)
+COSTS = {"forward": LAYER, "backward": LAYER}
+
+
+def predicted(kind: str, tokens: int, residents: int = 0, **options: bool) -> dict[str, float]:
+    return predict(kind, COSTS, tokens, even_counts(8 * tokens, 128), residents, **options)
+
+
+def test_kinds_of_passes() -> None:
+    assert pass_kind(32, False) == DECODE and pass_kind(33, False) == PREFILL and pass_kind(1, True) == TRAINING
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 32, 512, 700, 8192])
+def test_sizes_of_a_bucket_are_within_a_quarter_octave(tokens: int) -> None:
+    assert 2**-0.26 < bucket_tokens(size_bucket(tokens)) / tokens < 2**0.26
+
+
+def test_even_routing_spreads_rows_over_all_experts() -> None:
+    assert even_counts(8, 128).sum() == 8 and np.count_nonzero(even_counts(8, 128)) == 8
+    assert set(even_counts(1024, 128).tolist()) == {8}
+
+
+def test_training_streams_unless_the_cpu_is_faster_beyond_the_error() -> None:
+    assert decide(TRAINING, {STREAM: 1.0, CPU: 1 / (1 + COST_MODEL_ERROR)}).mode == STREAM
+    assert decide(TRAINING, {STREAM: 1.3, CPU: 1.0}).mode == CPU
+    assert decide(TRAINING, predicted(TRAINING, 2048)).mode == STREAM
+
+
+def test_a_slow_link_leaves_training_to_the_cpu() -> None:
+    slow = Costs(**{**vars(LAYER), "link_expert": 10 * LAYER.link_expert})
+    seconds = predict(TRAINING, {"forward": slow, "backward": slow}, 512, even_counts(4096, 128), 0)
+    assert decide(TRAINING, seconds).mode == CPU
+
+
+def test_prefill_splits_where_a_division_gains_and_streams_where_not() -> None:
+    assert decide(PREFILL, predicted(PREFILL, 2048)).mode == SPLIT
+    assert SPLIT not in predicted(PREFILL, 200_000)
+    assert decide(PREFILL, predicted(PREFILL, 200_000)).mode == STREAM
+
+
+def test_residents_replace_the_cpu_mode() -> None:
+    assert candidate_modes(TRAINING, True, False) == (STREAM, RESIDENT)
+    assert candidate_modes(DECODE, True, True) == (HOST_CALLBACK, RESIDENT, CPU, STREAM)
+    assert set(predicted(PREFILL, 512, residents=32)) <= {SPLIT, STREAM, RESIDENT}
+
+
+def test_decoding_prefers_what_a_graph_can_hold_and_times_every_mode() -> None:
+    seconds = predicted(DECODE, 4, residents=32, host_callback=True)
+    assert inseparable(DECODE, seconds) == tuple(seconds)
+    assert decide(DECODE, seconds, {HOST_CALLBACK: 1.02, RESIDENT: 1.0, CPU: 2.0, STREAM: 3.0}).mode == HOST_CALLBACK
+    assert decide(DECODE, seconds, {HOST_CALLBACK: 1.1, RESIDENT: 1.0, CPU: 2.0, STREAM: 3.0}).mode == RESIDENT
+    assert decide(DECODE, predicted(DECODE, 4, host_callback=True)).mode == CPU, "untimed, without residents"
+
+
+def test_only_modes_within_the_error_are_timed() -> None:
+    assert inseparable(PREFILL, {SPLIT: 1.0, STREAM: 1.19, CPU: 1.3}) == (SPLIT, STREAM)
+
+
+def test_a_decision_says_why() -> None:
+    timed = decide(PREFILL, {SPLIT: 1e-3, STREAM: 1.1e-3, CPU: 9e-3}, {SPLIT: 2e-3, STREAM: 1e-3})
+    assert timed.mode == STREAM and timed.reason == "stream (timed 1.00 ms a layer; split 2.00)"
+    assert decide(TRAINING, {STREAM: 2e-3, CPU: 4e-3}).reason == "stream (predicted 2.00 ms a layer; cpu 4.00)"

@@ -1,0 +1,37 @@
+"""A stand-in for the capture of decode steps on machines without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ktransformers.place.placement import Placement
+from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs
+from tests.serve.conftest import Bench
+
+
+class Recorder:
+    """Calls the step again instead of replaying it; counts captures, and fails them with `failure`."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self.captures = 0
+        self.failure: Callable[[], Exception] | None = None
+
+    def __call__(self, compute: Compute) -> Compute:
+        if self.failure is not None:
+            raise self.failure()
+        compute()
+        self.captures += 1
+
+        def replay() -> torch.Tensor:
+            with self._placement.rehearsal():
+                return compute()
+
+        return replay
+
+
+def graphs_of(bench: Bench) -> DecodeGraphs:
+    assert bench.forward.graphs is not None
+    return bench.forward.graphs
