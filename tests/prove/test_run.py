@@ -35,10 +35,10 @@ torch.set_num_threads(2)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A tiny model, trained for a few steps with held-out rows, and the output of the run."""
-    from tests.train.conftest import Quiet, recipe
-    from tests.train.runs import run
+    from tests.support.training import RunRecorder, recipe
+    from tests.support.training_runs import run
 
-    root, watcher = tmp_path_factory.mktemp("prove"), Quiet()
+    root, watcher = tmp_path_factory.mktemp("prove"), RunRecorder()
     save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512), root / "base")
     for file in TOKENIZER.glob("*.json"):
         shutil.copyfile(file, root / "base" / file.name)
@@ -180,12 +180,12 @@ def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_pat
     """Trained on int8 experts beside the base: proof and server find them, and stock PEFT is left out."""
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan, parse_formats
-    from tests.train.conftest import Quiet, recipe
-    from tests.train.runs import run as train
+    from tests.support.training import RunRecorder, recipe
+    from tests.support.training_runs import run as train
 
     base, packed = trained[0].parent / "base", tmp_path / "int8"
     convert(make_plan(base, parse_formats("int8"), 2), packed)
-    train(recipe(base, tmp_path / "out", val_size=3, learning_rate=2e-2, kt_weight_path=str(packed)), Quiet())
+    train(recipe(base, tmp_path / "out", val_size=3, learning_rate=2e-2, kt_weight_path=str(packed)), RunRecorder())
     done = run(tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
@@ -200,11 +200,11 @@ def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: P
     """Trained in float32: the trainer's model equals the record and stock PEFT; only the server uses bf16."""
     from ktransformers.prove.run import check_record, run_trainer_model
     from ktransformers.serve.target import resolve_target
-    from tests.train.conftest import Quiet, recipe
-    from tests.train.runs import run as train
+    from tests.support.training import RunRecorder, recipe
+    from tests.support.training_runs import run as train
 
     output = tmp_path / "out"
-    train(recipe(trained[0].parent / "base", output, val_size=3, learning_rate=2e-2, precision="f32"), Quiet())
+    train(recipe(trained[0].parent / "base", output, val_size=3, learning_rate=2e-2, precision="f32"), RunRecorder())
     done = run(output, "--json")
     assert done.exit_code == 0, done.output
     checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}

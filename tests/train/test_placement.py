@@ -16,14 +16,13 @@ from ktransformers.place import apply, attach
 from ktransformers.place.residents import load_counts
 from ktransformers.train.placement import ResidentUpdate, TrainPlacement, options_of
 from ktransformers.train.resolve import read_settings
-
-from .conftest import Quiet, recipe
-from .runs import run
+from tests.support.training import RunRecorder, recipe
+from tests.support.training_runs import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
 
-def test_keys(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_keys_are_read(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KT_PLACE", raising=False)
     keys = recipe(tiny, tmp_path / "out")
     nothing = options_of(read_settings(keys))
@@ -43,7 +42,7 @@ def test_keys(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert placing.gpus == 1 and placing.loading_device == torch.device("cpu")
 
 
-def test_a_run_on_the_engine(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_placed_experts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses of a run whose experts the CPU computes, to bf16's rounding; residents are renewed on the way."""
     losses = []
     file = tmp_path / "counts.safetensors"
@@ -52,7 +51,7 @@ def test_a_run_on_the_engine(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     for at, keys in enumerate(({}, more)):
         if keys:
             monkeypatch.setattr(apply, "attach", lambda model, **given: attach(model, **(given | {"device": "cpu"})))
-        watcher = Quiet()
+        watcher = RunRecorder()
         run(recipe(tiny, tmp_path / str(at), learning_rate=1e-2, **keys), watcher)
         losses.append([step.values["loss"] for step in watcher.steps if "loss" in step.values])
     assert len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
@@ -65,7 +64,7 @@ def test_a_run_on_the_engine(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert all(row.sum() > 0 for row in load_counts(file, names))
 
 
-def test_residents_follow_the_steps() -> None:
+def test_residents_are_updated_every_n_steps() -> None:
     from tests.place.test_residents import tiny
 
     model = tiny()

@@ -1,4 +1,4 @@
-"""Runs for the tests to look at: what was saved, what moved, what the first gradients are."""
+"""Runs training in tests: the saved adapter, the change of its tensors, and the first gradients."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import Result, build_trainer, train
 from tests.support.forked import Forked
-
-from .conftest import Quiet
+from tests.support.training import RunRecorder
 
 for package in ("trl", "datasets"):
     pytest.importorskip(package)
 
 
-def run(keys: dict[str, Any], watcher: Quiet | None = None) -> Result:
-    return train(read_settings(keys), watcher or Quiet())
+def run(keys: dict[str, Any], watcher: RunRecorder | None = None) -> Result:
+    return train(read_settings(keys), watcher or RunRecorder())
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest relative difference of a tensor, by norms."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     return max(
-        ((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)).item() for name in expected
+        ((actual[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)).item() for name in expected
     )
 
 
-class Gradients(TrainerCallback):
+class GradientRecorder(TrainerCallback):
     def __init__(self) -> None:
-        self.found: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if not self.found:
-            self.found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if not self.gradients:
+            self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def first_gradients(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Of the first optimiser step. B is made non-zero before it, so that A has a gradient, too."""
+    """Gradients of the first optimizer step. B is randomised before it, so that A has a gradient too."""
     settings = read_settings(keys | {"max_steps": 1, "max_grad_norm": 0, "lr_scheduler_type": "constant"})
     prepared = make_plan(settings)
     assert prepared.directory is not None
@@ -63,10 +62,10 @@ def first_gradients(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
         from ktransformers.train.reference import add_reference
 
         add_reference(trainer, "base", 1000, lambda done, rows: None)
-    gradients = Gradients()
-    trainer.add_callback(gradients)
+    recorder = GradientRecorder()
+    trainer.add_callback(recorder)
     trainer.train()
-    return gradients.found
+    return recorder.gradients
 
 
 SCRIPT = "import typer; from ktransformers.cli.train import train; typer.run(train)"
