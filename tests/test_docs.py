@@ -1,4 +1,4 @@
-"""Pages that name code are held to the code: paths in ARCHITECTURE.md and CONTRIBUTING.md exist, names in ARCHITECTURE.md
+"""Pages that name code are held to the code: paths in ARCHITECTURE.md and CONTRIBUTING.md exist, names in the first
 occur in the source, its glossary gives the file that defines each word, its tables of context variables and of layers
 are complete, and the version is the same in the package, the changelog and CITATION.cff."""
 
