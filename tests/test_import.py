@@ -28,7 +28,7 @@ def test_import_of_the_native_core_is_silent() -> None:
     assert run("import ktransformers._core") == ""
 
 
-def test_lazy_attributes() -> None:
+def test_attributes_are_loaded_lazily() -> None:
     out = run(
         "import ktransformers, sys\n"
         "assert 'ExpertStore' in dir(ktransformers) and 'torch' not in sys.modules\n"
@@ -37,14 +37,14 @@ def test_lazy_attributes() -> None:
     assert out.split() == ["ExpertStore", "True"]
 
 
-def test_unknown_attribute() -> None:
+def test_unknown_attribute_raises() -> None:
     import ktransformers
 
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = ktransformers.no_such_name
 
 
-def test_help_is_quick() -> None:
+def test_help_is_fast() -> None:
     """Best of five, in seconds of the CPU: the machine that runs the tests may be busy, the limit is for the work."""
     times = []
     for _ in range(5):
