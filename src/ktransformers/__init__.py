@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ktransformers.nn import ExpertStore
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ExpertStore", "__version__"]
 
 _MODULE_OF = {"ExpertStore": "ktransformers.nn"}
