@@ -38,7 +38,7 @@ $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt src/ktransforme
 
 build: $(VENV)/.built  ## venv, pinned packages, the extension with all variants (editable install)
 
-check: $(VENV)/.installed  ## ruff, mypy, clang-format, the layer rule
+check: build  ## ruff, mypy, clang-format, the layer rule
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
@@ -50,7 +50,7 @@ format: $(VENV)/.installed  ## rewrite the sources as `make check` wants them
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
 
-test: check build  ## check, then everything but the slow tests: native, then Python
+test: check  ## check, then everything but the slow tests: native, then Python
 	$(BUILD)/kt_tests
 	$(PY) -m pytest -q
 
