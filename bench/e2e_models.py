@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 VARIANTS = ("kt", "gpu", "fsdp")
 POOL = 4_000_037  # random numbers that all weights are taken from; a prime
-CARDS = Path(__file__).resolve().parents[1] / "src" / "ktransformers" / "place" / "models"
+CARDS = Path(__file__).resolve().parents[1] / "src" / "ktransformers" / "plan" / "models"
 
 
 @dataclass(frozen=True)
