@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ktransformers.cli.quant import run_quant, say_unused
+from ktransformers.cli.quant import run_quant, warn_ignored
 from ktransformers.errors import KTError
 
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = parser().parse_args()
-    say_unused(
+    warn_ignored(
         threadpool_count=arguments.threadpool_count,
         resume_layer=arguments.resume_layer,
         gpu=arguments.gpu,

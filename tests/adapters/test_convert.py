@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from ktransformers.adapters import convert, read_adapter, write_adapter
 from ktransformers.cli.main import main
-from tests.forked import python
 from tests.support.adapter_samples import Recipe, same_deltas, sample, write_model_config
+from tests.support.forked import python
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, EXPERTS, RANK = 40, 256, 1
@@ -162,7 +162,7 @@ def test_gguf_file_is_read_by_path(tmp_path: Path) -> None:
 
 
 def test_merge_command_writes_the_model(tmp_path: Path) -> None:
-    from tests.support.peft_models import save_model_and_adapter
+    from tests.support.stock_peft import save_model_and_adapter
 
     save_model_and_adapter("qwen3_moe", tmp_path)
     done = kt("merge", tmp_path / "model", tmp_path / "adapter", "-o", tmp_path / "out")

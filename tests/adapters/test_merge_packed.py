@@ -24,10 +24,10 @@ from ktransformers.nn import load_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
-from tests.checkpoint.conversions import as_fp8
-from tests.checkpoint.releases import write_gguf
-from tests.nn.families import build, save
-from tests.nn.test_gguf import gguf_fields, to_gguf
+from tests.support.gguf_models import gguf_fields, to_gguf
+from tests.support.packing import as_fp8
+from tests.support.releases import write_gguf
+from tests.support.tiny_models import build, save
 
 DATA = Path(__file__).parents[1] / "data" / "minimind_6400"
 SIZES: dict[str, Any] = {"moe_intermediate_size": 64, "intermediate_size": 64, "vocab_size": 6400}

@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from checkpoint.blocks import HALVES, SMALL, random_blocks
 from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, encode
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
+from tests.support.gguf_blocks import HALVES, SMALL, random_blocks
 
 PLAIN = ["int8", "int4:32", "int4:64:f16", "int4:128:f32", "int4:0", "fp8:128x128", "fp8:1x128", "fp8:row"]
 PLAIN += ["mxfp8", "mxfp4", "nvfp4"]

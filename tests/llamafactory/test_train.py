@@ -34,7 +34,7 @@ except importlib.metadata.PackageNotFoundError:
     pytest.skip("LLaMA-Factory is not installed: make test-llamafactory", allow_module_level=True)
 
 from ktransformers.nn.prepare import prepare
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -13,7 +13,7 @@ import pytest
 
 from ktransformers.loop.settings import read_loop
 from ktransformers.loop.stages import build_recipe, build_stages, run_paths
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"

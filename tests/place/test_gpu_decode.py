@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from checkpoint.blocks import HALVES, random_blocks
 
 from ktransformers.checkpoint.encoded import Encoded, encode
 from ktransformers.nn import ExpertStore
 from ktransformers.place.gpu.dequantize import decode
 from ktransformers.place.gpu.layout import geometry
+from tests.support.gguf_blocks import HALVES, random_blocks
 
 E, H, I = 3, 512, 256  # noqa: E741
 SPECS = ["bf16", "int8", "int4:32", "int4:128:f16", "int4:0", "fp8:128x128", "fp8:1x128", "fp8:row", "mxfp8", "mxfp4"]

@@ -19,8 +19,8 @@ from ktransformers.plan.memory import attention_lora_numbers, expert_lora_number
 from ktransformers.plan.model_shape import of_config, open_shape, shipped
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
-from tests.checkpoint.releases import KINDS
-from tests.nn.families import build, save
+from tests.support.releases import KINDS
+from tests.support.tiny_models import build, save
 
 
 def skeleton(config: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from ktransformers.train.model import open_model
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import Result, build_trainer, train
-from tests.forked import Forked
+from tests.support.forked import Forked
 from tests.support.training import RunRecorder
 
 for package in ("trl", "datasets"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER
 
 

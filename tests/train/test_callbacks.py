@@ -17,7 +17,7 @@ from ktransformers.train import callbacks
 from ktransformers.train.callbacks import ExpertClock, PeakRates, TrainLog
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
-from tests.nn.families import build, tokens
+from tests.support.tiny_models import build, tokens
 
 LAYERS = 2
 

@@ -23,7 +23,7 @@ from ktransformers.train.packed_attention import (
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.trainers import SupervisedTrainer
-from tests.nn.families import build
+from tests.support.tiny_models import build
 from tests.support.training import recipe
 from tests.support.training_runs import difference, first_gradients, run
 

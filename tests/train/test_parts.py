@@ -14,7 +14,7 @@ from ktransformers.train.batches import pair_weights, split_by_budget, split_pai
 from ktransformers.train.preference import AnswerLogprobs, pair_losses
 from ktransformers.train.settings import LoraSettings, PreferenceSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
-from tests.nn.families import COMMON, FAMILIES
+from tests.support.tiny_models import COMMON, FAMILIES
 
 
 def skeleton(family: str) -> Any:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ktransformers.nn import rank_cores
-from tests.checkpoint.conversions import pack
-from tests.nn.families import build, save
+from tests.support.packing import pack
+from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, recipe
 
 for package in ("trl", "datasets"):
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ktransformers.nn.pool import default_pool
 from ktransformers.train.run import train
 from ktransformers.train.resolve import read_settings
-from tests.checkpoint.test_packed_use import mapped_pages
+from tests.support.packing import mapped_pages
 from tests.support.training import RunRecorder
 from transformers import TrainerCallback
 

@@ -1,4 +1,5 @@
-"""`kt loop`: a YAML file becomes a served, proven and judged adapter; what has not changed is not done again."""
+"""`kt loop`: a YAML file becomes a served, proven and evaluated adapter; stages whose inputs did not change are
+skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StageLines:
-    """One line for each stage, and what the trainer says as it goes."""
+    """Prints one line for each stage, and the progress lines of the trainer."""
 
     def on_skip(self, stage: Stage, record: StageRecord) -> None:
         print(f"{stage.name:<10} unchanged, done {record.ended} in {record.seconds:.0f} s", flush=True)
@@ -35,7 +36,7 @@ class StageLines:
 
 
 class SilentStages(StageLines):
-    """For --json: nothing but the document."""
+    """For --json: prints nothing but the document."""
 
     def on_skip(self, stage: Stage, record: StageRecord) -> None:
         pass
@@ -56,11 +57,11 @@ def loop(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win, as train.minutes=2.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say which stages would run, and how; do nothing.")
+        bool, typer.Option("--dry-run", help="List the stages that would run, and their commands.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
 ) -> None:
-    """Make or open a model, judge it, train it, prove it, judge it again as it is served, and report."""
+    """Make or open a model, evaluate it, train it, prove it, evaluate it as it is served, and report."""
     from ktransformers.loop.report import make_report, terminal_lines
     from ktransformers.loop.run import Runner
     from ktransformers.loop.settings import read_loop

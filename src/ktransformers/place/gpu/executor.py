@@ -179,7 +179,7 @@ class GpuExecutor:
         keys = place[ids] if several is None else several.keys(place[ids], batch.ids.shape[1])
         keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
-        share, seed = batch.dropout.share, batch.dropout.seed
+        share, seed = batch.dropout.rate, batch.dropout.seed
         pairs: dict[str, StackedLora] = {}
         if batch.factors is not None:
             pairs = self._lora.of(batch.factors, layer.geometry.first.out_rows)

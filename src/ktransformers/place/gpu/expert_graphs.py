@@ -184,7 +184,7 @@ def can_capture(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
         and layer.biases == (None, None)
         and batch.hidden.dtype in (torch.bfloat16, torch.float16)  # results leave by a cast: buffers are used again
         and batch.several is None
-        and not batch.dropout.share
+        and not batch.dropout.rate
         and kernels.knows(geometry.first)
         and kernels.knows(geometry.down)
         and not torch.are_deterministic_algorithms_enabled()
