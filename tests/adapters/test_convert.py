@@ -162,7 +162,7 @@ def test_gguf_file_is_read_by_path(tmp_path: Path) -> None:
 
 
 def test_merge_command_writes_the_model(tmp_path: Path) -> None:
-    from tests.support.stock_peft import save_model_and_adapter
+    from tests.support.stock_peft_models import save_model_and_adapter
 
     save_model_and_adapter("qwen3_moe", tmp_path)
     done = kt("merge", tmp_path / "model", tmp_path / "adapter", "-o", tmp_path / "out")

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from ktransformers.adapters import convert
-from tests.support.stock_peft import LOADS_PER_EXPERT, PARAMETERS, TARGETS, build_model, logits
+from tests.support.stock_peft_models import LOADS_PER_EXPERT, PARAMETERS, TARGETS, build_model, logits
 
 
 def trained(family: str, directory: Path, rank: int = 4, **options: Any) -> torch.Tensor:
