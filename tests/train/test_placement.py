@@ -77,5 +77,5 @@ def test_residents_are_updated_every_n_steps() -> None:
             layer.counts[[6, 7] if step < 3 else [0, 7]] += 5
         renewal.on_step_end(None, SimpleNamespace(global_step=step), None)
     assert renewal.changed == [6, 3], "two of three layers each, then one: only what came since the last time counts"
-    rooms = placement.engines[0].side.residents
-    assert [rooms[at].present(at) for at in range(3)] == [frozenset({0, 7})] * 3
+    caches = placement.engines[0].executor.residents
+    assert [caches[layer].present(layer) for layer in range(3)] == [frozenset({0, 7})] * 3
