@@ -333,7 +333,7 @@ def test_staging(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.place.gpu.pinned.STAGE_BYTES", 10_000)
     store, given = make_store(SMALL), inputs(SMALL, "cuda:0")
     place = placed(store, "cuda:0", "stream", 3, pinned=pinned)
-    assert not place.engine.slots.direct(place.layer.packed.source)
+    assert not place.engine.cache.direct(place.layer.packed.source)
     for _ in range(2):
         compare(run(place, given, True), expected(store, given))
 
@@ -342,7 +342,7 @@ def test_staging(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_registered_memory_is_copied_from_directly() -> None:
     store = make_store(QWEN)
     place = placed(store, "cuda:0", "stream", 128)
-    assert place.engine.slots.direct(place.layer.packed.source)
+    assert place.engine.cache.direct(place.layer.packed.source)
     assert place.layer.packed.source.first.is_pinned()
 
 
