@@ -83,18 +83,18 @@ struct DirectNumbers {
   static constexpr int W = Isa::width, most_rows = kDirectRows, most_of_nibbles = Isa::overlaps ? 4 : most_rows;
 
   static int32_t rows_of(const Format& f) {
-    switch (f.codec) {
-      case Codec::int8:
-      case Codec::q8_0:
-        return most_rows;
-      case Codec::int4:
-      case Codec::mxfp4:
-      case Codec::q4_0:
-      case Codec::iq4_nl:
-        return most_of_nibbles;
-      default:
-        return 0;
-    }
+    const FormatRow& row = f.row();
+    if (row.plane[1] || f.shared) return 0;
+    if (row.element == ElementKind::int8) return row.scales == ScaleKind::floats ? most_rows : 0;
+    const bool scaled = row.scales == ScaleKind::floats || row.scales == ScaleKind::e8m0;
+    return scaled && row.plane[0] == 4 && numbers_of(row) ? most_of_nibbles : 0;
+  }
+
+  // The 16 numbers of a nibble; null for other kinds of elements.
+  static const float (*numbers_of(const FormatRow& row))[16] {
+    if (row.element == ElementKind::e2m1) return &kE2m1;
+    if (row.element == ElementKind::iq4) return &kIq4;
+    return row.element == ElementKind::uint && row.zero_point == 8 ? &kMinus8 : nullptr;
   }
 
   // Rows of bf16, into scratch that has room for decoded tiles.
@@ -110,23 +110,17 @@ struct DirectNumbers {
 
   template <class Act>
   static void with_codes(const Format& f, const Act& act) {
-    auto nibbles = [&]<Scale type>(const float (&table)[16]) { act(NibbleNumbers<W, type>(table)); };
-    switch (f.codec) {
-      case Codec::int8:
-        return act(ByteNumbers<W, Scale::f32>{});
-      case Codec::q8_0:
-        return act(ByteNumbers<W, Scale::f16>{});
-      case Codec::mxfp4:
-        return nibbles.template operator()<Scale::e8m0>(kE2m1);
-      case Codec::iq4_nl:
-        return nibbles.template operator()<Scale::f16>(kIq4);
-      case Codec::q4_0:
-        return nibbles.template operator()<Scale::f16>(kLess8);
-      default:
-        if (f.scale == DType::bf16) return nibbles.template operator()<Scale::bf16>(kLess8);
-        if (f.scale == DType::f16) return nibbles.template operator()<Scale::f16>(kLess8);
-        return nibbles.template operator()<Scale::f32>(kLess8);
+    const FormatRow& row = f.row();
+    const FieldType type = f.type_of(row.header[0]);
+    if (row.element == ElementKind::int8) {
+      if (type == FieldType::f16) return act(ByteNumbers<W, Scale::f16>{});
+      return act(ByteNumbers<W, Scale::f32>{});
     }
+    const float (&table)[16] = *numbers_of(row);
+    if (row.scales == ScaleKind::e8m0) return act(NibbleNumbers<W, Scale::e8m0>(table));
+    if (type == FieldType::bf16) return act(NibbleNumbers<W, Scale::bf16>(table));
+    if (type == FieldType::f16) return act(NibbleNumbers<W, Scale::f16>(table));
+    act(NibbleNumbers<W, Scale::f32>(table));
   }
 };
 

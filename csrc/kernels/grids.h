@@ -25,7 +25,7 @@ struct Grid {
   int32_t count;
 };
 
-// Of a codec whose row says `in_rows`.
+// `codec` is one whose elements are `grid`.
 const Grid& grid_of(Codec codec);
 
 // Five trits as a byte holds them in a strip: a number to base 3, the first digit the lowest.

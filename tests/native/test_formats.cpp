@@ -1,5 +1,5 @@
 // Encoded experts natively, for the sanitizers: every format and variant, sizes that fill no strip, several groups of
-// threads. The result of whoever learns must have the bits of the same numbers packed plainly.
+// threads. Calls that need gradients give the bits of the same numbers packed as bf16.
 #include <cstring>
 
 #include "check.h"
@@ -15,8 +15,8 @@ std::vector<Format> all_formats() {
   for (int c = 1; c < kCodecs; c++) {
     Format f;
     f.codec = (Codec)c;
-    if (f.codec == Codec::int4) f.group = 64, f.scale = DType::f16;
-    if (f.codec == Codec::fp8) f.group = 128, f.shared = true;
+    if (f.row().suffix == Suffix::group) f.group = 64, f.scale = DType::f16;
+    if (f.row().suffix == Suffix::block) f.group = 128, f.shared = true;
     all.push_back(f);
   }
   return all;
