@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import Encoded, decode, encode, format_of
+from ktransformers.checkpoint.encoded import Encoded, decode, format_of
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.errors import InputError
 
@@ -110,7 +111,7 @@ def _convert(source: Weight, target: str, rows: int, columns: int) -> Weight:
         for first, last in blocks(rows, columns):
             result[:, first:last] = decode(rows_of(source, first, last))  # type: ignore[arg-type]
         return result
-    if target == "nvfp4":  # one scale for all rows: it wants to see them together
+    if format_of(target).tensor_scale:  # one scale for all rows, so they are encoded together
         return encode(decode(source), target)
     parts = [
         encode(decode(rows_of(source, first, last)), target)  # type: ignore[arg-type]
