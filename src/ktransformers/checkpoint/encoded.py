@@ -96,6 +96,11 @@ def format_of(name: str) -> EncodedFormat:
     )
 
 
+def format_with(element: str, scales: str) -> str:
+    """The name of the format with separate codes and scales of these kinds."""
+    return next(row["spec"] for row in _core.formats() if (row["element"], row["scales"]) == (element, scales))
+
+
 @dataclass(frozen=True)
 class Encoded:
     format: str

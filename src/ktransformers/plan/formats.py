@@ -54,14 +54,14 @@ def _is_small(row: FormatInfo) -> bool:
 
 @functools.cache
 def _formats() -> dict[str, WeightFormat]:
-    found = {}
+    table = {}
     for name, row in ((name, _table()[name]) for name in PROPOSED):
         group = (row["span"] or TYPICAL_COLUMNS) * row["scale_rows"] if row["header"] else 1
-        found[name] = WeightFormat(name, sum(row["planes"]), group, row["header_bytes"])
+        table[name] = WeightFormat(name, sum(row["planes"]), group, row["header_bytes"])
     for name, row in _table().items():
         if _is_small(row):
-            found[name] = WeightFormat(name, 8 * row["block_bytes"] / row["span"])
-    return found
+            table[name] = WeightFormat(name, 8 * row["block_bytes"] / row["span"])
+    return table
 
 
 def format_of(name: str) -> WeightFormat:
