@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kLanesOfTile = 2 * kTileN;
 
-// Bits of a plane from row `j` on, in W lanes from `lane` on; more than one code's may come.
+// Bits of a plane from row `j` on, in W lanes from `lane` on, with those of the following codes above them.
 template <int W, int bits>
 inline U32<W> plane_bits(const char* plane, int j, int lane) {
   if constexpr (bits == 1) {
@@ -70,7 +70,7 @@ struct TileRow<Bf16Pairs> {
   }
 };
 
-// Bytes of the vectors that the compiler has registers for; wider ones it takes to pieces.
+// Bytes of a vector register; the compiler splits wider vectors.
 #if defined(__AVX512F__)
 constexpr int kRegister = 64;
 #elif defined(__AVX__)
@@ -146,10 +146,10 @@ inline void decode_tile(const RowScales& r, const char* codes, const Grid* grid,
   }
 }
 
-constexpr int kDecodeAhead = 8;  // k tiles whose codes come into L1 meanwhile
+constexpr int kDecodeAhead = 8;  // k tiles by which codes are prefetched into L1
 
 // k tiles [k0, k0 + count) of a strip; tile i at out + i * step.
-// Never inlined: every product decodes, and there are many formats.
+// Never inlined: every product calls it, and there are many formats.
 template <int W, class Real, Codec C>
 __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                                char* out, int64_t step) {
