@@ -67,7 +67,7 @@ def format_of(name: str) -> EncodedFormat:
     """By its name; an unknown one is refused."""
     word = name.partition(":")[0]
     if word not in {spec.partition(":")[0] for spec in FORMATS}:
-        raise InputError("format", repr(name), "one of " + ", ".join(FORMATS))
+        raise InputError("format", repr(name), "one of " + ", ".join(FORMATS), "int4:GROUP takes any multiple of 32")
     try:
         row = _core.format(name)
     except ValueError as error:
