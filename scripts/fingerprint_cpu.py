@@ -40,7 +40,8 @@ def core() -> Keys:
     import torch
 
     from ktransformers import _core
-    from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, encode
+    from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded
+    from ktransformers.checkpoint.encoder import encode
     from ktransformers.nn import ExpertStore
     from ktransformers.nn.store import Dropout
 

@@ -24,6 +24,11 @@ def test_import_is_silent_and_loads_nothing_heavy(module: str) -> None:
     assert json.loads(out) == []
 
 
+def test_planner_and_its_formats_do_without_torch() -> None:
+    code = "import ktransformers.plan, sys\nfrom ktransformers.plan.formats import format_of\n"
+    assert run(code + "print(format_of('int4').bits, 'torch' in sys.modules)").split() == ["4", "False"]
+
+
 def test_import_of_the_native_core_is_silent() -> None:
     assert run("import ktransformers._core") == ""
 

@@ -82,7 +82,8 @@ def gpus() -> list[Gpu]:
 
 
 def bf16_is_fast(device: str) -> bool:
-    """False on CPUs without bf16 instructions, where torch multiplies bf16 up to a hundred times slower than float32."""
+    """False on CPUs without bf16 instructions, where torch multiplies bf16 up to a hundred times slower than
+    float32."""
     import torch
 
     return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -18,7 +18,8 @@ from ktransformers.adapters import convert as convert_adapter
 from ktransformers.adapters import merge_packed as module
 from ktransformers.adapters.divergence import calibration_text, measure_divergence
 from ktransformers.adapters.merge_packed import merge_packed, wants_packing
-from ktransformers.checkpoint.encoded import decode, encode
+from ktransformers.checkpoint.encoded import decode
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.contract import expert_modules

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ktransformers.checkpoint.encoded import encode
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.experts import experts_forward

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktransformers.checkpoint.encoded import Encoded, encode
+from ktransformers.checkpoint.encoded import Encoded
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn.experts import new_store
 from ktransformers.quant.convert import Converted, convert
 from ktransformers.quant.plan import make_plan, parse_formats

@@ -218,7 +218,7 @@ def quant(
             "--method",
             "-m",
             "--quant-method",
-            help="int4, int8, bf16, fp8:128x128, fp8:row, mxfp4, mxfp8, nvfp4, q8_0 ..., or keep: as released.",
+            help="int4, int8, bf16, fp8:128x128, q8_0 ... (docs/quant.md has all), or keep: as released.",
         ),
     ] = "int4",
     group: Annotated[int | None, typer.Option(help="int4: columns that share a scale. [default: 32]")] = None,

@@ -51,7 +51,8 @@ def read_decision(train: TrainSettings, run: Path) -> tuple[int, str] | None:
 
 
 def write_pace(train: TrainSettings, run: Path) -> str:
-    """Reads the rate from the measurement's log and the sizes from the plan, writes pace.json, returns the explanation."""
+    """Reads the rate from the measurement's log and the sizes from the plan, writes pace.json, returns the
+    explanation."""
     log = run / "pace" / "trainer_log.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     rates = [float(line["throughput"]) for line in lines if line.get("throughput")]

@@ -209,7 +209,7 @@ class ExpertStore:
                 raise InputError(name, f"{matrix.rows} rows of {matrix.columns}", f"{rows} rows of {columns}")
             return matrix.codes, matrix.scales, matrix.tensor_scale
         if stored != "bf16":
-            raise InputError(name, "a tensor", f"an Encoded of format {stored}", "see checkpoint.encoded.encode")
+            raise InputError(name, "a tensor", f"an Encoded of format {stored}", "see ktransformers.checkpoint.encode")
         return as_matrices(name, matrix, rows, columns, transposed)
 
     def decode(self, matrix: str, expert: int) -> Tensor:
