@@ -200,13 +200,13 @@ def train() -> Keys:
         def __init__(self) -> None:
             self.losses: list[float] = []
 
-        def stepped(self, progress: Any) -> None:
+        def on_step(self, progress: Any) -> None:
             self.losses += [progress.values["loss"]] if "loss" in progress.values else []
 
         def ignore(self, *_: Any) -> None:
             pass
 
-        planned = loading = referring = noted = ignore
+        on_plan = on_load = on_reference = on_note = ignore
 
     recipe = {
         "dataset": "identity", "max_samples": 16, "cutoff_len": 96, "per_device_train_batch_size": 2,

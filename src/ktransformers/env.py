@@ -27,7 +27,7 @@ VARIABLES = (
     Variable("KT_THREADS", "a positive number", "threads of a pool without an explicit count, over all groups"),
     Variable(
         "KT_PLACE",
-        "auto, cpu, stream, resident",
+        "auto, cpu, resident, host_callback, stream, stream_all, split",
         "where `place.attach` computes the experts of a model on a GPU; default cpu",
     ),
     Variable(

@@ -154,7 +154,10 @@ def plan(
     sequences: Annotated[int, typer.Option(help="Serving: concurrent requests.")] = 1,
     place: Annotated[
         str | None,
-        typer.Option("--place", help="Where experts are computed: auto, cpu, stream, resident. Default: any."),
+        typer.Option(
+            "--place",
+            help="Where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split. Default: auto, cpu, stream or resident.",
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine again.")] = False,

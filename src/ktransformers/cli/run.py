@@ -33,7 +33,9 @@ def run(
     cpu_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the experts. [default: chosen]")] = None,
     kt_place: Annotated[
         str | None,
-        typer.Option(help="Where experts are computed: auto, cpu, stream or resident. [default: KT_PLACE, then auto]"),
+        typer.Option(
+            help="Where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split. [default: KT_PLACE, then auto]"
+        ),
     ] = None,
     gpu_experts: Annotated[
         int | None, typer.Option("--gpu-experts", "--kt-num-gpu-experts", min=0, help="Experts of a layer on the GPU.")

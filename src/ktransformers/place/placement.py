@@ -259,7 +259,7 @@ def attach(
 ) -> Placement | None:
     """Let the engine compute the model's experts for hidden states on a GPU; None: there is no GPU, or `cpu` is asked.
 
-    `policy` is one of auto, cpu, stream and resident (KT_PLACE, else cpu), `pin` map or stage (KT_PIN, else map).
+    `policy` is auto or one mode of `plan/modes.py` (KT_PLACE, else cpu), `pin` map or stage (KT_PIN, else map).
     `device` is that of all layers; without, each has the one of its router. `homes` says by name what becomes of a
     layer of experts: "cpu" leaves it to the CPU. `pin_bytes` bounds what is registered with the driver, `buffer_bytes`
     the room for streamed experts on a GPU; without `streams` there will be none, and the room is the least.
