@@ -156,7 +156,8 @@ def plan(
         str | None,
         typer.Option(
             "--place",
-            help="Where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split. Default: auto, cpu, stream or resident.",
+            help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all, split. "
+            "Default: the fastest of auto, cpu, stream and resident.",
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,

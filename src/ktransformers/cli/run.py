@@ -34,7 +34,8 @@ def run(
     kt_place: Annotated[
         str | None,
         typer.Option(
-            help="Where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split. [default: KT_PLACE, then auto]"
+            help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all or split. "
+            "[default: KT_PLACE, then auto]"
         ),
     ] = None,
     gpu_experts: Annotated[

@@ -32,7 +32,8 @@ PLACEMENT_FLAGS = (
     Flag(
         ("--kt-place",),
         "kt_place",
-        "where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split; default: KT_PLACE, then auto",
+        "where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split; "
+        "default: KT_PLACE, then auto",
     ),
     Flag(("--kt-num-gpu-experts",), "kt_num_gpu_experts", "experts of each layer that stay on the GPU", int),
     Flag(
